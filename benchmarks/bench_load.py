@@ -1,0 +1,226 @@
+"""How long until a sharded training state is back in memory? Same layout, other layout, other number of ranks.
+
+python benchmarks/bench_load.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --scenario same,reshard,world --out results/load.jsonl
+"""
+
+import os
+import shutil
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import common
+import peers
+from common import KINDS, State, locals_of, make_state, parse_size
+from measure import Case, chosen, over_ranks, race, rows
+
+Contests = dict[str, list[Case]]
+Columns = Mapping[str, object]
+
+
+def origin(scenario: str, kind: str, ranks: int) -> tuple[str, int] | None:
+    """Kind and number of ranks that saved what `ranks` ranks load as `kind`; None where it would be the same layout."""
+    if scenario == "same":
+        return kind, ranks
+    if scenario == "world":
+        return kind, ranks // 2 if ranks > 2 else ranks * 2
+    return (next(other for other in KINDS if other != kind), ranks) if ranks > 1 else None
+
+
+# ---- first launch: the checkpoints, by the layout that saved them
+
+
+def save_sources(options: Namespace) -> None:
+    """The merged folder comes from unified; where only peers are asked for, from DCP's consolidation."""
+    mesh = common.start_ranks()
+    scratch = Path(options.scratch) / "bench_load"
+    common.empty(scratch)
+    state = make_state(parse_size(options.size), options.kind, mesh)
+    merged = scratch / "merged"
+    mapping = peers.hf_mapping(state, max_file_bytes=options.max_file_bytes)
+    if common.wants_unified(options.only):
+        import unified_ckpt as uc
+
+        how = uc.SaveOptions(fsync=False, max_file_bytes=options.max_file_bytes)
+        uc.save(merged, model=state.model, optimizer=state.optimizer, options=how)
+    else:
+        merged.mkdir(exist_ok=True)
+        peers.hf_save(merged, state, mapping=mapping, everywhere=False, threads=2, fsync=False)
+    peers.check_merged(merged, state, options.kind, files=max(mapping.values()))
+    peers.link_merged(merged, scratch / "view")
+    peers.dcp_save(scratch / "dcp", state, fsync=False, threads=1)
+    if options.scenario == "same":
+        for suffix in ("pt", "safetensors"):
+            (scratch / suffix).mkdir(exist_ok=True)
+            peers.write_shards(scratch / suffix, state, suffix=suffix, fsync=False)
+    dist.destroy_process_group()
+
+
+# ---- second launch: the loads
+
+
+def load_case(
+    name: str,
+    load: Callable[[], object],
+    folder: Path,
+    state: State,
+    options: Namespace,
+    *,
+    check: Callable[[], Columns] | None = None,
+    settings: Columns | None = None,
+) -> Case:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+
+    def reset() -> None:
+        common.clear(state)  # also: every page of the target exists
+        (common.drop_caches if options.cold else common.read_ahead)(files)
+
+    def right() -> Columns:
+        common.check_pattern(state, options.kind, where=name)
+        return {}
+
+    return Case(name=name, limit="raw", reset=reset, run=load, check=check or right, columns={}, settings=settings or {})
+
+
+def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
+    """Each rank its even share of the files' bytes into its own memory: right in number, not in place."""
+    pieces = peers.raw_pieces(peers.merged_files(scratch / "merged"), locals_of(state.tensors()))
+
+    def check() -> Columns:
+        peers.raw_check(pieces)
+        return {}
+
+    return {"raw": [load_case("raw", partial(peers.raw_read, pieces), scratch / "merged", state, options, check=check)]}
+
+
+def unified_contests(scratch: Path, state: State, options: Namespace, owned: ExitStack) -> Contests:
+    import unified_ckpt as uc
+
+    folder = scratch / "merged"
+
+    def contest(name: str, verify: str, load: Callable[..., Any]) -> list[Case]:
+        reports: list[Any] = []
+
+        def run() -> None:
+            how = uc.LoadOptions(verify=verify)
+            reports[:] = [load(folder, model=state.model, optimizer=state.optimizer, options=how)]
+
+        def check() -> Columns:
+            common.check_pattern(state, options.kind, where=name)
+            return {"verified_bytes": over_ranks(reports[0].verified_bytes, dist.ReduceOp.MAX)}
+
+        return [load_case(name, run, folder, state, options, check=check, settings={"verify": verify})]
+
+    reused = owned.enter_context(uc.Checkpointer()).load
+    return {
+        "unified": contest("unified", "off", reused),
+        "unified_verified": contest("unified_verified", "read", reused),
+        "unified_oneshot": contest("unified_oneshot", "off", uc.load),
+    }
+
+
+def peer_contests(scratch: Path, state: State, options: Namespace) -> Contests:
+    def case(name: str, folder: str, load: Callable[..., object], **settings: object) -> Case:
+        return load_case(name, partial(load, scratch / folder, state, **settings), scratch / folder, state, options, settings=settings)
+
+    contests = {
+        "dcp": [case("dcp", "dcp", peers.dcp_load)],
+        "dcp_hf": [case("dcp_hf", "view", peers.hf_load, threads=threads) for threads in (1, 2)],
+        "torch_load": [],
+        "safetensors_load": [case("safetensors_load", "merged", peers.load_slices, kind=options.kind)],
+    }
+    if options.scenario == "same":  # files of one rank each serve no other layout
+        contests["torch_load"] = [case("torch_load", "pt", peers.load_shards, suffix="pt", mmap=mmap) for mmap in (False, True)]
+        contests["safetensors_load"].append(case("safetensors_load", "safetensors", peers.load_shards, suffix="safetensors"))
+    return contests
+
+
+def check_damage(folder: Path, state: State) -> None:
+    """Raise unless a load that verifies refuses a file with one flipped bit."""
+    import unified_ckpt as uc
+
+    path, first, nbytes = max(peers.merged_files(folder), key=lambda file: file[2])
+    if dist.get_rank() == 0:
+        flip(path, first + nbytes // 2)
+    dist.barrier()
+    try:
+        uc.load(folder, model=state.model, optimizer=state.optimizer, options=uc.LoadOptions(verify="read"))
+    except uc.CheckpointError:
+        return
+    raise RuntimeError(f"{path}: one bit was flipped and a load with verify='read' did not see it")
+
+
+def flip(path: Path, start: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        byte = file.read(1)[0]
+        file.seek(start)
+        file.write(bytes([byte ^ 1]))
+
+
+def load_all(options: Namespace) -> None:
+    mesh = common.start_ranks()
+    scratch = Path(options.scratch) / "bench_load"
+    state = make_state(parse_size(options.size), options.kind, mesh, filled=False)
+    unified = common.wants_unified(options.only)
+    saved_kind, saved_ranks = origin(options.scenario, options.kind, mesh.size()) or ("", 0)
+    same: dict[str, object] = {
+        "bench": "load",
+        "run": options.stamp,
+        "size": options.size,
+        "ranks": mesh.size(),
+        "kind": options.kind,
+        "scenario": options.scenario,
+        "saved_kind": saved_kind,
+        "saved_ranks": saved_ranks,
+        "cache": "cold" if options.cold else "warm",
+        "merged_by": "unified" if unified else "dcp",
+        "nbytes": over_ranks(sum(local.nbytes for local in locals_of(state.tensors()).values()), dist.ReduceOp.SUM),
+        "load_average": os.getloadavg()[0],
+    }
+    with ExitStack() as owned:
+        contests = raw_contests(scratch, state, options)
+        contests |= unified_contests(scratch, state, options, owned) if unified else {}
+        contests |= peer_contests(scratch, state, options)
+        trials = race(chosen(contests, options.only), repeats=options.repeats, before_round=dist.barrier)
+        found = rows(trials, same=same)
+        if unified:
+            check_damage(scratch / "merged", state)
+    if mesh.get_rank() == 0:
+        common.write_rows(found, options.out)
+    dist.destroy_process_group()
+
+
+def parser() -> ArgumentParser:
+    made = common.parser(__doc__ or "")
+    made.add_argument("--scenario", default="same,reshard,world", help="same layout; other sharded dim; other number of ranks")
+    made.add_argument("--cold", action="store_true", help="drop the page cache before each load (needs root to be thorough)")
+    return made
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.stage:
+        {"save": save_sources, "load": load_all}[options.stage](options)
+        return
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    common.write_rows([{**common.environment(Path(options.scratch)), "run": stamp}], options.out)
+    for ranks in map(int, options.ranks.split(",")):
+        for kind in options.kind.split(",") if ranks > 1 else ["dim0"]:  # one rank, one layout
+            for scenario in options.scenario.split(","):
+                if saved := origin(scenario, kind, ranks):
+                    shared = [*arguments, "--stamp", stamp, "--scenario", scenario]
+                    common.launch(__file__, [*shared, "--stage", "save", "--kind", saved[0]], ranks=saved[1])
+                    common.launch(__file__, [*shared, "--stage", "load", "--kind", kind], ranks=ranks)
+    shutil.rmtree(Path(options.scratch) / "bench_load")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

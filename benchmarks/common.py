@@ -1,0 +1,299 @@
+"""What all benchmarks share: the state that is saved, how ranks are started, how a row is written.
+
+Knows nothing of any engine. The state is that of AdamW training in bf16 of a Llama: bf16 parameters and two fp32 moments each,
+as DTensors on a 1-D mesh. Its bytes are a function of name and position, so that any rank can tell what must be where.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+CHUNK = 16 << 20  # bytes of one raw read or write
+KINDS = ("dim0", "inner")
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LAYERS = 6
+BYTES_PER_PARAMETER = 2 + 4 * len(MOMENTS)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Parts by name, as `save` and `load` take them, and the bytes of the whole (all ranks)."""
+
+    model: dict[str, DTensor]
+    optimizer: dict[str, DTensor]
+    nbytes: int
+
+    def tensors(self) -> dict[str, DTensor]:
+        return self.model | self.optimizer
+
+
+# ---- sizes and shapes: pure
+
+
+def parse_size(text: str) -> int:
+    number, unit = text[:-3], text[-3:]
+    if unit not in UNITS or not number.replace(".", "", 1).isdigit():
+        raise argparse.ArgumentTypeError(f"size {text!r}: needed a number with KiB, MiB or GiB, as in 64MiB")
+    return int(float(number) * UNITS[unit])
+
+
+def llama_shapes(nbytes: int) -> dict[str, Shape]:
+    """Shapes of a Llama of LAYERS layers (grouped heads 4:1, MLP 3.5x) whose training state has about `nbytes`."""
+    parameters = nbytes // BYTES_PER_PARAMETER
+    hidden = 1 << int(math.log2(math.sqrt(parameters / (13.5 * LAYERS))))  # a layer has about 13 hidden^2, the embedding takes the rest
+    wide, heads = hidden * 7 // 2, hidden // 4
+    layer: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (heads, hidden),
+        "self_attn.v_proj.weight": (heads, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    in_layers = LAYERS * sum(math.prod(shape) for shape in layer.values())
+    vocabulary = max(64, (parameters - in_layers) // hidden // 64 * 64)
+    layers = {f"model.layers.{index}.{name}": shape for index in range(LAYERS) for name, shape in layer.items()}
+    return {"model.embed_tokens.weight": (vocabulary, hidden), **layers, "model.norm.weight": (hidden,)}
+
+
+def split_dim(kind: str, shape: Shape) -> int:
+    return 1 if kind == "inner" and len(shape) == 2 else 0
+
+
+def local_box(shape: Shape, dim: int, *, rank: int, ranks: int) -> tuple[Shape, Shape]:
+    """Offsets and shape of the part of `rank`. Only even splits, so that every engine moves the same bytes on each rank."""
+    if shape[dim] % ranks:
+        raise ValueError(f"shape {shape}: dim {dim} does not divide by {ranks} ranks; use a power of two")
+    part = shape[dim] // ranks
+    offsets = tuple(part * rank if axis == dim else 0 for axis in range(len(shape)))
+    return offsets, tuple(part if axis == dim else size for axis, size in enumerate(shape))
+
+
+def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int) -> int:
+    """Files that a part needs. The checks fail where unified makes more, for then the others would do less work."""
+    return -(-sum(tensor.nbytes for tensor in tensors.values()) // max_file_bytes)
+
+
+def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
+    """Tensor name -> index of its file (0-based) among `files` of about equal bytes, in order of names given."""
+    total, before, chosen = sum(sizes.values()), 0, {}
+    for name, nbytes in sizes.items():
+        chosen[name] = min(files - 1, (before + nbytes // 2) * files // total)
+        before += nbytes
+    return chosen
+
+
+# ---- the state: bytes in memory
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaN compares, and every bit counts."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> None:
+    """Write the pattern of `name` into the part of it at `offsets`: multiplicative hash of the element's flat index."""
+    seed = zlib.crc32(name.encode()) - (1 << 31)
+    out = bits(local).view(local.shape[0], -1)  # [rows, columns of this rank], view
+    columns = torch.arange(out.shape[1], dtype=torch.int32) + (offsets[1] if len(shape) == 2 else 0)
+    row_length = shape[1] if len(shape) == 2 else 1
+    step = max(1, (4 << 20) // out.shape[1])
+    for first in range(0, out.shape[0], step):
+        rows = torch.arange(first, min(first + step, out.shape[0]), dtype=torch.int32) + offsets[0]
+        words = (rows[:, None] * row_length + columns[None, :]) * -1640531527 + seed  # int32, wraps
+        out[first : first + step] = words >> 16 if out.dtype == torch.int16 else words
+
+
+def make_state(nbytes: int, kind: str, mesh: DeviceMesh, *, filled: bool = True) -> State:
+    """Allocate this rank's part. `filled=False`: zeros, written once so that every page exists."""
+    shapes = llama_shapes(nbytes)
+    model = {fqn: make_tensor(fqn, shape, torch.bfloat16, kind, mesh, filled) for fqn, shape in shapes.items()}
+    optimizer = {
+        f"{fqn}/{moment}": make_tensor(f"{fqn}/{moment}", shape, torch.float32, kind, mesh, filled)
+        for fqn, shape in shapes.items()
+        for moment in MOMENTS
+    }
+    return State(model, optimizer, sum(math.prod(shape) for shape in shapes.values()) * BYTES_PER_PARAMETER)
+
+
+def make_tensor(name: str, shape: Shape, dtype: torch.dtype, kind: str, mesh: DeviceMesh, filled: bool) -> DTensor:
+    dim = split_dim(kind, shape)
+    offsets, local_shape = local_box(shape, dim, rank=mesh.get_rank(), ranks=mesh.size())
+    local = torch.zeros(local_shape, dtype=dtype)
+    local.fill_(0)  # zeros alone may leave the pages untouched
+    if filled:
+        fill(local, name=name, shape=shape, offsets=offsets)
+    stride = (shape[1], 1) if len(shape) == 2 else (1,)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+    """This rank's memory, no copy."""
+    return {name: tensor.to_local() for name, tensor in tensors.items()}
+
+
+def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice, ...]]:
+    """Where this rank's part of each tensor stands in the whole."""
+    found = {}
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        offsets, lengths = local_box(shape, split_dim(kind, shape), rank=dist.get_rank(), ranks=dist.get_world_size())
+        found[name] = tuple(slice(lo, lo + length) for lo, length in zip(offsets, lengths, strict=True))
+    return found
+
+
+def bump(state: State) -> None:
+    """Change every element, so that no save can live on what an earlier one wrote, hashed or staged."""
+    for local in locals_of(state.tensors()).values():
+        bits(local).add_(1)
+
+
+def clear(state: State) -> None:
+    for local in locals_of(state.tensors()).values():
+        local.fill_(0)
+
+
+def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, where: str) -> None:
+    """Raise unless both hold the same names, shapes, dtypes and bits."""
+    if found.keys() != expected.keys():
+        raise RuntimeError(f"{where}: names differ: {sorted(found.keys() ^ expected.keys())[:4]} …")
+    for name, tensor in expected.items():
+        other = found[name]
+        if other.dtype != tensor.dtype or other.shape != tensor.shape or not torch.equal(bits(other), bits(tensor)):
+            raise RuntimeError(f"{where}: {name}: bytes differ from what was saved")
+
+
+def check_pattern(state: State, kind: str, *, where: str) -> None:
+    """Raise unless the state holds exactly what `make_state` fills in."""
+    boxes, tensors = boxes_of(state.tensors(), kind), state.tensors()
+    for name, local in locals_of(tensors).items():
+        expected = torch.empty_like(local)
+        fill(expected, name=name, shape=tuple(tensors[name].shape), offsets=tuple(piece.start for piece in boxes[name]))
+        check_equal({name: local}, {name: expected}, where=where)
+
+
+# ---- ranks and rows
+
+
+def start_ranks() -> DeviceMesh:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
+    """Run `script` on `ranks` gloo processes of this machine, one OpenMP thread each (torchrun's default); raises when one fails."""
+    root = str(Path(script).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script, *arguments]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+
+
+def empty(folder: Path) -> None:
+    """Collective. Leave `folder` empty and no dirty page or pending discard on the machine, so that no case pays for another."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        os.sync()
+        os.sync()  # blocks freed by the first are discarded when its journal commits
+    dist.barrier()
+
+
+def read_ahead(files: Sequence[Path]) -> None:
+    """Collective. Have every byte of the files in the page cache."""
+    rank, ranks, chunk = dist.get_rank(), dist.get_world_size(), bytearray(CHUNK)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            for start in range(CHUNK * rank, path.stat().st_size, CHUNK * ranks):
+                os.preadv(file.fileno(), [chunk], start)
+    dist.barrier()
+
+
+def drop_caches(files: Sequence[Path]) -> None:
+    """Collective. Have no byte of the files in the page cache of this machine; what lies below it (a host's cache) is out of reach."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.sync()
+        for path in files:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.geteuid() == 0:
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+    dist.barrier()
+
+
+def write_rows(rows: Iterable[Mapping[str, object]], out: str | None) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    sys.stdout.write(lines)
+    sys.stdout.flush()
+    if out:
+        with Path(out).open("a") as file:
+            file.write(lines)
+
+
+def environment(scratch: Path) -> dict[str, object]:
+    """The row that says where the others come from."""
+    return {
+        "bench": "environment",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "filesystem": filesystem(scratch, Path("/proc/mounts").read_text()),
+        "load_average": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def filesystem(path: Path, mounts: str) -> str:
+    """Device, mount point and type of the deepest mount that holds `path`."""
+    found = [tuple(line.split()[:3]) for line in mounts.splitlines()]
+    holding = {mount: (device, kind) for device, mount, kind in found if path.resolve().is_relative_to(mount)}
+    deepest = max(holding, key=len)
+    return " ".join([holding[deepest][0], deepest, holding[deepest][1]])
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every benchmark takes."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--size", default="64MiB", help="bytes of the whole state, all ranks: 64MiB, 1GiB, 4GiB")
+    made.add_argument("--ranks", default="1,2", help="process counts, comma-separated powers of two")
+    made.add_argument("--kind", default="dim0,inner", help="dim0: all Shard(0); inner: Shard(1) for matrices")
+    made.add_argument("--repeats", type=int, default=7, help="rounds; each runs every case once")
+    made.add_argument("--only", default="", help="cases to run, comma-separated (their raw limit is added)")
+    made.add_argument("--max-file-bytes", type=int, default=5_000_000_000, help="bound of one merged file; all make as many")
+    made.add_argument("--scratch", default="/tmp/bench", help="folder on the disk to measure; a new one is made inside it and deleted")
+    made.add_argument("--out", default=None, help="file to append the JSON lines to, besides standard output")
+    made.add_argument("--stamp", default="", help=argparse.SUPPRESS)
+    made.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    return made
+
+
+def wants_unified(only: str) -> bool:
+    """False where only peers are asked for: then the engine need not even be there."""
+    return not only or "unified" in only

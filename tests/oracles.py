@@ -1,0 +1,147 @@
+"""What the planner's tests share: drawn states of a drawn world, and numpy's answer to what a rank holds of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.exchange import Moves, Piece
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.lines import inner_boxes
+from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
+from unified_ckpt.core.tables import Row
+
+Array = NDArray[np.generic]
+NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+
+def where(box: Box) -> tuple[slice, ...]:
+    """A box as numpy's index."""
+    return tuple(slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True))
+
+
+def filled(spec: TensorSpec, *, seed: int = 0) -> Array:
+    """A tensor of random bits."""
+    raw = np.random.default_rng(seed).bytes(spec.nbytes)
+    return np.frombuffer(raw, dtype=NUMPY[itemsize(spec.dtype)]).reshape(spec.shape)
+
+
+def part_of(array: Array, sharding: Sharding, rank: int) -> Array:
+    """What a rank holds of a global tensor, put together box by box."""
+    local = np.zeros(sharding.local_shape(rank, array.shape), dtype=array.dtype)
+    for in_global, in_local in sharding.boxes(rank, array.shape):
+        local[where(in_local)] = array[where(in_global)]
+    return local
+
+
+def row(shape: Iterable[int], *cuts: Cut, dtype: str = "F32", fqn: str = "w", part: str = "model", ranks: Iterable[int] = ()) -> Row:
+    return Row(part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(cuts, tuple(ranks)))
+
+
+def mesh_strides(sizes: Iterable[int]) -> list[int]:
+    """Row-major strides of a mesh, as `Cut` wants them."""
+    sizes = list(sizes)
+    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+@dataclass(frozen=True)
+class World:
+    """A drawn group of ranks that hold the same tensors."""
+
+    rows: list[Row]
+    holders: tuple[int, ...]
+
+    def arrays(self) -> list[Array]:
+        return [filled(one.spec, seed=i) for i, one in enumerate(self.rows)]
+
+
+MESHES = [[1], [2], [3], [4], [2, 2], [3, 2], [2, 4], [3, 4], [4, 1, 2], [2, 2, 2], [2, 3, 2], [2, 2, 4], [3, 2, 4]]
+SMALL_SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7]), max_size=3).map(tuple)
+
+
+@st.composite
+def large_shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    """Shapes of 17,000 elements and more: one dim is as long as the others leave it."""
+    others = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 12, 40]), min_size=1, max_size=2))
+    return tuple(draw(st.permutations([*others, -(-draw(st.sampled_from([17_000, 40_000, 150_000])) // prod(others))])))
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, max_rows: int = 4) -> World:
+    """Meshes of up to three dims and 24 ranks; 0-d, empty, uneven, interleaved and padded tensors, small and large; permuted meshes."""
+    sizes = draw(st.sampled_from(MESHES))
+    strides, world = mesh_strides(sizes), prod(sizes)
+    permuted = tuple(draw(st.permutations(range(world)))) if draw(st.integers(0, 3)) == 0 else ()
+    rows = []
+    for number in range(draw(st.integers(1, max_rows))):
+        shape = draw(st.one_of(SMALL_SHAPES, large_shapes(), large_shapes()))
+        cuts = tuple(_cuts(draw, shape, sizes, strides))
+        dtype = draw(st.sampled_from(["F32", "BF16", "U8", "F64", "F8_E4M3", "BOOL"]))
+        part = draw(st.sampled_from(["model", "optimizer"]))
+        rows.append(Row(part, f"t{number}", TensorSpec(dtype, shape), Sharding(cuts, permuted if cuts else ())))
+    return World(sorted(rows, key=lambda r: r.key), tuple(range(world)))
+
+
+def _cuts(draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]) -> Iterator[Cut]:
+    for i in draw(st.permutations(range(len(sizes)))):
+        if sizes[i] == 1 or not shape or draw(st.integers(0, 3)) == 0:
+            continue
+        dim = draw(st.integers(0, len(shape) - 1))
+        kind = draw(st.sampled_from(["plain", "plain", "plain", "count", "padded"]))
+        if kind == "padded":
+            yield Cut(dim, sizes[i], strides[i], 1, -(-shape[dim] // sizes[i]) + draw(st.integers(0, 3)))
+        else:
+            yield Cut(dim, sizes[i], strides[i], 1 if kind == "plain" else draw(st.integers(2, 4)))
+
+
+def coordinates_of(sharding: Sharding) -> Iterator[tuple[int, ...]]:
+    """All coordinates of a rule, one per cut."""
+    return product(*(range(cut.size) for cut in sharding.cuts))
+
+
+def moved(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> list[list[tuple[int, int, int]]]:
+    """Per row: (start, stop, mover) of all bytes that the ranks move, ascending."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+    for rank, moves in by_rank.items():
+        for e in moves.extents:
+            found[e.row].append((e.start, e.stop, rank))
+        for tile in moves.mine:
+            assert tile.mover == rank
+            for p in tile.pieces:
+                found[p.row].append((p.start, p.stop, rank))
+    return [sorted(one) for one in found]
+
+
+def assert_moved_once(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> None:
+    """Every byte of every row has one mover."""
+    for one, pieces in zip(rows, moved(rows, by_rank), strict=True):
+        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][: len(pieces)], one
+        assert (pieces[-1][1] if pieces else 0) == one.spec.nbytes, one
+        assert all(start < stop for start, stop, _ in pieces), one
+
+
+def lines_at(array: Array, piece: Piece) -> Array:
+    """The lines of a piece in the global tensor."""
+    flat = array.reshape(-1)[piece.start // array.itemsize : piece.stop // array.itemsize]
+    return flat.reshape(piece.lines, *array.shape[piece.split :])
+
+
+def local_lines(part: Array, piece: Piece) -> Array:
+    """The lines of a piece in a rank's part; a view."""
+    flat = part.reshape(prod(part.shape[: piece.split]), *part.shape[piece.split :])
+    return flat[piece.first_line : piece.first_line + piece.lines]
+
+
+def line_boxes(one: Row, rank: int, piece: Piece) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """What a rank holds of each line: index in the line, index in the local line."""
+    position = one.sharding.position(rank)
+    assert position is not None
+    for in_line, in_local in inner_boxes(one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.split):
+        yield (slice(None), *where(in_line)), (slice(None), *where(in_local))

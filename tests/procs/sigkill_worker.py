@@ -1,0 +1,79 @@
+"""A rank that resumes from the newest checkpoint and then does nothing but save, until it is killed.
+
+Every element of the state follows from the step, so that a reader can tell which step's bytes it sees.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import unified_ckpt as uc
+
+WORLD = 2
+SHAPES = {"rows": (513, 512), "columns": (512, 513), "small": (5,)}
+RESUMED_WRONG, REFUSED = 70, 71  # exit codes
+
+
+def contents(name: str, step: int) -> Tensor:
+    shape = SHAPES[name.removesuffix("/exp_avg")]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape) + step * 7919 + len(name)
+
+
+def state(mesh: DeviceMesh, step: int) -> tuple[dict[str, DTensor], dict[str, DTensor]]:
+    cuts = {"rows": Shard(0), "columns": Shard(1), "small": Replicate()}
+    model = {name: distribute_tensor(contents(name, step), mesh, [cut], src_data_rank=None) for name, cut in cuts.items()}
+    states = {f"{n}/exp_avg": distribute_tensor(contents(f"{n}/exp_avg", step), mesh, [c], src_data_rank=None) for n, c in cuts.items()}
+    return model, states
+
+
+def newest(root: Path) -> Path | None:
+    """As a user would find it: by the names that committed folders have."""
+    found = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return found[-1] if found else None
+
+
+def serve(rank: int, port: int, prefix: str, root: Path, fixed: bool, output: Path) -> None:
+    """`fixed`: always the same folder, replaced by each save; else one folder per step."""
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(60, exit=True)
+    try:
+        torch.set_num_threads(1)
+        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
+        mesh = init_device_mesh("cpu", (WORLD,))
+        step = 0
+        last = (root / "latest" if (root / "latest").exists() else None) if fixed else newest(root)
+        if last is not None:
+            model, states = state(mesh, 0)
+            step = uc.load(last, model=model, optimizer=states).step
+            right = state(mesh, step)
+            for have, want in zip((*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True):
+                if not torch.equal(have.to_local(), want.to_local()):
+                    os._exit(RESUMED_WRONG)
+        options = uc.SaveOptions(if_exists="replace" if fixed else "error", timeout_seconds=4)
+        while True:
+            step += 1
+            model, states = state(mesh, step)
+            uc.save(root / ("latest" if fixed else f"checkpoint-{step}"), model=model, optimizer=states, step=step, options=options)
+    except uc.CheckpointError:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(REFUSED)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from unified_ckpt import errors
+from unified_ckpt.errors import CheckpointError, IntegrityError, LayoutError, MismatchError, RankError
+from unified_ckpt.runtime.comm import Comm, decode_error, encode_error, from_torch, solo
+
+SECONDS = 10.0  # far more than any of this needs
+SOON = 0.3
+
+
+def in_threads(count: int, act: Callable[[int], object]) -> list[Any]:
+    """What each rank returned or raised."""
+    results: list[Any] = [None] * count
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = act(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+def comms(count: int, store: dist.Store | None = None, *, ranks: Sequence[int] | None = None) -> list[Comm]:
+    store = store if store is not None else dist.HashStore()
+    return [Comm(store, rank=rank, ranks=ranks or range(count)) for rank in range(count)]
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Comm]]]:
+    """Makes the comms of some ranks, over a store in memory or over sockets, a connection each."""
+    if request.param == "hash":
+        yield comms
+        return
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
+    stores: list[dist.Store] = []
+
+    def connect(count: int) -> list[Comm]:
+        stores.extend(dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=SECONDS)) for _ in range(count))
+        return [Comm(dist.PrefixStore("unified_ckpt/x", stores[rank]), rank=rank, ranks=range(count)) for rank in range(count)]
+
+    yield connect
+    stores.clear()
+
+
+Connect = Callable[[int], list[Comm]]
+
+
+def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
+    ours = connected(4)
+
+    def act(rank: int) -> list[object]:
+        said: list[object] = []
+        for turn in range(3):
+            meeting = ours[rank].meet("save", same=turn == 1 or rank > 0, timeout_seconds=SECONDS)
+            said.append(meeting.all_same)
+            said.append(meeting.broadcast("id", f"id-{turn}".encode() if rank == 0 else None))
+            said.append(meeting.collect("sizes", f"{rank}".encode(), at=2, ranks=(3, 1)))
+            meeting.agree("written")
+        return said
+
+    results = in_threads(4, act)
+    for rank, said in enumerate(results):
+        told = [b"3", b"1"] if rank == 2 else []
+        assert said == [x for turn in range(3) for x in (turn == 1, f"id-{turn}".encode(), told)]
+
+
+def test_values_may_be_any_bytes(connected: Connect) -> None:
+    ours, value = connected(2), bytes(range(256)) * 5000
+    results = in_threads(2, lambda r: ours[r].meet("x", same=False, timeout_seconds=SECONDS).broadcast("v", value if r == 0 else None))
+    assert results == [value, value]
+
+
+def test_a_missing_rank_is_named_on_every_rank_that_came(connected: Connect) -> None:
+    ours = connected(5)
+
+    def act(rank: int) -> None:
+        if rank not in (1, 3, 4):
+            ours[rank].meet("save to /ckpt", same=False, timeout_seconds=SOON)
+
+    results = in_threads(5, act)
+    text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not come within 0.3 s; needed the same call on all 5 ranks$"
+    for rank in (0, 2):
+        with pytest.raises(RankError, match=text):
+            raise results[rank]
+
+
+def test_ranks_of_a_group_are_named_by_their_global_number() -> None:
+    ours = comms(3, ranks=(4, 7, 9))
+    with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not come"):
+        ours[0].meet("save", same=False, timeout_seconds=SOON)
+
+
+@pytest.mark.parametrize("step", ["agree", "collect"])
+def test_later_steps_too_name_ranks_of_a_group_by_their_global_number(step: str) -> None:
+    ours = comms(2, ranks=(4, 7))
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        if rank == 0:
+            meeting.agree("written") if step == "agree" else meeting.collect("sizes", b"1", at=0, ranks=range(2))
+
+    with pytest.raises(RankError, match=r"rank\(s\) 7 did not"):
+        raise in_threads(2, act)[0]
+
+
+def test_an_error_on_one_rank_is_raised_on_all_with_its_class_and_text(connected: Connect) -> None:
+    ours = connected(4)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        meeting.agree("planned")
+        if rank == 2:
+            time.sleep(0.05)
+        meeting.agree("written", LayoutError("w: a gap") if rank == 1 else None)
+
+    for error in in_threads(4, act):
+        assert type(error) is LayoutError
+        with pytest.raises(LayoutError, match=r"^rank 1: w: a gap$"):
+            raise error
+
+
+def test_any_other_error_becomes_a_rank_error() -> None:
+    ours = comms(2)
+
+    def act(rank: int) -> None:
+        ours[rank].meet("save", same=False, timeout_seconds=SECONDS).agree("written", ZeroDivisionError("oh") if rank == 1 else None)
+
+    results = in_threads(2, act)
+    for error in results:
+        with pytest.raises(RankError, match=r"^rank 1: ZeroDivisionError: oh$"):
+            raise error
+    assert isinstance(results[1].__cause__, ZeroDivisionError), "where it happened, its traceback is kept"
+
+
+def test_lists_of_a_mismatch_reach_every_rank() -> None:
+    ours = comms(3)
+    error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
+
+    def act(rank: int) -> None:
+        ours[rank].meet("load", same=False, timeout_seconds=SECONDS).agree("matched", error if rank == 0 else None)
+
+    for found in in_threads(3, act):
+        assert isinstance(found, MismatchError)
+        assert (str(found), found.missing, found.unexpected, found.wrong) == ("rank 0: bad", ("a",), ("b", "c"), ("d: shape",))
+
+
+def test_of_two_errors_all_ranks_raise_the_same_one() -> None:
+    ours = comms(4)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        meeting.agree("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
+
+    assert len({(type(error), str(error)) for error in in_threads(4, act)}) == 1
+
+
+def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
+    ours, left = comms(2), threading.Event()
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        if rank == 1:
+            assert left.wait(SECONDS), "rank 0 waits for rank 1"
+            meeting.agree("written")
+        try:
+            meeting.agree("written", IntegrityError("no"))
+        finally:
+            left.set()
+
+    for error in in_threads(2, act):
+        with pytest.raises(IntegrityError, match=r"^rank 0: no$"):
+            raise error
+
+
+def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
+    ours, over = connected(3), threading.Event()
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        if rank == 2:
+            over.wait(SECONDS)
+        try:
+            meeting.agree("written")
+        finally:
+            over.set()
+
+    for error in in_threads(3, act):
+        with pytest.raises(RankError, match=r"^rank\(s\) 2 did not get through 'written' within 0.3 s$"):
+            raise error
+
+
+def test_a_value_that_nobody_sets_is_an_error() -> None:
+    (one,) = comms(1)
+    with pytest.raises(RankError, match=r"rank 0 waited 0.3 s for 'window/0', which no rank set"):
+        one.meet("save", same=False, timeout_seconds=SOON).get("window/0")
+
+
+def test_a_rank_that_does_not_report_is_named() -> None:
+    ours = comms(3)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        if rank != 1:
+            meeting.collect("sizes", b"1", at=0, ranks=range(3))
+
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not get to 'sizes' within 0.3 s"):
+        raise in_threads(3, act)[0]
+
+
+def test_a_late_comer_does_not_join_a_closed_meeting() -> None:
+    ours = comms(2)
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
+        ours[0].meet("first", same=True, timeout_seconds=SOON)
+    with pytest.raises(RankError, match=r"rank\(s\) 0 did not come"):
+        ours[1].meet("first", same=True, timeout_seconds=SOON)
+    meetings = in_threads(2, lambda rank: ours[rank].meet("second", same=True, timeout_seconds=SECONDS))
+    assert [meeting.all_same for meeting in meetings] == [True, True]
+    assert meetings[0].number == meetings[1].number == 2
+
+
+def test_ranks_meet_again_after_an_error() -> None:
+    ours = comms(3)
+
+    def act(rank: int) -> bool:
+        for turn in range(20):
+            meeting = ours[rank].meet("save", same=True, timeout_seconds=SECONDS)
+            with pytest.raises(LayoutError, match=rf"^rank {turn % 3}: oh$"):
+                meeting.agree("written", LayoutError("oh") if rank == turn % 3 else None)
+        return True
+
+    assert in_threads(3, act) == [True] * 3
+
+
+class Paced:
+    """A store that lets a test say when calls go through."""
+
+    def __init__(self, store: dist.Store, before: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._store, self._before = store, before
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        real = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self._before(name, arguments)
+            return real(*arguments)
+
+        return call
+
+
+def test_two_ranks_that_lose_patience_together_close_one_meeting() -> None:
+    store, tired, back = dist.HashStore(), threading.Event(), threading.Event()
+
+    def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "set" and arguments[0] == "1/in/0":
+            back.set()
+        if name == "check" and arguments[0] == ["0/in/2"]:
+            tired.wait(1)  # until rank 1 has seen that rank 2 is absent, too
+
+    def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "check" and arguments[0] == ["0/in/2"]:
+            tired.set()
+            back.wait(5)  # until rank 0 has closed the meeting and come to the next
+
+    paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1), store]
+    ours = [Comm(paced[rank], rank=rank, ranks=range(3)) for rank in range(3)]
+
+    def act(rank: int) -> int:
+        if rank == 2:
+            assert back.wait(5)
+            time.sleep(0.2)
+        else:
+            with pytest.raises(RankError, match=r"rank\(s\) 2 did not come"):
+                ours[rank].meet("first", same=False, timeout_seconds=SOON)
+        return ours[rank].meet("second", same=False, timeout_seconds=3).number
+
+    assert in_threads(3, act) == [1, 1, 1]
+
+
+def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
+    store, back = dist.HashStore(), threading.Event()
+    came = 0
+
+    def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal came
+        if name == "add" and arguments == ("meetings", 0):
+            came += 1
+            if came == 2:
+                threading.Timer(0.2, back.set).start()
+
+    def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "add" and arguments == ("meetings", 1):
+            back.wait(1)
+
+    paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1)]
+    ours = [Comm(paced[rank], rank=rank, ranks=range(2)) for rank in range(2)]
+
+    def act(rank: int) -> int:
+        meeting = ours[rank].meet("first", same=False, timeout_seconds=3)
+        with pytest.raises(LayoutError, match="rank 0: oh"):
+            meeting.agree("planned", LayoutError("oh") if rank == 0 else None)
+        return ours[rank].meet("second", same=False, timeout_seconds=3).number
+
+    assert in_threads(2, act) == [1, 1]
+
+
+def test_keys_do_not_pile_up() -> None:
+    store = dist.HashStore()
+    ours, counts = comms(3, store), list[int]()
+
+    def act(rank: int) -> None:
+        for turn in range(200):
+            meeting = ours[rank].meet("save", same=True, timeout_seconds=SECONDS)
+            meeting.broadcast("id", b"1" if rank == 0 else None)
+            meeting.collect("sizes", b"1", at=0, ranks=range(3))
+            meeting.agree("planned")
+            meeting.agree("written")
+            if rank == 0 and turn in (5, 199):
+                counts.append(store.num_keys())
+
+    assert in_threads(3, act) == [None] * 3
+    assert max(counts) < 120, "the keys of two meetings"
+    assert counts[1] - counts[0] < 60
+
+
+def test_alone() -> None:
+    meeting = solo().meet("save", same=True, timeout_seconds=SOON)
+    assert meeting.all_same
+    assert meeting.broadcast("id", b"7") == b"7"
+    assert meeting.collect("sizes", b"1", at=0, ranks=(0,)) == [b"1"]
+    meeting.agree("written")
+    with pytest.raises(LayoutError, match=r"^oh$"):
+        meeting.agree("done", LayoutError("oh"))
+
+
+@pytest.mark.parametrize("kind", [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CheckpointError)])
+def test_errors_keep_their_class_on_the_wire(kind: type[CheckpointError]) -> None:
+    found = decode_error(encode_error(kind("what: where"), rank=3, world=8))
+    assert type(found) is kind
+    assert str(found) == ("what: where" if kind is RankError else "rank 3: what: where"), "a RankError names its ranks already"
+
+
+def test_a_process_without_a_process_group_is_alone() -> None:
+    comm = from_torch(None)
+    assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
+
+
+def test_the_ranks_of_a_process_group_meet_over_its_store() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        comm = from_torch(None)
+        comm.meet("save", same=False, timeout_seconds=SECONDS).agree("written")
+        assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
+        again = from_torch(dist.group.WORLD)
+        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 1, "the same ranks, the same meetings"
+    finally:
+        dist.destroy_process_group()

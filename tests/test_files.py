@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.core.files import count_files, split_files
+
+SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12)
+BOUND = st.integers(1, 60)
+
+
+def totals(sizes: list[int], files: list[range]) -> list[int]:
+    return [sum(sizes[i] for i in file) for file in files]
+
+
+def within(sizes: list[int], files: list[range], bound: int) -> bool:
+    return all(len(file) == 1 or total <= bound for file, total in zip(files, totals(sizes, files), strict=True))
+
+
+def splits(sizes: list[int], count: int) -> list[list[range]]:
+    """Every way to cut the tensors, in order, into `count` files that are not empty."""
+    borders = [(0, *cut, len(sizes)) for cut in combinations(range(1, len(sizes)), count - 1)]
+    return [[range(a, b) for a, b in pairwise(cut)] for cut in borders]
+
+
+@given(SIZES, BOUND)
+def test_every_tensor_is_in_one_file_in_order_and_the_bound_holds(sizes: list[int], bound: int) -> None:
+    files = split_files(sizes, max_file_bytes=bound)
+    assert [i for file in files for i in file] == list(range(len(sizes)))
+    assert all(len(file) for file in files)
+    for file, total in zip(files, totals(sizes, files), strict=True):
+        assert total <= bound or len(file) == 1
+    assert files == split_files(list(sizes), max_file_bytes=bound)
+
+
+@given(SIZES, BOUND)
+def test_as_many_files_as_counted(sizes: list[int], bound: int) -> None:
+    assert len(split_files(sizes, max_file_bytes=bound)) == count_files(sizes, max_file_bytes=bound)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), BOUND)
+def test_as_few_and_as_level_as_the_order_allows(sizes: list[int], bound: int) -> None:
+    files = split_files(sizes, max_file_bytes=bound)
+    assert not any(within(sizes, f, bound) for count in range(1, len(files)) for f in splits(sizes, count))
+    best = min(max(totals(sizes, f)) for f in splits(sizes, len(files)) if within(sizes, f, bound))
+    assert max(totals(sizes, files)) == best
+
+
+def test_a_tensor_over_the_bound_has_a_file_of_its_own() -> None:
+    assert split_files([3, 100, 3, 3], max_file_bytes=10) == [range(1), range(1, 2), range(2, 4)]
+    assert split_files([100, 100], max_file_bytes=10) == [range(1), range(1, 2)]
+
+
+def test_files_are_level_where_filling_in_order_is_not() -> None:
+    assert split_files([4] * 6, max_file_bytes=20) == [range(3), range(3, 6)]
+
+
+def test_empty_tensors_need_no_file_of_their_own() -> None:
+    assert split_files([0, 0, 0], max_file_bytes=1) == [range(3)]
+    assert count_files([0, 5, 0, 5, 0], max_file_bytes=10) == 1
+
+
+def test_no_tensors_no_files() -> None:
+    assert count_files([], max_file_bytes=10) == 0
+    assert split_files([], max_file_bytes=10) == []
+
+
+@pytest.mark.parametrize("tensors", [100_000])
+def test_many_tensors(tensors: int) -> None:
+    sizes = [(i * 7919) % 1_000_003 for i in range(tensors)]
+    files = split_files(sizes, max_file_bytes=5_000_000_000)
+    assert len(files) == count_files(sizes, max_file_bytes=5_000_000_000)
+    assert max(totals(sizes, files)) - min(totals(sizes, files)) < 20 * 1_000_003

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors import deserialize as safetensors_deserialize
+from safetensors.torch import save
+
+from unified_ckpt.core.dtypes import ITEM_BITS
+from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format.header import Entry, encode_header, file_order, header_nbytes, parse_header
+
+FILE = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+}
+Items = list[tuple[str, str, tuple[int, ...]]]
+deserialize: Callable[[bytes], list[tuple[str, Any]]] = safetensors_deserialize
+
+
+def tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if dtype != "F4":
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8).view(DTYPES[dtype])  # two to a byte
+
+
+def written_by_safetensors(items: Items) -> bytes:
+    return save({name: tensor(dtype, shape) for name, dtype, shape in items}, metadata={"format": "pt"})
+
+
+def raw(header: object, size: int = 0) -> bytes:
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(body).to_bytes(8, "little") + body + bytes(size)
+
+
+def one(**changes: Any) -> dict[str, Any]:
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+def parse(stored: bytes) -> dict[str, Entry]:
+    return parse_header(stored, file_size=len(stored), file=FILE)
+
+
+def check_equal_to_safetensors(items: Items) -> None:
+    expected = written_by_safetensors(items)
+    head, entries = encode_header(file_order(items))
+    assert expected[: len(head)] == head
+    assert parse(expected) == entries
+    assert list(parse(expected)) == [name for name, _, _ in file_order(items)]
+
+
+def test_every_dtype_equals_safetensors_byte_for_byte() -> None:
+    check_equal_to_safetensors([(f"{name}.{dtype}", dtype, (2, 4)) for dtype in DTYPES for name in ("b", "a")])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_and_scalar_tensors_equal_safetensors(dtype: str) -> None:
+    scalar: Items = [] if dtype == "F4" else [("s", dtype, ())]
+    check_equal_to_safetensors([("e", dtype, (0, 4)), *scalar, ("t", dtype, (2,))])
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(["F32", "BF16", "U8", "BOOL", "I64"]), st.lists(st.integers(0, 3), max_size=3).map(tuple)),
+        max_size=6,
+    )
+)
+def test_any_names_equal_safetensors(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    check_equal_to_safetensors([(name, *spec) for name, spec in tensors.items()])
+
+
+def test_names_are_ordered_as_their_utf8_bytes() -> None:
+    items: Items = [("\U0001f642", "F32", ()), ("\uffff", "F32", ()), ("z", "F32", ()), ("é", "F32", ()), ("w", "U8", ()), ("v", "U64", ())]
+    assert [name for name, _, _ in file_order(items)] == ["v", "z", "é", "\uffff", "\U0001f642", "w"]
+    check_equal_to_safetensors(items)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt", "a": 'é"\n'}])
+def test_other_metadata(metadata: dict[str, str]) -> None:
+    head, entries = encode_header([("w", "F32", (1,))], metadata=metadata)
+    assert json.loads(head[8:]).get("__metadata__", {}) == metadata
+    assert len(head) % 8 == 0
+    assert parse(head + bytes(4)) == entries == {"w": Entry("F32", (1,), len(head), len(head) + 4)}
+    assert [name for name, _ in deserialize(head + bytes(4))] == ["w"]
+
+
+def test_many_tensors_of_one_shape() -> None:
+    check_equal_to_safetensors([(f"model.layers.{number}.weight", "BF16", (3, 5)) for number in range(5000)])
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [
+        ([("w", "F32", (1,)), ("w", "F32", (1,))], "'w' is given twice"),
+        ([("__metadata__", "F32", (1,))], "'__metadata__' is reserved"),
+        ([("w", "F33", (1,))], "'w': unknown dtype 'F33'"),
+        ([("w", "F32", (-1,))], r"'w' has shape \(-1,\)"),
+        ([("w", "F32", (True,))], r"'w' has shape \(True,\)"),
+        ([("w", "F32", (1,) * 256)], "needed at most 255"),
+        ([("w", "F4", (3,))], "'w': F4 tensor .* multiple of 8"),
+        ([("\ud800", "F32", (1,))], "no valid Unicode"),
+        ([("w" * 100_000_000, "F32", (1,))], "needed 100000000 or fewer; spread"),
+    ],
+)
+def test_refuses_to_write_what_no_reader_takes(items: Items, reason: str) -> None:
+    with pytest.raises(FormatError, match=reason):
+        encode_header(items)
+
+
+def test_no_order_for_an_unknown_dtype() -> None:
+    with pytest.raises(FormatError, match="unknown dtype 'F33'"):
+        file_order([("w", "F33", (1,))])
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        (b"", "file has 0 bytes; needed at least 8"),
+        (b"\0" * 7, "file has 7 bytes; needed at least 8"),
+        ((100_000_001).to_bytes(8, "little"), "claims 100000001 bytes; needed 100000000 or fewer"),
+        ((2**63).to_bytes(8, "little"), "claims 9223372036854775808 bytes"),
+        ((2**64 - 1).to_bytes(8, "little"), "claims 18446744073709551615 bytes"),
+        ((3).to_bytes(8, "little") + b"{}", "claims 3 bytes, file has 10"),
+    ],
+)
+def test_refuses_a_header_of_impossible_length(stored: bytes, reason: str) -> None:
+    with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
+        header_nbytes(stored[:8], file_size=len(stored), file=FILE)
+    with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
+        parse(stored)
+
+
+def test_header_nbytes_counts_the_prefix() -> None:
+    assert header_nbytes(raw(b"{}")[:8], file_size=10, file=FILE) == 10
+
+
+def test_refuses_a_head_that_was_read_in_part() -> None:
+    with pytest.raises(FormatError, match="found 9 bytes of a header of 10"):
+        parse_header(raw(b"{}")[:9], file_size=10, file=FILE)
+
+
+NOT_VALID = [
+    (b"", "not valid JSON"),
+    (b"{", "not valid JSON"),
+    (b"{}\0", "not valid JSON"),
+    (b"\xff{}", "not valid JSON"),
+    (b"\xef\xbb\xbf{}", "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b'{"w": NaN}', "NaN is no JSON number"),
+    (b"[]", "is a JSON list; needed an object"),
+    (b"null", "is a JSON NoneType"),
+    (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "gives 'w' twice"),
+    (b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "gives 'dtype' twice"),
+    (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "name is no valid Unicode"),
+    ({"__metadata__": []}, "__metadata__ of the header is not an object of strings"),
+    ({"__metadata__": {"a": 1}}, "__metadata__ of the header is not an object of strings"),
+    ({"w": []}, "'w': needed an object with dtype, shape and data_offsets"),
+    ({"w": {"dtype": "F32", "shape": [2]}}, "'w': needed an object with dtype, shape and data_offsets"),
+    (one(dtype="F33"), "'w': unknown dtype 'F33'"),
+    (one(dtype=["F32"]), r"'w': unknown dtype \['F32'\]"),
+    (one(shape=2), "'w': shape is 2"),
+    (one(shape=[-2]), r"'w': shape is \[-2\]"),
+    (one(shape=[2.0]), r"'w': shape is \[2.0\]"),
+    (one(shape=[True, 2]), r"'w': shape is \[True, 2\]"),
+    (one(shape=["2"]), r"'w': shape is \['2'\]"),
+    (one(shape=[0, 2**63]), "'w': shape is"),
+    (one(shape=[1] * 256), "'w': shape is"),
+    (one(data_offsets=[0]), r"'w': data_offsets are \[0\]; needed two"),
+    (one(data_offsets=[0, 8, 8]), "'w': data_offsets are"),
+    (one(data_offsets=8), "'w': data_offsets are 8"),
+    (one(data_offsets=[-8, 0]), r"'w': data_offsets are \[-8, 0\]"),
+    (one(data_offsets=[0, 8.0]), "'w': data_offsets are"),
+    (one(data_offsets=[False, 8]), "'w': data_offsets are"),
+    (one(data_offsets=[0, 2**63]), "'w': data_offsets are"),
+    (one(data_offsets=[8, 0]), r"'w': data_offsets are \[8, 0\]; needed start <= stop"),
+    (one(shape=[3]), r"'w': F32 of shape \(3,\) needs 12 bytes; data_offsets give 8"),
+    (one(shape=[2**62, 2**62]), "'w': F32 of shape .* needs"),
+    (one(dtype="F4", shape=[3], data_offsets=[0, 1]), "'w': F4 tensor .* multiple of 8"),
+    (one(data_offsets=[4, 12]), "'w' leaves a gap after the header"),
+    ({**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, "'v' overlaps tensor 'w'"),
+    ({**one(), "v": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}}, "'v' overlaps tensor 'w'"),
+    ({**one(), "v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "overlaps tensor"),
+    ({**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [9, 13]}}, "'v' leaves a gap after tensor 'w'"),
+]
+
+
+@pytest.mark.parametrize(("header", "reason"), NOT_VALID)
+def test_every_way_to_be_wrong(header: object, reason: str) -> None:
+    stored = raw(header, 8)
+    with pytest.raises(FormatError, match=f"{FILE}: .*{reason}"):
+        parse(stored)
+    with pytest.raises(SafetensorError, match=r".+"):
+        deserialize(stored)
+
+
+def test_a_truncated_file_is_damaged_and_says_by_how_much() -> None:
+    whole = raw(one(), 8)
+    with pytest.raises(IntegrityError, match=f"{FILE}: file is truncated: {len(whole) - 3} bytes, header needs {len(whole)}"):
+        parse(whole[:-3])
+
+
+def test_a_file_with_bytes_of_no_tensor_is_refused() -> None:
+    with pytest.raises(FormatError, match="2 bytes belong to no tensor"):
+        parse(raw(one(), 10))
+
+
+def test_takes_what_other_writers_write() -> None:
+    header = {
+        "b": {"dtype": "U8", "shape": [1], "data_offsets": [8, 9], "more": 1},
+        **one(),
+        "e": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]},
+    }
+    assert list(parse(raw(header, 9))) == ["w", "e", "b"]
+    assert parse(raw(b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}   ', 3))["w"].stop == 8 + 61 + 3
+
+
+@given(st.binary(max_size=40))
+def test_other_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises((FormatError, IntegrityError), match=f"^{FILE}: "):
+        parse(raw(body, 8))
+
+
+def test_every_dtype_of_the_table_is_known_to_safetensors() -> None:
+    items = [(dtype, dtype, (8,)) for dtype in ITEM_BITS]
+    head, entries = encode_header(file_order(items))
+    stored = head + bytes(max(entry.stop for entry in entries.values()) - len(head))
+    assert {name for name, _ in deserialize(stored)} == set(ITEM_BITS)

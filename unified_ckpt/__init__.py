@@ -1,0 +1,74 @@
+"""Unified, sharded-safetensors checkpoints for PyTorch training: saved merged, loaded resliced.
+
+`import unified_ckpt as uc`; the names below are all there is. They load on first use, so that `inspect` starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    IntegrityError,
+    LayoutError,
+    MismatchError,
+    NotFoundError,
+    RankError,
+    StorageError,
+)
+
+if TYPE_CHECKING:
+    from unified_ckpt.api import Checkpointer, load, open, save, verify  # noqa: A004
+    from unified_ckpt.core.layout import Layout, Strided
+    from unified_ckpt.engine.load import LoadReport
+    from unified_ckpt.engine.prove import VerifyReport
+    from unified_ckpt.engine.save import SaveReport
+    from unified_ckpt.options import LoadOptions, SaveOptions
+
+_LAZY = {
+    "Checkpointer": "api",
+    "Layout": "core.layout",
+    "LoadOptions": "options",
+    "LoadReport": "engine.load",
+    "SaveOptions": "options",
+    "SaveReport": "engine.save",
+    "Strided": "core.layout",
+    "VerifyReport": "engine.prove",
+    "load": "api",
+    "open": "api",
+    "save": "api",
+    "verify": "api",
+}
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "FormatError",
+    "IncompleteError",
+    "IntegrityError",
+    "Layout",
+    "LayoutError",
+    "LoadOptions",
+    "LoadReport",
+    "MismatchError",
+    "NotFoundError",
+    "RankError",
+    "SaveOptions",
+    "SaveReport",
+    "StorageError",
+    "Strided",
+    "VerifyReport",
+    "load",
+    "open",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,321 @@
+"""The verb `demo`: train, be killed in mid-save, resume on fewer processes, and open the same folder with stock transformers.
+
+Every number on the screen is measured in this run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KILL_AFTER, RESUMED_2, RESUMED_1 = 16, 32, 48  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
+SAVE_EVERY, SHOW_EVERY = 8, 4
+TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted single process
+PATIENCE_SECONDS = 180.0
+CORPUS_BYTES = 400_000
+COLUMNS = "{:>4}  {:<24}{:>10}{:>26}{:>14}"
+
+
+class DemoError(Exception):
+    """The demo could not do what it set out to do; the text says what was seen."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A training job in processes of its own, and the log that it writes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    output: Path
+    read: int = 0  # lines of the log handed out so far
+    pids: list[int] = field(default_factory=list)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What the log has gained since the last call."""
+        lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
+        fresh = [json.loads(line) for line in lines[self.read :]]
+        self.read = len(lines)
+        self.pids += [entry["pid"] for entry in fresh if entry["event"] == "started"]
+        return fresh
+
+    def kill(self) -> int:
+        """SIGKILL to torchrun and to every rank. Returns how many ranks there were."""
+        self.process.kill()
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        return len(self.pids)
+
+
+@dataclass(slots=True)
+class Story:
+    """Where the demo works and what it has measured."""
+
+    root: Path
+    quiet: bool
+    alone: Run | None = None  # the reference
+    reference: dict[int, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    running: list[Run] = field(default_factory=list)
+
+    def say(self, text: str = "") -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+    def start(self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None) -> Run:
+        arguments = [str(self.root), str(self.root / f"{name}.log"), "--corpus", str(self.root / "corpus.txt")]
+        arguments += ["--dp", str(dp), "--tp", str(tp), "--until", str(until), "--save-every", str(save_every)]
+        arguments += ["--resume", str(resume)] if resume else []
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dp * tp)] if dp * tp > 1 else []
+        command = [sys.executable, *launcher, "-m", "unified_ckpt.cli.demo_train", *arguments]
+        output = self.root / f"{name}.out"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with output.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        run = Run(name, process, self.root / f"{name}.log", output)
+        self.running.append(run)
+        return run
+
+    def follow(self, run: Run, layout: str, *, killed: bool = False) -> Iterator[dict[str, Any]]:
+        """The entries of a run's log as they come; rows of the table are shown on the way. Ends with the run."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            ended = run.process.poll()
+            for entry in run.entries():
+                if entry["event"] == "step":
+                    self.show(entry, layout)
+                elif entry["event"] == "saved":
+                    name, seconds = Path(entry["path"]).name, entry["seconds"]
+                    self.say(f"      {name} saved: {entry['nbytes'] / 1e6:.1f} MB in {seconds:.3f} s")
+                yield entry
+            if ended is not None:
+                break
+            if time.monotonic() > deadline:
+                raise DemoError(f"{run.name} ran past {PATIENCE_SECONDS:.0f} s:\n{tail(run.output)}")
+            time.sleep(0.02)
+        if ended and not killed:
+            raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
+
+    def uninterrupted(self, step: int) -> float:
+        """The loss of the reference at this step, as soon as it is there."""
+        assert self.alone is not None
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while step not in self.reference:
+            ended = self.alone.process.poll() is not None
+            self.reference |= {entry["step"]: entry["loss"] for entry in self.alone.entries() if entry["event"] == "step"}
+            if step not in self.reference:
+                if ended or time.monotonic() > deadline:
+                    raise DemoError(f"the reference run did not reach step {step}:\n{tail(self.alone.output)}")
+                time.sleep(0.02)
+        return self.reference[step]
+
+    def show(self, entry: dict[str, Any], layout: str) -> None:
+        step, loss = entry["step"], entry["loss"]
+        alone = self.uninterrupted(step)
+        difference = abs(loss - alone) / abs(alone)
+        new = not self.rows or self.rows[-1]["layout"] != layout
+        self.rows.append({"step": step, "layout": layout, "loss": loss, "uninterrupted": alone, "difference": difference})
+        if new or step % SHOW_EVERY == 0:
+            self.say(COLUMNS.format(step, layout, f"{loss:.6f}", f"{alone:.6f}", f"{difference:.1e}"))
+
+
+def tail(output: Path) -> str:
+    return output.read_text(errors="replace")[-6000:]
+
+
+def write_corpus(path: Path) -> int:
+    """The documentation strings of the standard library's modules, in the order of their names."""
+    size = 0
+    with path.open("wb") as file:
+        for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            for node in ast.walk(ast.parse(source.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                    size += file.write(text.encode() + b"\n\n")
+            if size > CORPUS_BYTES:
+                break
+    return size
+
+
+@contextmanager
+def workplace(folder: str | None, *, keep: bool) -> Iterator[Path]:
+    if folder is None:
+        root = Path(tempfile.mkdtemp(prefix="unified-ckpt-demo-"))
+    else:
+        root = Path(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        if any(root.iterdir()):
+            raise DemoError(f"{root}: is not empty; the demo wants a folder of its own")
+    try:
+        yield root
+    finally:
+        if folder is None and not keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def unfinished(root: Path) -> list[Path]:
+    return [root / name for name in os.listdir(root) if name.startswith(".unified-")]
+
+
+def last_good(story: Story) -> Path:
+    """The newest folder that verifies, byte for byte."""
+    import unified_ckpt as uc
+
+    for folder in sorted(story.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        begun = time.perf_counter()
+        uc.verify(folder, deep=True)
+        story.say(f"      {folder.name} verified, every digest of it, in {time.perf_counter() - begun:.3f} s")
+        return folder
+    raise DemoError("no checkpoint was left")
+
+
+def train_until_killed(story: Story, resume: Path | None) -> bool:
+    """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that save was cut off."""
+    layout = "4 ranks, FSDP2 dp2 x tp2"
+    older = set(unfinished(story.root))
+    run = story.start(f"four-{len(story.running)}", dp=2, tp=2, until=KILL_AFTER + SAVE_EVERY, save_every=SAVE_EVERY, resume=resume)
+    for entry in story.follow(run, layout):
+        if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (entry["event"] == "step"):
+            break
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := set(unfinished(story.root)) - older):
+        if time.monotonic() > deadline or run.process.poll() is not None:
+            raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
+        time.sleep(0.0002)
+    time.sleep(random.uniform(0.0, 0.01))  # somewhere in the save
+    ranks = run.kill()
+    for _ in story.follow(run, layout, killed=True):
+        pass
+    folder = found.pop()
+    cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
+    if cut_off.exists():
+        story.say(f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before")
+        shutil.rmtree(cut_off)
+        return False
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    written = sum(file.stat().st_blocks * 512 for file in files) / 1e6
+    story.say(
+        f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}, which leaves {len(files)} files, {written:.1f} MB, no manifest"
+    )
+    return True
+
+
+def generate(story: Story, folder: Path) -> tuple[str, float]:
+    """Stock transformers on the folder. Returns the text, and the loss on the batch that the trainer probed last."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from unified_ckpt.cli.demo_train import batch
+
+    disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    torch.set_num_threads(1)  # as in the training process: sums in the same order
+    torch.manual_seed(0)
+    corpus = torch.frombuffer(bytearray((story.root / "corpus.txt").read_bytes()), dtype=torch.uint8)
+    tokens = batch(corpus, RESUMED_1 + 1)
+    with torch.no_grad():
+        loss = float(model(input_ids=tokens, labels=tokens).loss)
+    prompt = tokenizer("Return the ", return_tensors="pt")
+    drawn = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.7, pad_token_id=0)
+    return str(tokenizer.decode(drawn[0])), loss
+
+
+def tell(story: Story) -> dict[str, Any]:
+    """The whole story. Returns what was measured; raises `DemoError` where something did not happen."""
+    begun = time.perf_counter()
+    size = write_corpus(story.root / "corpus.txt")
+    story.say(f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte.")
+    story.say(f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference.")
+    story.say(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
+    story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
+    story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
+    resume: Path | None = None
+    while not train_until_killed(story, resume):
+        resume = last_good(story)
+    good = last_good(story)
+    story.say(f"      resuming from {good.name} with 2 processes")
+    two = story.start("two", dp=1, tp=2, until=RESUMED_2, save_every=SAVE_EVERY, resume=good)
+    for _ in story.follow(two, "2 ranks, tp2"):
+        pass
+    good = last_good(story)
+    story.say(f"      resuming from {good.name} with 1 process, without a process group")
+    warm = threading.Thread(target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"))
+    one = story.start("one", dp=1, tp=1, until=RESUMED_1, save_every=SAVE_EVERY, resume=good)
+    warm.start()  # importing transformers takes seconds; the other core is idle
+    entries = list(story.follow(one, "1 process"))
+    warm.join()
+    good = last_good(story)
+    probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
+    text, loss = generate(story, good)
+    story.say(f"\nStock transformers, AutoModelForCausalLM.from_pretrained({good.name!r}), writes:\n")
+    story.say("  " + text.replace("\n", "\n  ") + "\n")
+    return {"probe": probe, "from_pretrained": loss, "text": text, "seconds": time.perf_counter() - begun}
+
+
+def judge(story: Story, measured: dict[str, Any]) -> dict[str, Any]:
+    """Whether the curve went on as it should have. `twice`: steps that two layouts computed."""
+    by_step: dict[int, list[float]] = {}
+    for row in story.rows:
+        by_step.setdefault(row["step"], []).append(row["loss"])
+    twice = [max(losses) - min(losses) for losses in by_step.values() if len(losses) > 1]
+    worst = max(row["difference"] for row in story.rows)
+    losses = [story.rows[0]["loss"], story.rows[-1]["loss"]]
+    whole = sorted(by_step) == list(range(1, RESUMED_1 + 1))
+    passed = whole and worst <= TOLERANCE and losses[1] < losses[0] and abs(measured["probe"] - measured["from_pretrained"]) <= 1e-6
+    return {**measured, "passed": passed, "worst": worst, "steps_in_two_layouts": len(twice), "worst_of_those": max(twice, default=0.0)}
+
+
+def report(story: Story, verdict: dict[str, Any]) -> None:
+    """The last lines on the screen."""
+    worst, twice = verdict["worst"], verdict["worst_of_those"]
+    story.say(f"{RESUMED_1} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e}).")
+    story.say(f"{verdict['steps_in_two_layouts']} steps were computed in two layouts: losses at most {twice:.1e} apart.")
+    story.say(f"The next batch: loss {verdict['probe']:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the folder.")
+    story.say(f"{'All of it holds' if verdict['passed'] else 'This is NOT as it should be'}; {verdict['seconds']:.0f} s in total.")
+
+
+def run(arguments: Any) -> int:
+    """Takes `dir`, `keep` and `json` from the command line; each may be absent."""
+    folder, keep, as_json = (getattr(arguments, name, None) for name in ("dir", "keep", "json"))
+    if importlib.util.find_spec("transformers") is None:
+        print(
+            "unified-ckpt demo: it trains a transformers model, and that is not installed; pip install unified-ckpt[demo]", file=sys.stderr
+        )
+        return 2
+    try:
+        with workplace(folder, keep=bool(keep)) as root:
+            story = Story(root, quiet=bool(as_json))
+            try:
+                verdict = judge(story, tell(story))
+            finally:
+                for job in story.running:
+                    job.entries()
+                    if job.process.poll() is None:
+                        job.kill()
+            if as_json:
+                print(json.dumps({"rows": story.rows, **verdict}))
+            report(story, verdict)
+            story.say(f"The folders are in {root}." if keep or folder else "The folders are deleted; --keep keeps them.")
+            return 0 if verdict["passed"] else 1
+    except DemoError as error:
+        print(f"unified-ckpt demo: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,167 @@
+"""One rank of the demo's training job: a small Llama on real text, in whatever layout the arguments ask for.
+
+Started by `demo.py`, under torchrun or alone. Knows how to train, save and resume; knows nothing of the story.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import unified_ckpt as uc
+
+BATCH, TOKENS = 16, 64  # of the whole job: every layout sees the same batch at the same step
+LEARNING_RATE, WARMUP_STEPS, DECAY_STEPS = 6e-3, 4, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no process group."""
+
+    model: LlamaForCausalLM
+    optimizer: torch.optim.AdamW
+    scheduler: LambdaLR
+    mesh: DeviceMesh | None
+    leads: bool  # whether this rank writes the log
+
+
+def batch(corpus: Tensor, step: int) -> Tensor:
+    """The tokens of a step [batch, tokens], from the step number alone: data order needs no state."""
+    draw = torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(corpus) - TOKENS, (BATCH, 1), generator=draw)
+    return corpus[starts + torch.arange(TOKENS)].long()
+
+
+def build(dp: int, tp: int) -> Job:
+    """The same initial weights in every layout: the dense model is drawn from one seed, then cut by torch's own wrappers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        architectures=["LlamaForCausalLM"],
+    )
+    model = LlamaForCausalLM(config)
+    mesh = None
+    if dp * tp > 1:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        colwise = {f"self_attn.{name}_proj" for name in "qkv"} | {"mlp.gate_proj", "mlp.up_proj"}
+        plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in sorted(colwise)}
+        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        parallelize_module(model, mesh["tp"], plan)
+        if dp > 1:
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS) * max(0.1, 1 - done / DECAY_STEPS))
+    return Job(model, optimizer, scheduler, mesh, leads=mesh is None or dist.get_rank() == 0)
+
+
+def tokenizer() -> Any:
+    """Token i is the byte i: GPT-2's printable stand-ins for bytes, and no merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    wrap: Any = PreTrainedTokenizerFast
+    return wrap(tokenizer_object=fast)
+
+
+def train_step(job: Job, tokens: Tensor) -> float:
+    """One step on this global batch. Returns the mean loss over it, before the update."""
+    if job.mesh is not None:
+        tokens = tokens.chunk(job.mesh["dp"].size())[job.mesh.get_local_rank("dp")]
+    loss = job.model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    job.scheduler.step()
+    mean = loss.detach()
+    if job.mesh is not None:
+        dist.all_reduce(mean, group=job.mesh.get_group("dp"))
+        mean /= job.mesh["dp"].size()
+    return float(mean)
+
+
+def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
+    def attach(unfinished: Path) -> None:
+        job.model.config.save_pretrained(unfinished)
+        tokenizer().save_pretrained(unfinished)
+
+    extra = {"scheduler": job.scheduler.state_dict()}
+    report = uc.save(folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach)
+    return {"event": "saved", "step": step, "path": str(folder), "nbytes": report.nbytes, "seconds": report.seconds}
+
+
+def resume(job: Job, folder: Path) -> int:
+    report = uc.load(folder, model=job.model, optimizer=job.optimizer)
+    job.scheduler.load_state_dict(report.extra["scheduler"])
+    return int(report.step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path, help="where checkpoint-<step> folders go")
+    parser.add_argument("log", type=Path, help="one JSON line per step or save")
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--dp", type=int, required=True)
+    parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--until", type=int, required=True)
+    parser.add_argument("--save-every", type=int, default=0, help="0: never")
+    parser.add_argument("--resume", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus = torch.frombuffer(bytearray(arguments.corpus.read_bytes()), dtype=torch.uint8)
+    job = build(arguments.dp, arguments.tp)
+    with arguments.log.open("a", buffering=1) as log:
+
+        def record(entry: dict[str, Any]) -> None:
+            if job.leads:
+                log.write(json.dumps(entry) + "\n")
+
+        log.write(json.dumps({"event": "started", "pid": os.getpid()}) + "\n")
+        done = resume(job, arguments.resume) if arguments.resume else 0
+        for step in range(done + 1, arguments.until + 1):
+            begun = time.perf_counter()
+            loss = train_step(job, batch(corpus, step))
+            record({"event": "step", "step": step, "loss": loss, "seconds": time.perf_counter() - begun})
+            if arguments.save_every and step % arguments.save_every == 0:
+                record(save(job, arguments.root / f"checkpoint-{step}", step))
+        if job.mesh is None:
+            tokens = batch(corpus, arguments.until + 1)
+            with torch.no_grad():
+                loss = float(job.model(input_ids=tokens, labels=tokens).loss)
+            record({"event": "probe", "step": arguments.until + 1, "loss": loss})
+    if job.mesh is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

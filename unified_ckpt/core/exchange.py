@@ -1,0 +1,179 @@
+"""What ranks do for each other: tiles (bounded buffers that one rank moves and several fill or empty), planned alike on every rank.
+
+The same plan serves both ways. Saving, the parties of a tile fill it and its mover writes it; loading, the mover reads it and the
+parties empty it. Bytes that concern nobody but their mover are `Extent`s and pass through no buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from unified_ckpt.core.division import Division, Moved
+from unified_ckpt.core.lines import manner
+from unified_ckpt.core.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [start, stop) of a tensor that lie contiguous at byte `local` of the mover's own part."""
+
+    row: int
+    start: int
+    stop: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, stop) of a tensor, whole lines, at byte `slot` of a tile; `first_line` counts in the parties' parts."""
+
+    row: int
+    start: int
+    stop: int
+    slot: int
+    split: int
+    lines: int
+    first_line: int
+    parties: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One filling of a mover's buffer; `number` counts up from 0 per mover."""
+
+    mover: int
+    number: int
+    pieces: tuple[Piece, ...]
+    parties: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """One rank's part: what it moves alone, the tiles that it moves, and all tiles, own ones included, that it is a party to."""
+
+    extents: tuple[Extent, ...]
+    mine: tuple[Tile, ...]
+    shared: tuple[Tile, ...]
+
+    def partners(self, rank: int) -> set[int]:
+        """The ranks that `rank`, whose moves these are, waits for or that wait for it; itself included, where there is a tile at all."""
+        found = {tile.mover for tile in self.shared} | {party for tile in self.mine for party in tile.parties}
+        return found | {rank} if self.mine or self.shared else set()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The rules of one exchange. `every`: each participant is a party (load); else only the copy that the mover is in (save).
+
+    `small`: row -> mover, for the tensors that are below the division's bound. `holders`: ascending.
+    """
+
+    division: Division
+    holders: tuple[int, ...]
+    small: Mapping[int, int]
+    every: bool
+    tile_nbytes: int
+
+
+def largest_line(exchange_rows: Division) -> int:
+    """Bytes of the longest line that may have to fit a tile."""
+    rows = exchange_rows.rows
+    return max((manner(r.spec, r.sharding).line_nbytes for r in rows), default=0)
+
+
+def moves(exchange: Exchange, rank: int) -> Moves:
+    """What the rank does. Equal inputs give equal tiles on every rank."""
+    extents = []
+    for moved in exchange.division.moved_by(rank):
+        if _parties(exchange, moved, rank) == (rank,):
+            extents.append(Extent(moved.row, moved.segment.start, moved.segment.stop, moved.segment.local))
+    mine = tuple(tiles(exchange, rank))
+    shared = [tile for tile in mine if rank in tile.parties]
+    for mover in sorted(_partners(exchange, rank) - {rank}):
+        shared.extend(tile for tile in tiles(exchange, mover) if rank in tile.parties)
+    return Moves(tuple(extents), mine, tuple(sorted(shared, key=lambda t: (t.number, (t.mover - rank) % (max(exchange.holders) + 1)))))
+
+
+def tiles(exchange: Exchange, mover: int) -> Iterator[Tile]:
+    """The mover's tiles: first its small tensors, then what it moves of larger ones for others."""
+    number, room, pieces = 0, exchange.tile_nbytes, list[Piece]()
+    for piece in (*_small_pieces(exchange, mover), *_large_pieces(exchange, mover)):
+        line = (piece.stop - piece.start) // piece.lines
+        done = 0
+        while done < piece.lines:
+            if room < line and pieces:
+                yield _tile(mover, number, pieces)
+                number, room, pieces = number + 1, exchange.tile_nbytes, []
+            count = min(piece.lines - done, max(room // line, 1))
+            start = piece.start + done * line
+            slot = exchange.tile_nbytes - room
+            pieces.append(Piece(piece.row, start, start + count * line, slot, piece.split, count, piece.first_line + done, piece.parties))
+            done, room = done + count, room - count * line
+            room -= room % 16  # the next piece starts aligned for any dtype, as tile_nbytes is a multiple of 16
+    if pieces:
+        yield _tile(mover, number, pieces)
+
+
+def _tile(mover: int, number: int, pieces: Sequence[Piece]) -> Tile:
+    return Tile(mover, number, tuple(pieces), tuple(sorted({rank for piece in pieces for rank in piece.parties})))
+
+
+def _small_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
+    for row, owner in exchange.small.items():
+        spec, sharding = exchange.division.rows[row].spec, exchange.division.rows[row].sharding
+        size = spec.nbytes
+        if owner == mover and size:
+            yield Piece(row, 0, size, 0, 0, 1, 0, _copy(sharding, Sharding(), exchange.holders, mover, exchange.every))
+
+
+def _large_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
+    for moved in exchange.division.moved_by(mover):
+        parties = _parties(exchange, moved, mover)
+        if parties != (mover,):
+            start, stop, line = moved.segment.start, moved.segment.stop, moved.manner.line_nbytes
+            lines, first = (stop - start) // line, moved.segment.local // line
+            yield Piece(moved.row, start, stop, 0, moved.manner.split, lines, first, parties)
+
+
+def _parties(exchange: Exchange, moved: Moved, mover: int) -> tuple[int, ...]:
+    if exchange.every:
+        return moved.participants
+    return _copy(exchange.division.rows[moved.row].sharding, moved.manner.outer, moved.participants, mover, False)
+
+
+@lru_cache(maxsize=65536)
+def _copy(sharding: Sharding, outer: Sharding, ranks: tuple[int, ...], mover: int, every: bool) -> tuple[int, ...]:
+    """The ranks among `ranks`, at the mover's coordinates of `outer`, that hold one copy with the mover; with `every`, all copies."""
+    if every:
+        return tuple(r for r in ranks if sharding.position(r) is not None)
+    at = sharding.position(mover)
+    if at is None:
+        raise AssertionError(f"rank {mover} moves a tensor that it has no part of")
+    origin, coordinates = sharding.origin(at), outer.coordinates(at)
+    positions = ((rank, sharding.position(rank)) for rank in ranks)
+    return tuple(r for r, p in positions if p is not None and sharding.origin(p) == origin and outer.coordinates(p) == coordinates)
+
+
+def _partners(exchange: Exchange, rank: int) -> set[int]:
+    """The movers whose tiles may hold bytes of this rank."""
+    found = set()
+    for row, mover in exchange.small.items():
+        if mover in found:
+            continue
+        sharding = exchange.division.rows[row].sharding
+        if rank in _copy(sharding, Sharding(), exchange.holders, mover, exchange.every):
+            found.add(mover)
+    for kind, numbers in exchange.division.classes.items():
+        outer = kind[0]
+        position = outer.position(rank)
+        if position is None:
+            continue
+        participants = exchange.division.shares[kind, outer.coordinates(position)].ranks
+        if exchange.every:
+            found.update(participants)
+            continue
+        for sharding in {exchange.division.rows[n].sharding for n in numbers}:
+            found.update(_copy(sharding, outer, participants, rank, False))
+    return found

@@ -1,0 +1,117 @@
+"""Ranks tell each other what they hold: each distinct table once, through the store; rank 0 tells each its holder groups.
+
+Rank 0 alone sees all names. Another rank gets what concerns its own table: O(its tensors), however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.core.tables import Group, Row, decode_table, encode_table
+from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.comm import Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What rank 0 knows after the announcements. `roll`: table id -> its ranks, ascending."""
+
+    tables: Mapping[str, Sequence[Row]]
+    roll: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A holder group as its members know it. `note`: what rank 0 says of the group."""
+
+    index: int
+    holders: tuple[int, ...]
+    rows: tuple[Row, ...]
+    note: Mapping[str, Any]
+
+
+def table_id(rows: Sequence[Row]) -> tuple[str, bytes]:
+    """A name that equal tables share, and the table's bytes."""
+    body = encode_table(rows)
+    return hashlib.sha256(body).hexdigest()[:32], body
+
+
+def tell_once(meeting: Meeting, key: str, body: bytes) -> tuple[list[str], dict[str, bytes]]:
+    """Every rank's words to rank 0, equal ones sent once. Returns, there: the name of what each rank said, and the words by name."""
+    name = hashlib.sha256(body).hexdigest()[:32]
+    if meeting.count(f"{key}/{name}") == 1:
+        meeting.put(f"{key}-of/{name}", body)
+    told = [text.decode() for text in meeting.collect(key, name.encode(), at=0, ranks=range(meeting.world))]
+    return told, {name: meeting.get(f"{key}-of/{name}") for name in dict.fromkeys(told)}
+
+
+def announce(meeting: Meeting, rows: Sequence[Row]) -> Census | None:
+    """Every rank's table goes to rank 0. Returns the census there, None elsewhere."""
+    told, bodies = tell_once(meeting, "table", table_id(rows)[1])
+    if meeting.rank != 0:
+        return None
+    roll: dict[str, list[int]] = {}
+    for rank, name in enumerate(told):
+        roll.setdefault(name, []).append(rank)
+    return Census({name: decode_table(body) for name, body in bodies.items()}, roll)
+
+
+def check_rules(meeting: Meeting, layout: Layout | None, matched: Collection[str]) -> None:
+    """Collective. LayoutError on rank 0 for a Layout rule that matches nothing on any rank: a typo saves slices as whole tensors."""
+    own = {"rules": sorted(layout.rules) if layout else [], "matched": sorted(matched)}
+    _, bodies = tell_once(meeting, "rules", json.dumps(own).encode())
+    notes = [json.loads(body) for body in bodies.values()]
+    unmatched = {rule for note in notes for rule in note["rules"]} - {rule for note in notes for rule in note["matched"]}
+    if unmatched:
+        raise LayoutError(f"Layout rule(s) {', '.join(map(repr, sorted(unmatched)))} match no tensor on any rank; needed a match for each")
+
+
+def holders_of(group: Group, roll: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The ranks whose tables name the group's tensors, ascending."""
+    return tuple(sorted(rank for table in group.tables for rank in roll[table]))
+
+
+def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Sequence[Mapping[str, Any]]) -> None:
+    """Rank 0 only: tells the ranks of each table which groups its rows are in; `notes` goes along, one for each group."""
+    documents: dict[str, list[object]] = {name: [] for name in census.tables}
+    numbers = {name: {(row.key, row.spec, row.sharding): i for i, row in enumerate(rows)} for name, rows in census.tables.items()}
+    for group, note in zip(groups, notes, strict=True):
+        holders = _spans(holders_of(group, census.roll))
+        for name in group.tables:
+            places = sorted(numbers[name][row.key, row.spec, row.sharding] for row in group.rows)
+            documents[name].append([group.index, holders, _spans(places), note])
+    for name, document in documents.items():
+        told = {"speaker": census.roll[name][0], "groups": document}
+        meeting.put(f"groups/{name}", json.dumps(told, separators=(",", ":")).encode())
+
+
+def memberships(meeting: Meeting, rows: Sequence[Row]) -> tuple[list[Membership], bool]:
+    """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this rank speaks for its table."""
+    name, _ = table_id(rows)
+    ordered = sorted(rows, key=lambda row: row.key)
+    told = json.loads(meeting.get(f"groups/{name}"))
+    found = [
+        Membership(index, tuple(_members(holders)), tuple(ordered[i] for i in _members(places)), note)
+        for index, holders, places, note in told["groups"]
+    ]
+    return found, told["speaker"] == meeting.rank
+
+
+def _spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as half-open spans."""
+    spans: list[tuple[int, int]] = []
+    for n in numbers:
+        if spans and spans[-1][1] == n:
+            spans[-1] = (spans[-1][0], n + 1)
+        else:
+            spans.append((n, n + 1))
+    return spans
+
+
+def _members(spans: Sequence[Sequence[int]]) -> list[int]:
+    return [n for low, high in spans for n in range(low, high)]

@@ -1,0 +1,238 @@
+"""The unified folder, and a plain Hugging Face model folder, as a Source: manifest, indexes and headers, each read once when needed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from unified_ckpt.core.dtypes import packed
+from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.commit import PROBE
+from unified_ckpt.engine.source import Catalog, Location, Said
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
+from unified_ckpt.format import codec, digests, header, index, names
+from unified_ckpt.format.header import Entry
+from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage
+
+_MODEL = "model"
+
+
+class Folder:
+    """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder, which has weights only."""
+
+    def __init__(
+        self, storage: LocalStorage | RemoteStorage, manifest: Manifest | None, weight_maps: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self.storage, self.manifest = storage, manifest
+        self._weight_maps = weight_maps
+        self._headers: dict[str, dict[str, Entry]] = {}
+
+    @property
+    def format(self) -> str:
+        return "unified" if self.manifest is not None else "huggingface"
+
+    @property
+    def parts(self) -> Sequence[str]:
+        return sorted(self._weight_maps)
+
+    def names(self, part: str) -> Collection[str]:
+        return self._weight_maps.get(part, {}).keys()
+
+    def aliases(self, part: str) -> Mapping[str, str]:
+        if self.manifest is None or part not in self.manifest.parts:
+            return {}
+        return self.manifest.parts[part].aliases
+
+    def file_of(self, part: str, name: str) -> str:
+        return self._weight_maps[part][name]
+
+    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        self.check_files({self._weight_maps[part][name] for name in names})
+        found = {}
+        for name in names:
+            entry = self._entry(part, name)
+            found[name] = TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
+        return found
+
+    def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
+        self.check_files({self._weight_maps[part][name] for part, name in wanted})
+        return Catalog(self.storage, {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in wanted})
+
+    def read(self, part: str, name: str, box: Box) -> bytes:
+        entry, spec = self._entry(part, name), self.specs(part, [name])[name]
+        item = (entry.stop - entry.start) // max(whole(spec.shape).numel, 1)
+        found = bytearray(box.numel * item)
+        view = memoryview(found)
+        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+            start = entry.start + first * item
+            self.storage.read_at(self._weight_maps[part][name], start, view[local * item : (local + count) * item])
+        return bytes(found)
+
+    def check_files(self, files: Collection[str]) -> None:
+        """Every byte of these files is there, and their headers say what the manifest and the index say.
+
+        IncompleteError naming files and tensors, IntegrityError or FormatError for a file that is not the one that was written.
+        """
+        sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
+        missing = [file for file, size in sizes.items() if size is None]
+        if missing:
+            raise IncompleteError(listed(f"{self.storage.root}: files are missing", [self._missing(file) for file in sorted(missing)]))
+        for file, size in sorted(sizes.items()):
+            self._headers[file] = self._read_header(file, size or 0)
+
+    def block_digests(self, part: str, name: str) -> Sequence[int] | None:
+        record = self.manifest.digests if self.manifest is not None else None
+        if record is None or record.algorithm != digests.ALGORITHM or record.block_nbytes != digests.BLOCK_NBYTES:
+            return None
+        if record.file not in self._headers:
+            self._headers[record.file] = self._parse_header(record.file, self._checked_size(record.file, record.nbytes))
+        entry = self._headers[record.file].get(f"{part}:{name}")
+        if entry is None:
+            raise IntegrityError(f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor")
+        body = bytearray(entry.stop - entry.start)
+        self.storage.read_at(record.file, entry.start, memoryview(body))
+        return struct.unpack(f"<{len(body) // 8}Q", body)
+
+    def said(self) -> Said:
+        manifest = self.manifest
+        if manifest is None:
+            return Said()
+        stored = self._extra_blobs()
+        record = manifest.optimizer
+        groups = [
+            {"names": group.names, "options": codec.decode(group.options, stored, path=f"param_groups_{i}")}
+            for i, group in enumerate(record.groups if record else ())
+        ]
+        return Said(
+            save_id=manifest.save_id,
+            step=manifest.step,
+            extra=codec.decode(manifest.extra, stored, path="extra"),
+            modules=codec.decode(manifest.modules, stored, path="modules") or {},
+            groups=groups,
+            scalars=(codec.decode(record.scalars, stored, path="optimizer") if record else None) or {},
+            rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
+        )
+
+    def _extra_blobs(self) -> Mapping[str, Any]:
+        record = self.manifest.extra_file if self.manifest is not None else None
+        if record is None:
+            return {}
+        self._checked_size(record.file, record.nbytes)
+        body = self.storage.read(record.file)
+        if f"{digests.crc(body):016x}" != record.crc:
+            raise IntegrityError(f"{self.storage.root}/{record.file}: is not the file that was written; needed CRC {record.crc}")
+        entries = header.parse_header(body, file_size=len(body), file=record.file)
+        return {name: memoryview(body)[entry.start : entry.stop] for name, entry in entries.items()}
+
+    def rank_extra(self, rank: int) -> Any:
+        """What rank `rank` of the save gave. Reads that entry only."""
+        record = self.manifest.rank_extra if self.manifest is not None else None
+        if record is None:
+            return None
+        if not 0 <= rank < record.world_size:
+            raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
+        if record.file not in self._headers:
+            self._headers[record.file] = self._parse_header(record.file, self._checked_size(record.file, record.nbytes))
+        table, stored = self._headers[record.file]["offsets"], self._headers[record.file]["blobs"]
+        pair = bytearray(16)
+        self.storage.read_at(record.file, table.start + 8 * rank, memoryview(pair))
+        low, high = struct.unpack("<2Q", pair)
+        if not low <= high <= stored.stop - stored.start:
+            raise IntegrityError(f"{self.storage.root}/{record.file}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs")
+        body = bytearray(high - low)
+        self.storage.read_at(record.file, stored.start + low, memoryview(body))
+        return codec.unpack(bytes(body), "rank_extra") if body else None
+
+    def close(self) -> None:
+        self.storage.close()
+
+    def _entry(self, part: str, name: str) -> Entry:
+        file = self._weight_maps[part][name]
+        if file not in self._headers:
+            self.check_files([file])
+        entry = self._headers[file].get(name)
+        if entry is None:
+            raise IntegrityError(f"{self.storage.root}/{file}: has no tensor {name!r}, which the index of {part} puts there")
+        return entry
+
+    def _missing(self, file: str) -> str:
+        tensors = [f"{part}:{name}" for part, of in self._weight_maps.items() for name, at in of.items() if at == file]
+        return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{' …' if len(tensors) > 3 else ''}"
+
+    def _read_header(self, file: str, size: int) -> dict[str, Entry]:
+        record = None
+        if self.manifest is not None:
+            record = next((part.files[file] for part in self.manifest.parts.values() if file in part.files), None)
+            if record is None:
+                raise IntegrityError(f"{self.storage.root}/{file}: is in an index and not in the manifest; needed one that says the same")
+            self._checked_size(file, record.nbytes)
+        return self._parse_header(file, size, crc=record.header_crc if record else None)
+
+    def _checked_size(self, file: str, needed: int) -> int:
+        size = self.storage.size(file)
+        if size is None:
+            raise IncompleteError(f"{self.storage.root}/{file}: is missing")
+        if size != needed:
+            raise IntegrityError(f"{self.storage.root}/{file}: has {size} bytes; the manifest says {needed}")
+        return size
+
+    def _parse_header(self, file: str, size: int, *, crc: str | None = None) -> dict[str, Entry]:
+        where = f"{self.storage.root}/{file}"
+        first = bytearray(min(header.PREFIX_NBYTES, size))
+        self.storage.read_at(file, 0, memoryview(first))
+        head = bytearray(header.header_nbytes(bytes(first), file_size=size, file=where))
+        self.storage.read_at(file, 0, memoryview(head))
+        if crc is not None and f"{digests.crc(head):016x}" != crc:
+            raise IntegrityError(f"{where}: its header has CRC {digests.crc(head):016x}; the manifest says {crc}: it is another file's")
+        return header.parse_header(bytes(head), file_size=size, file=where)
+
+
+def open_folder(storage: LocalStorage | RemoteStorage) -> Folder:
+    """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
+    if storage.size(names.MANIFEST) is not None:
+        manifest = parse_manifest(storage.read(names.MANIFEST), file=f"{storage.root}/{names.MANIFEST}")
+        maps = {part: _weight_map(storage, part, record.files) for part, record in manifest.parts.items()}
+        return Folder(storage, manifest, {part: weight_map for part, weight_map in maps.items() if weight_map is not None})
+    found = storage.names()
+    folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
+    if names.is_staging(folder) or names.DIGESTS in found or PROBE in found:
+        raise FormatError(f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint")
+    if names.index_name(_MODEL) in found:
+        listed_files = index.parse_index(storage.read(names.index_name(_MODEL)), file=f"{storage.root}/{names.index_name(_MODEL)}")
+        return Folder(storage, None, {_MODEL: listed_files.weight_map})
+    single = names.file_name(_MODEL, number=1, count=1)
+    if single in found:
+        bare = Folder(storage, None, {})
+        bare.check_files([single])
+        return Folder(storage, None, {_MODEL: dict.fromkeys(bare._headers[single], single)})
+    raise NotFoundError(f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}")
+
+
+def _weight_map(storage: LocalStorage | RemoteStorage, part: str, files: Mapping[str, object]) -> Mapping[str, str] | None:
+    """The part's index; its files are those of the manifest. None for a part that was deleted, index and files."""
+    if not files:
+        return {}
+    name = names.index_name(part)
+    try:
+        weight_map = index.parse_index(storage.read(name), file=f"{storage.root}/{name}").weight_map
+    except NotFoundError as error:
+        if all(storage.size(file) is None for file in files):
+            return None
+        raise IncompleteError(f"{storage.root}/{name}: is missing; needed the index of part {part}") from error
+    strangers = sorted(set(weight_map.values()) - set(files))
+    if strangers:
+        raise IntegrityError(f"{storage.root}/{name}: names {strangers[0]}, which the manifest does not; needed its files only")
+    return weight_map
+
+
+def whereabouts(parent: LocalStorage, name: str) -> str:
+    """A hint for an error: where an interrupted replacement left the checkpoint, if it did."""
+    try:
+        aside = [entry for entry in parent.names() if names.is_replaced(entry, name)]
+    except CheckpointError:
+        return ""
+    return f"; an interrupted replacement left a copy at {parent.path(aside[0])}: rename it back" if aside else ""

@@ -1,0 +1,122 @@
+"""From a folder under construction to a checkpoint: one rename by one rank, after everything in it is on the disk.
+
+How data could be lost here: the older checkpoint goes before the newer one is durable; a folder that is not ours is deleted; a crash
+between two renames leaves the only copy under a name that nobody looks for. Each is a test in tests/test_crash.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.runtime.storage import LocalStorage
+
+PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
+_HEADROOM_NBYTES = 16 << 20  # for index, manifest and what `attach` adds
+
+
+@dataclass(frozen=True, slots=True)
+class Construction:
+    """A folder under construction. `name`: of the checkpoint; `folder`: of the construction, beside it."""
+
+    name: str
+    folder: str
+    save_id: str
+
+
+def committed(storage: LocalStorage, name: str) -> Manifest | None:
+    """The manifest of a checkpoint beside others, None where there is no valid one."""
+    try:
+        return parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=storage.path(f"{name}/{names.MANIFEST}"))
+    except CheckpointError:
+        return None
+
+
+def check_target(storage: LocalStorage, name: str, *, if_exists: str) -> Manifest | None:
+    """Whether a save may go to this name. Returns the manifest that stays, with "keep"; None when the save should go on.
+
+    StorageError where a checkpoint, a file or a link is in the way, or where an interrupted replacement left the only copy aside.
+    """
+    path = storage.path(name)
+    kind = storage.kind(name)
+    if kind not in (None, "folder"):
+        raise StorageError(f"{path}: is a {kind}; needed a folder or a free name")
+    found = committed(storage, name) if kind else None
+    if found is None:
+        aside = [entry for entry in storage.names() if names.is_replaced(entry, name) and committed(storage, entry) is not None]
+        if aside and kind is None:
+            raise StorageError(
+                f"{path}: an interrupted replacement left the only copy at {storage.path(aside[0])}; rename it back, or remove it, first"
+            )
+        return None
+    if if_exists == "error":
+        raise StorageError(
+            f'{path}: holds a committed checkpoint (save {found.save_id}, step {found.step}); needed a free name, if_exists="replace" '
+            'or if_exists="keep"'
+        )
+    return found if if_exists == "keep" else None
+
+
+def begin(storage: LocalStorage, name: str) -> Construction:
+    """Makes the folder under construction, with the probe that holds its id."""
+    save_id = secrets.token_hex(8)
+    folder = names.staging_name(name, save_id)
+    storage.make_folder(folder)
+    storage.write_at(f"{folder}/{PROBE}", 0, [memoryview(save_id.encode())])
+    storage.close()
+    return Construction(name, folder, save_id)
+
+
+def see(storage: LocalStorage, construction: Construction) -> None:
+    """StorageError unless this rank sees the folder that rank 0 made."""
+    try:
+        found = storage.read(f"{construction.folder}/{PROBE}")
+    except NotFoundError:
+        found = b""
+    if found != construction.save_id.encode():
+        raise StorageError(
+            f"{storage.path(construction.folder)}: this rank does not see the folder that rank 0 made; needed one folder shared by all ranks"
+        )
+
+
+def check_room(storage: LocalStorage, construction: Construction, nbytes: int) -> None:
+    """StorageError where the disk has no room for the save."""
+    free = storage.free_nbytes()
+    if free < nbytes + _HEADROOM_NBYTES:
+        raise StorageError(f"{storage.path(construction.folder)}: {free} bytes free; needed {nbytes + _HEADROOM_NBYTES}")
+
+
+def publish(storage: LocalStorage, construction: Construction, *, fsync: bool) -> None:
+    """Gives the finished folder its name. What is in the way without a valid manifest is moved aside and kept; a checkpoint that is
+    replaced is deleted only after the new one is in its place and durable."""
+    name, folder = construction.name, construction.folder
+    if fsync:
+        storage.sync_folder(folder)
+    aside = names.replaced_name(name, construction.save_id)
+    if storage.kind(name) is None:
+        storage.rename(folder, name)
+        if fsync:
+            storage.sync_folder("")
+        return
+    ours = committed(storage, name) is not None
+    if storage.exchange(folder, name):
+        storage.rename(folder, aside)
+    else:
+        storage.rename(name, aside)
+        storage.rename(folder, name)
+    if fsync:
+        storage.sync_folder("")
+    if ours:
+        storage.remove_folder(aside)
+
+
+def abandon(storage: LocalStorage, construction: Construction) -> None:
+    """Removes the folder under construction of a save that failed, as far as the storage lets us."""
+    storage.close()
+    try:
+        storage.remove_folder(construction.folder)
+    except CheckpointError:
+        return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint

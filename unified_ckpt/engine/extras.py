@@ -1,0 +1,140 @@
+"""What a checkpoint holds beside the parts: what is said of modules and optimizers, the caller's `extra`, and each rank's own."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unified_ckpt.format import blobs, codec, digests, header, names
+from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
+from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+@dataclass(slots=True)
+class Told:
+    """What is not tensors of a part, put together from the ranks. `groups`: as in `FlatOptimizer`."""
+
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    has_optimizer: bool = False
+
+
+def tell(state: State) -> bytes:
+    """What this rank says for all ranks that hold the same tensors."""
+    return codec.pack(
+        {
+            "aliases": state.aliases,
+            "modules": state.model.extra_state,
+            "groups": state.optimizer.groups,
+            "scalars": state.optimizer.scalars,
+            "optimizer": bool(state.optimizer.groups or state.optimizer.scalars),
+        },
+        "state",
+    )
+
+
+def put_together(said: Sequence[bytes]) -> Told:
+    """Joins what the speakers said: groups with equal options become one, in the order in which they were first named."""
+    told = Told()
+    by_options: dict[bytes, dict[str, Any]] = {}
+    for text in said:
+        one = codec.unpack(text, "state")
+        for part, aliases in one["aliases"].items():
+            told.aliases.setdefault(part, {}).update(aliases)
+        told.modules.update(one["modules"])
+        told.scalars.update(one["scalars"])
+        told.has_optimizer |= one["optimizer"]
+        own: dict[bytes, dict[str, Any]] = {}
+        for i, group in enumerate(one["groups"]):
+            # Groups of one rank stay apart even where their options are equal now.
+            key = codec.pack([group["options"], sum(g["options"] == group["options"] for g in one["groups"][:i])], "options")
+            own[key] = group
+        for key, group in own.items():
+            known = by_options.setdefault(key, {"names": [], "options": group["options"]})
+            known["names"].extend(fqn for fqn in group["names"] if fqn not in set(known["names"]))
+    told.groups = list(by_options.values())
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Trees for the manifest, and the file that holds what JSON cannot."""
+
+    extra: Any
+    modules: Any
+    optimizer: OptimizerRecord | None
+    file: NamedFile | None
+
+
+def write_extra(storage: LocalStorage, folder: str, extra: Any, told: Told) -> Extra:
+    """Rank 0 only. FormatError naming the path of what cannot be stored."""
+    extra_tree, found = codec.encode(extra, "extra")
+    modules, more = codec.encode(told.modules, "modules")
+    found.update(more)
+    groups = []
+    for i, group in enumerate(told.groups):
+        options, more = codec.encode(group["options"], f"param_groups_{i}")
+        found.update(more)
+        groups.append(ParamGroup(names=group["names"], options=options))
+    scalars, more = codec.encode(told.scalars, "optimizer")
+    found.update(more)
+    record = OptimizerRecord(groups=groups, scalars=scalars) if told.has_optimizer else None
+    file = _write_blobs(storage, folder, found) if found else None
+    return Extra(extra_tree, modules if told.modules else None, record, file)
+
+
+def _write_blobs(storage: LocalStorage, folder: str, found: Mapping[str, Any]) -> NamedFile:
+    items = header.file_order((name, *blobs.spec(blob)) for name, blob in found.items())
+    head, _ = header.encode_header(items)
+    views = [memoryview(head), *(blobs.raw(found[name]) for name, _, _ in items)]
+    storage.write_at(f"{folder}/{names.EXTRA}", 0, views)
+    crc = 0
+    for view in views:
+        crc = digests.crc(view, crc)
+    nbytes = sum(len(view) for view in views)
+    return NamedFile(file=names.EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}")
+
+
+def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, rank_extra: Any) -> RankExtraFile | None:
+    """Collective. Each rank's value to its place in one file; returns its record on rank 0, None where no rank has one."""
+    packed = b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra")
+    told = meeting.collect("rank-extra", json.dumps([len(packed), digests.crc(packed)]).encode(), at=0, ranks=range(meeting.world))
+    record = None
+    if meeting.rank == 0:
+        sizes = [json.loads(text) for text in told]
+        total = sum(nbytes for nbytes, _ in sizes)
+        head, _ = header.encode_header([("offsets", "U64", (meeting.world + 1,)), ("blobs", "U8", (total,))])
+        offsets = [0]
+        for nbytes, _ in sizes:
+            offsets.append(offsets[-1] + nbytes)
+        table = struct.pack(f"<{len(offsets)}Q", *offsets)
+        for rank in range(meeting.world):
+            meeting.put(f"rank-extra-at/{rank}", str(len(head) + len(table) + offsets[rank] if total else -1).encode())
+        if total:
+            storage.write_at(f"{folder}/{names.RANK_EXTRA}", 0, [memoryview(head), memoryview(table)])
+            streams = [(digests.crc(head + table), len(head) + len(table)), *((crc, nbytes) for nbytes, crc in sizes)]
+            crc, nbytes = digests.combine_stream(streams)
+            record = RankExtraFile(
+                file=names.RANK_EXTRA,
+                nbytes=nbytes,
+                header_crc=f"{digests.crc(head):016x}",
+                crc=f"{crc:016x}",
+                world_size=meeting.world,
+            )
+    start = int(meeting.get(f"rank-extra-at/{meeting.rank}"))
+    if packed and start >= 0:
+        storage.write_at(f"{folder}/{names.RANK_EXTRA}", start, [memoryview(packed)])
+    return record
+
+
+def check_extra(extra: Any, rank_extra: Any) -> None:
+    """FormatError naming the path, before anything is written, for what could not be stored."""
+    codec.encode(extra, "extra")
+    codec.encode(rank_extra, "rank_extra")

@@ -1,0 +1,244 @@
+"""A load, from a source into state of any shape: arrive, match, prove that the bytes are there, plan, read, verify, install.
+
+How a load could do harm: it writes into the target and then fails; it takes bytes that are not the ones that were saved; it leaves a
+tensor as it was and says nothing. So all names, shapes, files and headers are checked on every rank before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.core.plan_load import plan_reads
+from unified_ckpt.core.tables import Row, group_tables, listed
+from unified_ckpt.engine.census import announce, check_rules, memberships, publish, tell_once
+from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
+from unified_ckpt.engine.prove import verify_read
+from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_alone, read_extents, read_tiles
+from unified_ckpt.engine.source import Catalog, Said, Source
+from unified_ckpt.errors import IntegrityError, MismatchError
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
+from unified_ckpt.runtime.probe import check_one_machine
+from unified_ckpt.runtime.staging import Wait, giving_up
+from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.windows import Windows
+
+_LOG = logging.getLogger("unified_ckpt")
+_MAX_GROUPS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. `missing`, `unexpected`: names as "part:fqn"; `wrong`: sentences on shapes and dtypes; all empty when
+    strict, and skipped when not. `bytes_read`, `verified_bytes`: by this rank.
+
+    `rank_extra`: this rank's, where the world has as many ranks as at the save, else None. `sources`: part -> the stored parts that
+    fed it.
+    """
+
+    step: int | None
+    extra: Any
+    rank_extra: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    wrong: tuple[str, ...]
+    bytes_read: int
+    verified_bytes: int
+    sources: Mapping[str, tuple[str, ...]]
+    seconds: float
+
+
+@dataclass(slots=True)
+class LoadRequest:
+    """What a rank wants filled. `optimizer`: state made ready for it; `names`: of the parameters, for param groups."""
+
+    source: Source
+    state: State
+    said: Said
+    optimizer: OptimizerTarget | None
+    layout: Layout | None
+    matched: set[str]
+    strict: bool
+    options: LoadOptions
+
+
+@dataclass(slots=True)
+class _Verdict:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windows, *, timeout_seconds: float) -> LoadReport:
+    """Collective. Fills the targets in place, or raises the same error on every rank before the first byte is written.
+
+    `request` may be the error that this rank met while it made one. An IntegrityError in mid-load leaves the target unusable and
+    says so.
+    """
+    started = time.monotonic()
+    meeting = comm.meet(f"load of {what}", same=False, timeout_seconds=timeout_seconds)
+    with meeting.phase("target"):
+        if isinstance(request, Exception):
+            raise request
+        check_one_machine(meeting)
+        matches, differences = match_all(request.state.parts, request.source, aliases=request.state.aliases, cast=request.options.cast)
+        if request.optimizer is not None and request.optimizer.wanted:
+            differences.missing += unknown_parameters(
+                set(request.optimizer.names_held()), request.source, request.said, request.state.aliases
+            )
+        catalog = request.source.catalog({(match.part, match.name) for match in matches})
+        groups_options = _hyperparameters(request)
+    by_row = {match.target.row: match for match in matches}
+    with meeting.phase("match"):
+        verdict = _compare(meeting, request, differences)
+    _raise_differences(request, verdict)
+    with meeting.phase("plan"):
+        groups = _plan(meeting, request, by_row, catalog)
+    try:
+        with meeting.phase("read"):
+            fetched = _read(meeting, groups, by_row, catalog, windows, verify=request.options.verify != "off")
+            verified = verify_read(meeting, groups, fetched, by_row, request.source, catalog, how=request.options.verify)
+    except IntegrityError as error:
+        spoilt = IntegrityError(f"{error}; the target holds a mix of old and new bytes and is unusable")
+        spoilt.agreed = error.agreed
+        raise spoilt from error
+    with meeting.phase("install"):
+        _install(request, groups_options)
+    return _report(request, comm, fetched, verified, differences, verdict, started, what)
+
+
+def _compare(meeting: Meeting, request: LoadRequest, own: Differences) -> _Verdict:
+    """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined over all ranks."""
+    check_rules(meeting, request.layout, request.matched)
+    note = {
+        "missing": own.missing,
+        "wrong": own.wrong,
+        "used": {part: sorted(names) for part, names in own.used.items()},
+        "asked": sorted(request.state.asked),
+    }
+    _, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
+    if meeting.rank == 0:
+        joined = _join([json.loads(body) for body in bodies.values()], request.source)
+        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong]).encode())
+    return _Verdict(*json.loads(meeting.get("verdict")))
+
+
+def _join(notes: Sequence[Mapping[str, Any]], source: Source) -> _Verdict:
+    missing = sorted({name for note in notes for name in note["missing"]})
+    wrong = sorted({text for note in notes for text in note["wrong"]})
+    used: dict[str, set[str]] = {}
+    for note in notes:
+        for part, names in note["used"].items():
+            used.setdefault(part, set()).update(names)
+    asked = {part for note in notes for part in note["asked"]}
+    unexpected = [f"{p}:{n}" for p in sorted(asked & set(source.parts)) for n in sorted(set(source.names(p)) - used.get(p, set()))]
+    return _Verdict(missing, unexpected, wrong)
+
+
+def _raise_differences(request: LoadRequest, verdict: _Verdict) -> None:
+    """One error with all of it, the same on every rank."""
+    if not request.strict or not (verdict.missing or verdict.unexpected or verdict.wrong):
+        return
+    lines = [f"{name}: is not in the checkpoint" for name in verdict.missing]
+    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in verdict.unexpected]
+    text = listed("checkpoint and target differ", [*verdict.wrong, *lines]) + "\n  pass strict=False to skip them"
+    error = MismatchError(text, missing=verdict.missing, unexpected=verdict.unexpected, wrong=verdict.wrong)
+    error.agreed = True
+    raise error
+
+
+def _plan(meeting: Meeting, request: LoadRequest, by_row: Mapping[Row, Match], catalog: Catalog) -> list[ReadGroup]:
+    """Collective. What this rank reads of each group of tensors that the same ranks want."""
+    rows = list(by_row)
+    with meeting.phase("census"):
+        census = announce(meeting, rows)
+        if census is not None:
+            groups = group_tables(census.tables, census.roll)
+            publish(meeting, census, groups, [{} for _ in groups])
+    found = []
+    members, _ = memberships(meeting, rows)
+    for member in members:
+        bound = request.options.max_over_read
+        reads = plan_reads(member.rows, holders=member.holders, max_over_read=bound, rank=meeting.rank)
+        locations = tuple(catalog.locations[by_row[row].part, by_row[row].name] for row in member.rows)
+        found.append(ReadGroup(member.index, member.holders, member.rows, locations, reads))
+    return found
+
+
+def _read(
+    meeting: Meeting, groups: Sequence[ReadGroup], by_row: Mapping[Row, Match], catalog: Catalog, windows: Windows, *, verify: bool
+) -> list[Fetched]:
+    opened = windows.ready(
+        meeting,
+        tile_nbytes=max((group.reads.tile_nbytes for group in groups if group.reads.shared.mine), default=0),
+        partners={rank for group in groups for rank in group.reads.shared.partners(meeting.rank)},
+    )
+    wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
+    fetched = []
+    with giving_up(opened.get(meeting.rank)):
+        for group in groups:
+            targets, into = Targets([by_row[row].target for row in group.rows]), Fetched()
+            number = meeting.number * _MAX_GROUPS + group.index + 1
+            read_tiles(group, targets, catalog.storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
+            read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, into=into)
+            read_alone(group, targets, catalog.storage, into=into)
+            targets.settle()
+            fetched.append(into)
+    return fetched
+
+
+def _hyperparameters(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None:
+    """The options for each param group of the target, None to leave them."""
+    if request.optimizer is None or not request.optimizer.wanted or request.options.hyperparameters == "current" or not request.said.groups:
+        return None
+    return match_groups(request.optimizer.optimizers, request.optimizer.names, request.said.groups)
+
+
+def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> None:
+    """What is not tensors: optimizer state and hyperparameters, modules' own extra state."""
+    if request.optimizer is not None and request.optimizer.wanted:
+        names = request.optimizer.names_held()
+        request.optimizer.install(scalars={n: s for n, s in request.said.scalars.items() if n in names}, groups=groups)
+    for name, module in request.state.model.extra_owners.items():
+        if name in request.said.modules:
+            module.set_extra_state(request.said.modules[name])
+
+
+def _report(
+    request: LoadRequest,
+    comm: Comm,
+    fetched: Sequence[Fetched],
+    verified: int,
+    own: Differences,
+    verdict: _Verdict,
+    started: float,
+    what: str,
+) -> LoadReport:
+    same_world = request.said.rank_extras == comm.world
+    nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started
+    if comm.rank == 0:
+        note = (
+            "" if same_world or not request.said.rank_extras else f"; rank_extra not given back: saved by {request.said.rank_extras} ranks"
+        )
+        _LOG.info(
+            "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s", what, nbytes / 1e9, seconds, nbytes / 1e9 / max(seconds, 1e-9), note
+        )
+    return LoadReport(
+        step=request.said.step,
+        extra=request.said.extra,
+        rank_extra=request.source.rank_extra(comm.rank) if same_world else None,
+        missing=tuple(verdict.missing),
+        unexpected=tuple(verdict.unexpected),
+        wrong=tuple(verdict.wrong),
+        bytes_read=nbytes,
+        verified_bytes=verified,
+        sources={part: tuple(sorted(parts)) for part, parts in sorted(own.sources.items())},
+        seconds=seconds,
+    )

@@ -1,0 +1,190 @@
+"""Digests against bytes: of what a load has read, and of a whole folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from unified_ckpt.core.tables import Row, listed
+from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.match import Match
+from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
+from unified_ckpt.engine.source import Catalog, Source
+from unified_ckpt.errors import CheckpointError, IntegrityError
+from unified_ckpt.format import digests
+from unified_ckpt.runtime.comm import Meeting
+
+
+def verify_read(
+    meeting: Meeting,
+    groups: Sequence[ReadGroup],
+    fetched: Sequence[Fetched],
+    by_row: Mapping[Row, Match],
+    source: Source,
+    catalog: Catalog,
+    *,
+    how: str,
+) -> int:
+    """Collective. Compares digests of the blocks that the ranks have read whole between them; returns the bytes that this rank proved.
+
+    A block of which several ranks read pieces is joined by the group's first rank; with "full" it also reads again, whole, the blocks
+    that were read in part. Raises IntegrityError naming tensors, files and blocks.
+    """
+    if how == "off":
+        return 0
+    bad: list[str] = []
+    proved = 0
+    for group, own in zip(groups, fetched, strict=True):
+        by_tensor = _by_row(own.digested)
+        loose: list[tuple[int, digests.Piece]] = []
+        for number, pieces in by_tensor.items():
+            whole, partial = digests.join(pieces, nbytes=group.rows[number].spec.nbytes)
+            proved += _compare(group, number, whole, by_row, source, bad)
+            loose.extend((number, piece) for piece in pieces if piece.block in set(partial))
+        if how == "full":
+            for number, blocks in _blocks_alone(group).items():
+                location, nbytes = group.locations[number], group.rows[number].spec.nbytes
+                again = {block: read_block(catalog.storage, location, block, nbytes) for block in blocks}
+                proved += _compare(group, number, again, by_row, source, bad)
+        if group.holders[0] != meeting.rank:
+            meeting.put(f"read/{group.index}/{meeting.rank}", b"." + digests.pack(loose))
+            continue
+        for rank in group.holders[1:]:
+            loose.extend(digests.unpack(meeting.get(f"read/{group.index}/{rank}")[1:]))
+        partly = _by_row(loose)
+        for number in range(len(group.rows)) if how == "full" else list(partly):
+            nbytes = group.rows[number].spec.nbytes
+            whole, partial = digests.join(partly.get(number, ()), nbytes=nbytes)
+            if how == "full":
+                whole |= {block: read_block(catalog.storage, group.locations[number], block, nbytes) for block in partial}
+            proved += _compare(group, number, whole, by_row, source, bad)
+    if bad:
+        raise IntegrityError(listed("bytes read are not the bytes that were saved", bad))
+    return proved
+
+
+def _blocks_alone(group: ReadGroup) -> dict[int, list[int]]:
+    """The blocks that this rank has read runs of, by row."""
+    blocks: dict[int, set[int]] = {}
+    for extent in group.reads.alone:
+        span = range(extent.start // digests.BLOCK_NBYTES, -(-extent.stop // digests.BLOCK_NBYTES))
+        blocks.setdefault(extent.row, set()).update(span)
+    return {number: sorted(of) for number, of in blocks.items()}
+
+
+def _by_row(found: Sequence[tuple[int, digests.Piece]]) -> dict[int, list[digests.Piece]]:
+    by_row: dict[int, list[digests.Piece]] = {}
+    for number, piece in found:
+        by_row.setdefault(number, []).append(piece)
+    return by_row
+
+
+def _compare(group: ReadGroup, number: int, whole: Mapping[int, int], by_row: Mapping[Row, Match], source: Source, bad: list[str]) -> int:
+    """Bytes of the blocks whose digests are right; what is not goes to `bad`."""
+    if not whole:
+        return 0
+    row = group.rows[number]
+    match = by_row[row]
+    saved = source.block_digests(match.part, match.name)
+    if saved is None:
+        return 0
+    if len(saved) != digests.block_count(row.spec.nbytes):
+        bad.append(f"{match.part}:{match.name}: has {len(saved)} digests; needed {digests.block_count(row.spec.nbytes)}")
+        return 0
+    proved = 0
+    for block, crc in whole.items():
+        if saved[block] == crc:
+            proved += min(digests.BLOCK_NBYTES, row.spec.nbytes - block * digests.BLOCK_NBYTES)
+        else:
+            bad.append(_block_text(match.part, match.name, group.locations[number].file, block, crc, saved[block]))
+    return proved
+
+
+def _block_text(part: str, name: str, file: str, block: int, found: int, needed: int) -> str:
+    low = block * digests.BLOCK_NBYTES
+    return f"{part}:{name}: block {block} (from byte {low} of the tensor, in {file}) has CRC {found:016x}; needed {needed:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`, `nbytes`: how much was looked at."""
+
+    path: str
+    problems: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    deep: bool
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None) -> VerifyReport:
+    """Checks files, sizes and headers against manifest and indexes; with `deep` every digest. Collects problems, raises none.
+
+    `progress` is called with the bytes of each tensor done.
+    """
+    problems: list[str] = []
+    tensors = nbytes = 0
+    try:
+        folder.said()
+    except CheckpointError as error:
+        problems.append(str(error))
+    for part in folder.parts:
+        for file, members in sorted(_by_file(folder, part).items()):
+            try:
+                folder.check_files([file])
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for name in members:
+                found, size = _check_tensor(folder, part, name, deep=deep)
+                problems.extend(found)
+                tensors, nbytes = tensors + 1, nbytes + size
+                if progress is not None:
+                    progress(size)
+    problems.extend(_check_others(folder, deep=deep))
+    return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep)
+
+
+def _by_file(folder: Folder, part: str) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {}
+    for name in folder.names(part):
+        members.setdefault(folder.file_of(part, name), []).append(name)
+    return members
+
+
+def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[list[str], int]:
+    try:
+        spec = folder.specs(part, [name])[name]
+        saved = folder.block_digests(part, name)
+        if saved is not None and len(saved) != digests.block_count(spec.nbytes):
+            return [f"{part}:{name}: has {len(saved)} digests; needed {digests.block_count(spec.nbytes)}"], spec.nbytes
+        bad = list(_bad_blocks(folder, part, name, spec.nbytes, saved)) if deep and saved is not None else []
+    except CheckpointError as error:
+        return [str(error)], 0
+    return bad, spec.nbytes
+
+
+def _bad_blocks(folder: Folder, part: str, name: str, nbytes: int, saved: Sequence[int]) -> Iterator[str]:
+    location = folder.catalog([(part, name)]).locations[part, name]
+    for block, needed in enumerate(saved):
+        found = read_block(folder.storage, location, block, nbytes)
+        if found != needed:
+            yield _block_text(part, name, location.file, block, found, needed)
+
+
+def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
+    """Files of the manifest that are no part's."""
+    manifest = folder.manifest
+    if manifest is None:
+        return
+    for record in (manifest.digests, manifest.rank_extra):
+        if record is None:
+            continue
+        size = folder.storage.size(record.file)
+        if size != record.nbytes:
+            yield f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; the manifest says {record.nbytes} bytes"
+        elif deep and f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
+            yield f"{record.file}: is not the file that was written; needed CRC {record.crc}"

@@ -1,0 +1,179 @@
+"""Moves the bytes of one group out of files into tensors: what this rank reads alone, and tiles that one reads and several empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.exchange import Extent, Tile
+from unified_ckpt.core.plan_load import Reads
+from unified_ckpt.core.tables import Row
+from unified_ckpt.engine.source import Location
+from unified_ckpt.engine.write import CHUNK_NBYTES, Digested, chunks
+from unified_ckpt.format import digests
+from unified_ckpt.runtime.staging import SLOTS, Wait, Window
+from unified_ckpt.runtime.storage import Reader
+from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines
+
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGroup:
+    """One group at a load, seen by a member. `locations`: by row."""
+
+    index: int
+    holders: tuple[int, ...]
+    rows: tuple[Row, ...]
+    locations: tuple[Location, ...]
+    reads: Reads
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What a rank read: CRCs of it where wanted, and how many bytes came from the storage."""
+
+    digested: Digested = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Targets:
+    """The parts of a group as memory that bytes can be put into; `settle` brings back what needed a copy of its own."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._dense: dict[int, Part] = {}
+
+    def __getitem__(self, row: int) -> Part:
+        part = self._parts[row]
+        if part.local.is_contiguous():
+            return part
+        if row not in self._dense:
+            self._dense[row] = Part(part.row, torch.empty_like(part.local, memory_format=torch.contiguous_format))
+        return self._dense[row]
+
+    def settle(self) -> None:
+        for row, dense in self._dense.items():
+            self._parts[row].local.copy_(dense.local)
+        self._dense = {}
+
+
+def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify: bool, rank: int, into: Fetched) -> None:
+    """Straight into the tensors where their memory is what the file holds; one chunk read ahead while the last is digested."""
+    turn = group.holders.index(rank)
+    extents = sorted(group.reads.shared.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
+    cut = len(extents) * turn // len(group.holders)
+    pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
+
+    def finish() -> None:
+        future, extent, start, view, scratch = pending.pop(0)
+        future.result()
+        if verify:
+            into.digested.extend((extent.row, piece) for piece in digests.pieces(view, start=start))
+        if scratch is not None:
+            _put(targets[extent.row], extent.local + start - extent.start, scratch)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="unified_ckpt-read") as pool:
+        for extent in extents[cut:] + extents[:cut]:
+            part, location = targets[extent.row], group.locations[extent.row]
+            for start, stop in chunks(extent.start, extent.stop):
+                local = extent.local + start - extent.start
+                scratch = None if part.plain else torch.empty(stop - start, dtype=torch.uint8)
+                view = as_bytes(part.local)[local : local + stop - start] if scratch is None else as_bytes(scratch)
+                pending.append((pool.submit(storage.read_at, location.file, location.start + start, view), extent, start, view, scratch))
+                into.nbytes += stop - start
+                if len(pending) > _AHEAD:
+                    finish()
+        while pending:
+            finish()
+
+
+def read_alone(group: ReadGroup, targets: Targets, storage: Reader, *, into: Fetched) -> None:
+    """Own runs of tensors of which little is wanted on this machine. Their blocks are read in part and not digested."""
+    for extent in group.reads.alone:
+        part, location = targets[extent.row], group.locations[extent.row]
+        for start, stop in chunks(extent.start, extent.stop):
+            local = extent.local + start - extent.start
+            if part.plain:
+                storage.read_at(location.file, location.start + start, as_bytes(part.local)[local : local + stop - start])
+            else:
+                scratch = torch.empty(stop - start, dtype=torch.uint8)
+                storage.read_at(location.file, location.start + start, as_bytes(scratch))
+                _put(part, local, scratch)
+            into.nbytes += stop - start
+
+
+def _put(part: Part, local: int, scratch: torch.Tensor) -> None:
+    """Bytes as the file holds them, to byte `local` of the part, counted in the stored dtype."""
+    item = itemsize(part.row.spec.dtype)
+    empty_lines(scratch, part, ELEMENT, split=part.local.dim(), first_line=local // item, lines=len(scratch) // item)
+
+
+def read_tiles(
+    group: ReadGroup,
+    targets: Targets,
+    storage: Reader,
+    windows: Mapping[int, Window],
+    wait: Wait,
+    *,
+    verify: bool,
+    rank: int,
+    exchange: int,
+    into: Fetched,
+) -> None:
+    """Reads this rank's tiles, and takes its own from everybody's, two in flight per rank."""
+    mine = {tile.number: tile for tile in group.reads.shared.mine}
+    own = windows.get(rank)
+    if own is not None and mine:
+        own.serve(exchange)
+    for number in sorted({tile.number for tile in group.reads.shared.shared} | set(mine)):
+        if number in mine and own is not None:
+            if number >= SLOTS:
+                wait.until_done(own, mine[number - SLOTS].parties, number - SLOTS + 1)
+            _read_tile(own.tile(number), mine[number], group, storage, verify=verify, into=into)
+            own.advance(number + 1)
+        for tile in (t for t in group.reads.shared.shared if t.number == number):
+            if tile.mover != rank:
+                wait.until_progress(tile.mover, exchange=exchange, tiles=number + 1)
+            _empty(windows[tile.mover].tile(number), tile, targets, rank=rank)
+            windows[tile.mover].mark(rank, number + 1)
+    for number in sorted(mine)[-SLOTS:]:
+        if own is not None:
+            wait.until_done(own, mine[number].parties, number + 1)
+
+
+def _read_tile(memory: torch.Tensor, tile: Tile, group: ReadGroup, storage: Reader, *, verify: bool, into: Fetched) -> None:
+    view = as_bytes(memory)
+    for piece in tile.pieces:
+        location = group.locations[piece.row]
+        for start, stop in chunks(piece.start, piece.stop):
+            at = piece.slot + start - piece.start
+            held = view[at : at + stop - start]
+            storage.read_at(location.file, location.start + start, held)
+            into.nbytes += stop - start
+            if verify:
+                into.digested.extend((piece.row, part) for part in digests.pieces(held, start=start))
+
+
+def _empty(memory: torch.Tensor, tile: Tile, targets: Targets, *, rank: int) -> None:
+    for piece in tile.pieces:
+        if rank in piece.parties:
+            part = targets[piece.row]
+            held = memory[piece.slot : piece.slot + piece.stop - piece.start]
+            boxes = boxes_in_line(part, rank, piece.split)
+            empty_lines(held, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
+
+
+def read_block(storage: Reader, location: Location, block: int, nbytes: int) -> int:
+    """CRC of one whole block of a tensor of `nbytes`."""
+    start = block * digests.BLOCK_NBYTES
+    body = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
+    storage.read_at(location.file, location.start + start, memoryview(body))
+    return digests.crc(body)
+
+
+__all__ = ["CHUNK_NBYTES", "Fetched", "ReadGroup", "Targets", "read_alone", "read_block", "read_extents", "read_tiles"]

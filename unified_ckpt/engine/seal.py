@@ -1,0 +1,119 @@
+"""The proof: block digests joined from all writers, the indexes, and the manifest, which is written last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from unified_ckpt.engine.extras import Extra, Told
+from unified_ckpt.engine.plan import Book, GroupPlan
+from unified_ckpt.engine.write import Digested
+from unified_ckpt.errors import IntegrityError
+from unified_ckpt.format import digests, index, names
+from unified_ckpt.format.manifest import DigestFile, Manifest, Part, RankExtraFile, encode_manifest
+from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+def write_digests(
+    meeting: Meeting, storage: LocalStorage, folder: str, groups: Sequence[GroupPlan], found: Sequence[Digested], book: Book | None
+) -> DigestFile | None:
+    """Collective. Each group's lead joins what its members digested and writes it at its place; returns the record on rank 0."""
+    for group, own in zip(groups, found, strict=True):
+        if group.lead != meeting.rank:
+            meeting.put(f"digests/{group.index}/{meeting.rank}", b"." + digests.pack(own))
+    for group, own in zip(groups, found, strict=True):
+        if group.lead == meeting.rank:
+            theirs = [meeting.get(f"digests/{group.index}/{rank}")[1:] for rank in group.holders[1:]]
+            section = _join(group, [*own, *(piece for packed in theirs for piece in digests.unpack(packed))])
+            storage.write_at(f"{folder}/{names.DIGESTS}", group.digest_start, [memoryview(section)])
+            meeting.put(f"section/{group.index}", json.dumps([digests.crc(section), len(section)]).encode())
+    if book is None:
+        return None
+    storage.write_at(f"{folder}/{names.DIGESTS}", 0, [memoryview(book.digest_head)])
+    sections = [json.loads(meeting.get(f"section/{i}")) for i in range(len(book.sections))]
+    crc, nbytes = digests.combine_stream([(digests.crc(book.digest_head), len(book.digest_head)), *sections])
+    return DigestFile(file=names.DIGESTS, algorithm=digests.ALGORITHM, block_nbytes=digests.BLOCK_NBYTES, nbytes=nbytes, crc=f"{crc:016x}")
+
+
+def _join(group: GroupPlan, found: Digested) -> bytes:
+    """The digests of all blocks of the group's tensors, row by row. IntegrityError where a byte was digested twice or never."""
+    by_row: dict[int, list[digests.Piece]] = {}
+    for n, piece in found:
+        by_row.setdefault(n, []).append(piece)
+    blocks: list[int] = []
+    for number, row in enumerate(group.rows):
+        whole, partial = digests.join(by_row.get(number, ()), nbytes=row.spec.nbytes)
+        count = digests.block_count(row.spec.nbytes)
+        if partial or len(whole) != count:
+            raise IntegrityError(f"{row.part}:{row.fqn}: {count - len(whole)} of {count} blocks were not written whole; this is a bug")
+        blocks.extend(whole[i] for i in range(count))
+    return struct.pack(f"<{len(blocks)}Q", *blocks)
+
+
+def write_indexes(storage: LocalStorage, folder: str, book: Book) -> None:
+    """One index for each part, also for a part of one file."""
+    for part, weight_map in book.weight_maps.items():
+        body = index.encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
+        storage.write_at(f"{folder}/{names.index_name(part)}", 0, [memoryview(body)])
+
+
+def make_manifest(
+    *,
+    save_id: str,
+    step: int | None,
+    world_size: int,
+    mesh: Mapping[str, object],
+    asked: Sequence[str],
+    book: Book,
+    told: Told,
+    extra: Extra,
+    digest_file: DigestFile | None,
+    rank_extra: RankExtraFile | None,
+) -> Manifest:
+    """The commit record. A part that was asked for and holds no tensor is named with no files."""
+    parts = {
+        part: Part(
+            files=dict(book.records.get(part, {})),
+            total_nbytes=book.part_nbytes.get(part, 0),
+            aliases=told.aliases.get(part, {}),
+        )
+        for part in asked
+    }
+    return Manifest(
+        save_id=save_id,
+        step=step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=world_size,
+        versions=_versions(),
+        mesh=dict(mesh),
+        parts=parts,
+        digests=digest_file,
+        extra_file=extra.file,
+        rank_extra=rank_extra,
+        optimizer=extra.optimizer,
+        modules=extra.modules,
+        extra=extra.extra,
+    )
+
+
+def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
+    name = f"{folder}/{names.MANIFEST}"
+    storage.write_at(name, 0, [memoryview(encode_manifest(manifest))])
+    if fsync:
+        storage.sync(name)
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for package in ("unified-ckpt", "torch", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found

@@ -1,0 +1,77 @@
+"""Source: the one protocol for reading. Anything that slices of named tensors can be read from; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.runtime.storage import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A tensor's row-major bytes: from byte `start` of a file."""
+
+    file: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them."""
+
+    storage: Reader
+    locations: Mapping[tuple[str, str], Location]  # (part, fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a source holds beside tensors. `groups`: param groups as {"names", "options"}; `scalars`: fqn -> optimizer state that is
+    not one tensor; `rank_extras`: how many ranks left one."""
+
+    save_id: str | None = None
+    step: int | None = None
+    extra: Any = None
+    modules: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rank_extras: int = 0
+
+
+class Source(Protocol):
+    """Named tensors by part. `format`: what it is, for people."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def parts(self) -> Sequence[str]: ...
+
+    def names(self, part: str) -> Collection[str]:
+        """The stored tensors of a part."""
+
+    def aliases(self, part: str) -> Mapping[str, str]:
+        """Other names of tied tensors -> stored names."""
+
+    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        """Dtype and shape of some tensors of a part. IncompleteError or IntegrityError where their bytes are not there."""
+
+    def read(self, part: str, name: str, box: Box) -> bytes:
+        """The box's bytes, row-major."""
+
+    def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
+        """Where the wanted tensors lie. Same errors as `specs`."""
+
+    def block_digests(self, part: str, name: str) -> Sequence[int] | None:
+        """CRC64NVME of each 1 MiB block of the tensor, None where the source has none."""
+
+    def said(self) -> Said:
+        """What it holds beside tensors. IntegrityError or FormatError where that is damaged."""
+
+    def rank_extra(self, rank: int) -> Any:
+        """What rank `rank` left, None for nothing."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,173 @@
+"""Tensors, arrays and byte strings as raw row-major bytes, and back.
+
+Knows torch and numpy by their values only: it imports neither until a value of theirs must be made.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any
+
+from unified_ckpt.errors import FormatError
+
+Buffer = bytes | bytearray | memoryview
+
+_TORCH_TO_FILE = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+_NUMPY_TO_FILE = {
+    **{f"<{kind}{size}": f"{name}{8 * size}" for kind, name in (("i", "I"), ("u", "U"), ("f", "F")) for size in (2, 4, 8)},
+    "|i1": "I8",
+    "|u1": "U8",
+    "|b1": "BOOL",
+    "<c8": "C64",
+}
+# Bool, numbers, dates and fixed-width text: their bytes are their value. Object and record arrays are not.
+_NUMPY_KINDS = frozenset("biufcmMSU")
+
+
+def loaded(module: str) -> Any:
+    """The module if the process has imported it already, else None: then no value can be of its types."""
+    return sys.modules.get(module)
+
+
+def describe(value: Any) -> dict[str, Any] | None:
+    """What `restore` must know of a tensor, an array or a byte string, beside its bytes; None for any other value.
+
+    Raises FormatError for one whose bytes are not its value (object arrays, sparse, quantized or meta tensors).
+    """
+    kind = type(value)
+    if kind is bytes or kind is bytearray:
+        return {"$type": kind.__name__}
+    numpy, torch = loaded("numpy"), loaded("torch")
+    if numpy is not None and kind is numpy.ndarray:
+        check_numpy_dtype(value.dtype)
+        return {"$type": "numpy.ndarray", "dtype": value.dtype.str, "shape": list(value.shape)}
+    if torch is not None and kind is torch.Tensor:
+        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
+            raise FormatError("found a tensor that is sparse, quantized, nested or on the meta device; needed a dense tensor with values")
+        grad = {"requires_grad": True} if value.requires_grad else {}
+        return {"$type": "torch.Tensor", "dtype": torch_name(value.dtype), "shape": list(value.shape), **grad}
+    return None
+
+
+def raw(blob: Any) -> memoryview:
+    """Row-major bytes of a blob. Shares memory with a contiguous CPU value, and copies any other."""
+    if isinstance(blob, bytes | bytearray | memoryview):
+        return memoryview(blob)
+    torch = loaded("torch")
+    if torch is not None and isinstance(blob, torch.Tensor):
+        flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    numpy = loaded("numpy")
+    flat = numpy.ascontiguousarray(blob).reshape(-1)
+    return memoryview(flat.view(numpy.uint8)) if flat.nbytes else memoryview(b"")
+
+
+def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
+    """The safetensors dtype and shape that suit a blob; U8 of its bytes where safetensors has no such dtype."""
+    if isinstance(blob, bytes | bytearray | memoryview):
+        return "U8", (len(blob),)
+    torch = loaded("torch")
+    if torch is not None and isinstance(blob, torch.Tensor):
+        dtype = _TORCH_TO_FILE.get(torch_name(blob.dtype))
+    else:
+        dtype = _NUMPY_TO_FILE.get(blob.dtype.str)
+    return (dtype, tuple(blob.shape)) if dtype else ("U8", (int(blob.nbytes),))
+
+
+def restore(node: dict[str, Any], blob: Any) -> Any:
+    """The value that `describe` described, from its raw bytes (copied), or from the tensor or array itself (returned as it is).
+
+    Tensors come back on the CPU. Raises FormatError, ValueError or TypeError when node and blob do not fit.
+    """
+    kind = node["$type"]
+    if kind in ("bytes", "bytearray"):
+        return bytes(blob) if kind == "bytes" else bytearray(blob)
+    dtype, shape = node["dtype"], node["shape"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
+        raise FormatError(f"dtype {dtype!r} or shape {shape!r} is not valid")
+    is_raw = isinstance(blob, bytes | bytearray | memoryview)
+    if kind == "numpy.ndarray":
+        value = _array(blob, dtype, shape) if is_raw else blob
+    else:
+        value = _tensor(blob, dtype, shape, requires_grad=node.get("requires_grad") is True) if is_raw else blob
+    found = describe(value) or {"$type": type(value).__name__}
+    if any(found.get(field) != node[field] for field in ("$type", "dtype", "shape")):
+        raise FormatError(f"found {found}, needed {node}")
+    return value
+
+
+def check_numpy_dtype(dtype: Any) -> None:
+    """Raises FormatError for a dtype whose bytes are not its value."""
+    if dtype.kind not in _NUMPY_KINDS:
+        raise FormatError(f"found numpy dtype {str(dtype)!r}; needed numbers, bools, dates or fixed-width text")
+
+
+def numpy_dtype(name: Any) -> Any:
+    """numpy dtype from its `str`. Raises FormatError or TypeError for any other text."""
+    import numpy  # noqa: PLC0415
+
+    dtype = numpy.dtype(str(name))
+    check_numpy_dtype(dtype)
+    return dtype
+
+
+def torch_name(dtype: Any) -> str:
+    """`torch.bfloat16` -> `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: Any) -> Any:
+    """torch dtype from its name. Raises FormatError if torch has none of this name."""
+    import torch  # noqa: PLC0415
+
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"torch {torch.__version__} has no dtype {name!r}")
+    return dtype
+
+
+def _array(stored: Buffer, name: str, shape: list[int]) -> Any:
+    import numpy  # noqa: PLC0415
+
+    dtype = numpy_dtype(name)
+    _check_nbytes(stored, dtype.itemsize, shape)
+    if not len(stored):
+        return numpy.zeros(shape, dtype)
+    return numpy.frombuffer(stored, dtype).reshape(shape).copy()
+
+
+def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool) -> Any:
+    import torch  # noqa: PLC0415
+
+    dtype = torch_dtype(name)
+    _check_nbytes(stored, dtype.itemsize, shape)
+    if not len(stored):
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    own = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(dtype).reshape(shape)
+    return own.requires_grad_(requires_grad)
+
+
+def _check_nbytes(stored: Buffer, itemsize: int, shape: list[int]) -> None:
+    if len(stored) != itemsize * prod(shape):
+        raise FormatError(f"found {len(stored)} bytes; shape {tuple(shape)} needs {itemsize * prod(shape)}")

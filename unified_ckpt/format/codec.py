@@ -1,0 +1,251 @@
+"""Python values as tagged JSON that gives back equal values of equal types, or refuses them by path. Never pickle.
+
+Plain JSON stands for itself; all else is an object `{"$type": tag, ...}`. Knows no files: bytes too large for JSON are handed to
+the caller as blobs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format import blobs as blob_format
+from unified_ckpt.format import scalars
+
+INLINE_NBYTES = 1024  # longer byte strings become blobs
+MAX_DEPTH = 64  # one level may be three of JSON, and JSON libraries give up at about 250
+
+Path = tuple[Any, ...]  # the root's name, then keys and positions
+
+_TAG = "$type"
+_MAGIC = b"UCPACK01"
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple, bool, bytes)}
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_CONTAINERS = frozenset({list, dict, Counter, OrderedDict, defaultdict, *_SEQUENCES.values()})
+_INVALID = (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, ImportError, struct.error)
+
+
+def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
+    """A tree that `json.dumps` takes, and the blobs that it names: tensors, arrays and long byte strings, not copied.
+
+    Blob names are paths under `path`. Raises FormatError naming the path of what cannot be given back as it is: functions, objects,
+    subclasses, cycles.
+    """
+    encoder = _Encoder()
+    return encoder.encode(value, (path,)), encoder.blobs
+
+
+def decode(tree: Any, blobs: Mapping[str, Any], *, path: str = "extra") -> Any:
+    """The value that was encoded. A blob may be the object itself or its raw row-major bytes; tensors made from bytes are on the CPU.
+
+    Raises FormatError naming the path of what `encode` cannot have written.
+    """
+    return _Decoder(blobs).decode(tree, (path,))
+
+
+def pack(value: Any, path: str = "rank_extra") -> bytes:
+    """The value with its blobs as one byte string: magic, u64 length of the JSON, JSON, blobs."""
+    tree, blobs = encode(value, path)
+    parts = {name: blob_format.raw(blob) for name, blob in blobs.items()}
+    head = json.dumps({"tree": tree, "blobs": {name: part.nbytes for name, part in parts.items()}}, separators=(",", ":")).encode()
+    return b"".join([_MAGIC, struct.pack("<Q", len(head)), head, *parts.values()])
+
+
+def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
+    """What `pack` was given. Raises FormatError for any other bytes."""
+    view = memoryview(packed)
+    first = len(_MAGIC) + 8
+    if len(view) < first or view[: len(_MAGIC)] != _MAGIC:
+        raise FormatError(f"{path}: not a packed value: the first bytes are not {_MAGIC!r}")
+    start = first + int.from_bytes(view[len(_MAGIC) : first], "little")
+    try:
+        head = json.loads(bytes(view[first:start]))
+        tree, sizes = head["tree"], head["blobs"].items()
+    except (*_INVALID, RecursionError) as error:
+        raise FormatError(f"{path}: head of the packed value is not valid: {error}") from None
+    blobs = {}
+    for name, nbytes in sizes:
+        if type(nbytes) is not int or nbytes < 0:
+            raise FormatError(f"{path}: blob {name!r} has the size {nbytes!r}; needed an integer from 0")
+        blobs[name] = view[start : start + nbytes]
+        start += nbytes
+    if start != len(view):
+        raise FormatError(f"{path}: packed value has {len(view)} bytes, its head needs {start}")
+    return decode(tree, blobs, path=path)
+
+
+class _Encoder:
+    """Gathers blobs, and knows the containers that are open: one that is met again holds itself."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, Any] = {}
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, path: Path) -> Any:
+        if type(value) in _CONTAINERS or _is_size(value):
+            return self._container(value, path)
+        try:
+            node = blob_format.describe(value)
+            if node is not None:
+                return self._blob(node, value, path)
+            leaf = scalars.encode(value)
+        except FormatError as error:
+            raise FormatError(f"{_text(path)}: {error}; keep it out of {path[0]}") from None
+        if leaf is NotImplemented:
+            raise FormatError(
+                f"{_text(path)}: found {_kind_text(type(value))}, which JSON cannot hold; "
+                f"needed plain values, containers, arrays or tensors; keep it out of {path[0]}, or store what it can be made from"
+            )
+        return leaf
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if id(value) in self._open:
+            raise FormatError(f"{_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree")
+        if len(path) > MAX_DEPTH:
+            raise FormatError(f"{_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value")
+        self._open.add(id(value))
+        node = self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+        self._open.remove(id(value))
+        return node
+
+    def _mapping(self, value: dict[Any, Any], path: Path) -> Any:
+        kind = type(value)
+        if kind is dict and _TAG not in value and all(type(key) is str and scalars.is_unicode(key) for key in value):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        node: dict[str, Any] = {_TAG: kind.__name__}
+        if isinstance(value, defaultdict):
+            node["factory"] = self._factory(value.default_factory, path)
+        node["items"] = [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+        return node
+
+    def _key(self, key: Any, path: Path) -> Any:
+        count = len(self.blobs)
+        node = self.encode(key, (*path, key))
+        if len(self.blobs) > count and not all(isinstance(blob, bytes) for blob in list(self.blobs.values())[count:]):
+            raise FormatError(f"{_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values")
+        return node
+
+    def _factory(self, factory: Any, path: Path) -> str | None:
+        name = getattr(factory, "__name__", None)
+        if factory is not None and _FACTORIES.get(str(name)) is not factory:
+            raise FormatError(
+                f"{_text(path)}: found a defaultdict whose factory is {factory!r}; needed one of {', '.join(_FACTORIES)}; pass a dict"
+            )
+        return name
+
+    def _sequence(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind in (set, frozenset):
+            items = [self._key(item, path) for item in value]
+            items.sort(key=json.dumps)  # a set has no order, equal sets shall have equal trees
+            return {_TAG: kind.__name__, "items": items}
+        items = [self.encode(item, (*path, position)) for position, item in enumerate(value)]
+        if kind is list:
+            return items
+        if kind is deque:
+            return {_TAG: "deque", "maxlen": value.maxlen, "items": items}
+        return {_TAG: "tuple" if kind is tuple else "torch.Size", "items": items}
+
+    def _blob(self, node: dict[str, Any], value: Any, path: Path) -> dict[str, Any]:
+        if isinstance(value, bytes | bytearray) and len(value) <= INLINE_NBYTES:
+            return {**node, "base64": base64.b64encode(value).decode()}
+        plain = "/".join(key if isinstance(key, str) and scalars.is_unicode(key) else ascii(key) for key in path)
+        name, count = plain, 1
+        while name in self.blobs:  # {"a/b": x, "a": {"b": y}}
+            count += 1
+            name = f"{plain}~{count}"
+        self.blobs[name] = value
+        return {**node, "blob": name}
+
+
+class _Decoder:
+    def __init__(self, blobs: Mapping[str, Any]) -> None:
+        self._blobs = blobs
+
+    def decode(self, node: Any, path: Path) -> Any:
+        if len(path) > MAX_DEPTH + 1:
+            raise FormatError(f"{_text(path)}: nested deeper than {MAX_DEPTH} levels")
+        if isinstance(node, list):
+            return [self.decode(item, (*path, position)) for position, item in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        if _TAG not in node:
+            return {key: self.decode(item, (*path, key)) for key, item in node.items()}
+        tag = node[_TAG]
+        try:
+            return self._tagged(str(tag), node, path)
+        except _INVALID as error:
+            raise FormatError(f"{_text(path)}: {tag} is not valid: {type(error).__name__}: {error}") from None
+
+    def _tagged(self, tag: str, node: dict[str, Any], path: Path) -> Any:
+        try:
+            leaf = self._leaf(tag, node)
+        except FormatError as error:
+            raise FormatError(f"{_text(path)}: {error}") from None
+        if leaf is not NotImplemented:
+            return leaf
+        if tag in ("dict", "Counter", "OrderedDict", "defaultdict"):
+            return self._mapping(tag, node, path)
+        if tag not in _SEQUENCES and tag != "torch.Size":
+            raise FormatError(f"{_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it")
+        items = [self.decode(item, (*path, position)) for position, item in enumerate(_list(node["items"]))]
+        if tag == "torch.Size":
+            import torch  # noqa: PLC0415
+
+            return torch.Size(items)
+        made = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
+        if len(made) != len(items):
+            raise FormatError(f"{_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit")
+        return made
+
+    def _leaf(self, tag: str, node: dict[str, Any]) -> Any:
+        if tag not in ("bytes", "bytearray", "numpy.ndarray", "torch.Tensor"):
+            return scalars.decode(tag, node["value"]) if "value" in node else NotImplemented
+        if "base64" in node:
+            return blob_format.restore(node, base64.b64decode(node["base64"], validate=True))
+        name = node["blob"]
+        if name not in self._blobs:
+            raise FormatError(f"blob {name!r} is missing")
+        return blob_format.restore(node, self._blobs[name])
+
+    def _mapping(self, tag: str, node: dict[str, Any], path: Path) -> Any:
+        items = {}
+        pairs = _list(node["items"])
+        for position, (key, item) in enumerate(pairs):
+            found = self.decode(key, (*path, position))
+            items[found] = self.decode(item, (*path, found))
+        if len(items) != len(pairs):
+            raise FormatError(f"{_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys")
+        if tag == "defaultdict":
+            return defaultdict(None if node["factory"] is None else _FACTORIES[node["factory"]], items)
+        if tag == "Counter":
+            counter: Counter[Any] = Counter()
+            dict.update(counter, items)
+            return counter
+        return OrderedDict(items) if tag == "OrderedDict" else items
+
+
+def _text(path: Path) -> str:
+    steps = (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{ascii(key)[:80]}]" for key in path[1:])
+    return str(path[0]) + "".join(steps)
+
+
+def _kind_text(kind: type) -> str:
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _is_size(value: Any) -> bool:
+    torch = blob_format.loaded("torch")
+    return torch is not None and type(value) is torch.Size
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"found {type(value).__name__}, needed a list")
+    return value

@@ -1,0 +1,112 @@
+"""CRCs of fixed blocks of a tensor's row-major bytes, and how those of parts of a block combine. Knows bytes, not tensors.
+
+A block's CRC does not depend on who wrote which piece of it, so checkpoints of different layouts compare without reading.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from awscrt.checksums import combine_crc64nvme, crc64nvme
+
+from unified_ckpt.errors import FormatError, IntegrityError
+
+ALGORITHM = "crc64nvme"
+BLOCK_NBYTES = 1 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+_RECORD = struct.Struct("<5Q")  # tensor index, block, start, stop, crc
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """CRC of bytes [start, stop) of a tensor, all within one block."""
+
+    block: int
+    start: int
+    stop: int
+    crc: int
+
+
+def crc(buffer: Buffer, previous: int = 0) -> int:
+    """CRC64NVME of the bytes that gave `previous`, followed by `buffer` (contiguous)."""
+    view = memoryview(buffer)
+    return int(crc64nvme(view.cast("B"), previous)) if view.nbytes else previous
+
+
+def combine(crc1: int, crc2: int, nbytes2: int) -> int:
+    """CRC of two byte strings one after the other; `nbytes2` is the length of the second."""
+    return int(combine_crc64nvme(crc1, crc2, nbytes2))
+
+
+def combine_stream(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(crc, nbytes) of byte strings one after the other, from the (crc, nbytes) of each."""
+    total_crc, total_nbytes = 0, 0
+    for part_crc, nbytes in parts:
+        total_crc = combine(total_crc, part_crc, nbytes) if total_nbytes else part_crc
+        total_nbytes += nbytes
+    return total_crc, total_nbytes
+
+
+def block_count(nbytes: int, *, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """Blocks of a tensor of `nbytes`; the last one may be short, an empty tensor has none."""
+    return -(-nbytes // block_nbytes)
+
+
+def pieces(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> list[Piece]:
+    """CRCs of a contiguous buffer that begins at byte `start` of its tensor, cut at block borders."""
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return []
+    view = view.cast("B")
+    found = []
+    position, stop = start, start + len(view)
+    while position < stop:
+        block = position // block_nbytes
+        piece_stop = min(stop, (block + 1) * block_nbytes)
+        found.append(Piece(block, position, piece_stop, crc(view[position - start : piece_stop - start])))
+        position = piece_stop
+    return found
+
+
+def join(parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[dict[int, int], list[int]]:
+    """CRCs by block of a tensor of `nbytes`, from pieces in any order, and the blocks that the pieces cover only in part.
+
+    Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie outside their block.
+    """
+    by_block: dict[int, list[Piece]] = {}
+    for piece in parts:
+        border = piece.block * block_nbytes
+        if not border <= piece.start < piece.stop <= min(border + block_nbytes, nbytes):
+            raise IntegrityError(f"digest of bytes [{piece.start}, {piece.stop}) lies outside block {piece.block} of {nbytes} bytes")
+        by_block.setdefault(piece.block, []).append(piece)
+    whole: dict[int, int] = {}
+    partial: list[int] = []
+    for block, members in sorted(by_block.items()):
+        members.sort(key=lambda piece: piece.start)
+        for left, right in pairwise(members):
+            if right.start < left.stop:
+                raise IntegrityError(f"two digests of block {block} overlap: [{left.start}, {left.stop}) and [{right.start}, {right.stop})")
+        found, found_nbytes = combine_stream((piece.crc, piece.stop - piece.start) for piece in members)
+        # Without overlaps, as many bytes as the block has are all of its bytes.
+        if found_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
+            whole[block] = found
+        else:
+            partial.append(block)
+    return whole, partial
+
+
+def pack(parts: Iterable[tuple[int, Piece]]) -> bytes:
+    """(tensor index, piece) pairs as 40 bytes each, to send to another rank."""
+    return b"".join(_RECORD.pack(tensor, piece.block, piece.start, piece.stop, piece.crc) for tensor, piece in parts)
+
+
+def unpack(packed: Buffer) -> list[tuple[int, Piece]]:
+    """What `pack` was given. Raises FormatError if the length does not fit."""
+    if len(packed) % _RECORD.size:
+        raise FormatError(f"packed digests have {len(packed)} bytes; needed a multiple of {_RECORD.size}")
+    return [(tensor, Piece(*fields)) for tensor, *fields in _RECORD.iter_unpack(packed)]

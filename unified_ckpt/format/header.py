@@ -1,0 +1,190 @@
+"""The header of a safetensors file: which tensor lies in which bytes. Knows nothing of values, and reads no file.
+
+Source of the format and of its byte order: `safetensors/src/tensor.rs` of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from unified_ckpt.core.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
+from unified_ckpt.errors import FormatError, IntegrityError
+
+MAX_HEADER_NBYTES = 100_000_000  # of the JSON; the safetensors library refuses more
+PREFIX_NBYTES = 8
+PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
+
+_METADATA = "__metadata__"
+_MAX_DIMS = 255  # a product of millions of dims would take minutes
+_MAX_INT = 2**63
+
+TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: bytes [start, stop) of the file, row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
+    """Items in the order in which the safetensors library lays them out. Raises FormatError for an unknown dtype."""
+    # Code points and UTF-8 bytes sort alike, so str order is Rust's.
+    try:
+        return sorted(items, key=lambda item: (DTYPE_ORDER[item[1]], item[0]))
+    except KeyError as error:
+        raise FormatError(f"unknown dtype {error.args[0]!r}; known: {', '.join(ITEM_BITS)}") from None
+
+
+def encode_header(items: Iterable[TensorItem], *, metadata: Mapping[str, str] = PT_METADATA) -> tuple[bytes, dict[str, Entry]]:
+    """Header bytes (prefix, JSON, padding) and the entries of tensors that follow each other in the order given.
+
+    Equal to the bytes that the safetensors library writes when `items` come from `file_order`. Raises FormatError for a name that
+    is reserved, taken or no valid Unicode, and for a shape or dtype that no file can hold.
+    """
+    sized: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # names are many, shapes are few
+    placed: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    texts = [f'"{_METADATA}":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))] if metadata else []
+    offset = 0
+    for name, dtype, shape in items:
+        if name in placed or name == _METADATA:
+            raise FormatError(f"tensor name {name!r} is {'given twice' if name in placed else 'reserved'}; needed a name of its own")
+        known = sized.get((dtype, shape))
+        if known is None:
+            known = _checked_nbytes(name, dtype, shape), f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+            sized[dtype, shape] = known
+        nbytes_here, text = known
+        stop = offset + nbytes_here
+        placed[name] = dtype, shape, offset, stop
+        texts.append(f"{encode_basestring(name)}:{text}{offset},{stop}]}}")
+        offset = stop
+    try:
+        body = ("{" + ",".join(texts) + "}").encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"a tensor name or the metadata is no valid Unicode: {error}") from None
+    body += b" " * (-len(body) % 8)
+    if len(body) > MAX_HEADER_NBYTES:
+        raise FormatError(f"header has {len(body)} bytes; needed {MAX_HEADER_NBYTES} or fewer; spread the tensors over more files")
+    first = PREFIX_NBYTES + len(body)
+    entries = {name: Entry(dtype, shape, first + start, first + stop) for name, (dtype, shape, start, stop) in placed.items()}
+    return len(body).to_bytes(PREFIX_NBYTES, "little") + body, entries
+
+
+def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, file: str) -> int:
+    """Bytes of prefix and JSON together, from a file's first 8 bytes or more. Raises FormatError if no such header can be."""
+    if len(first8) < PREFIX_NBYTES:
+        raise FormatError(f"{file}: file has {len(first8)} bytes; needed at least {PREFIX_NBYTES} for a safetensors file")
+    json_nbytes = int.from_bytes(first8[:PREFIX_NBYTES], "little")
+    if json_nbytes > MAX_HEADER_NBYTES:
+        raise FormatError(f"{file}: header claims {json_nbytes} bytes; needed {MAX_HEADER_NBYTES} or fewer; not a safetensors file")
+    if PREFIX_NBYTES + json_nbytes > file_size:
+        raise FormatError(f"{file}: header claims {json_nbytes} bytes, file has {file_size}; the file is cut off or not a safetensors file")
+    return PREFIX_NBYTES + json_nbytes
+
+
+def parse_header(head: bytes | bytearray | memoryview, *, file_size: int, file: str) -> dict[str, Entry]:
+    """Entries of a file by name, in the order of their bytes; together they cover the file to its last byte.
+
+    `head` is the file's first `header_nbytes(...)` bytes or more. Raises FormatError naming `file` and the tensor for anything that
+    is not so, IntegrityError if the header is fine and the file is shorter than it says.
+    """
+    first = header_nbytes(head, file_size=file_size, file=file)
+    if len(head) < first:
+        raise FormatError(f"{file}: found {len(head)} bytes of a header of {first}")
+    tensors = _parse_json(bytes(head[PREFIX_NBYTES:first]), file)
+    _check_metadata(tensors.pop(_METADATA, {}), file)
+    entries = {name: _parse_entry(name, fields, first, file) for name, fields in tensors.items()}
+    in_order = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end, before = first, "the header"
+    for name, entry in in_order.items():
+        if entry.start != end:
+            what = "overlaps" if entry.start < end else "leaves a gap after"
+            raise FormatError(f"{file}: tensor {name!r} {what} {before}: starts at byte {entry.start}, needed {end}")
+        end, before = entry.stop, f"tensor {name!r}"
+    if file_size < end:
+        raise IntegrityError(f"{file}: file is truncated: {file_size} bytes, header needs {end}")
+    if file_size > end:
+        raise FormatError(f"{file}: file has {file_size} bytes, header needs {end}; {file_size - end} bytes belong to no tensor")
+    return in_order
+
+
+def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if not _is_shape(shape):
+        raise FormatError(f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0 to 2**63 - 1")
+    try:
+        return nbytes(dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"tensor {name!r}: {error}") from None
+
+
+def _is_shape(dims: tuple[Any, ...] | list[Any]) -> bool:
+    return len(dims) <= _MAX_DIMS and all(map(_is_size, dims))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT
+
+
+def _parse_json(body: bytes, file: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise FormatError(f"{file}: header gives {twice!r} twice")
+        return found
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        found = json.loads(body.decode(), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: header is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: header is a JSON {type(found).__name__}; needed an object")
+    return found
+
+
+def _check_metadata(metadata: Any, file: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{file}: {_METADATA} of the header is not an object of strings")
+
+
+def _parse_entry(name: str, fields: Any, first: int, file: str) -> Entry:
+    where = f"{file}: tensor {name!r}"
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise FormatError(f"{where}: name is no valid Unicode") from None
+    if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{where}: needed an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise FormatError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
+    if not isinstance(shape, list) or not _is_shape(shape):
+        raise FormatError(f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0 to 2**63 - 1")
+    match offsets:
+        case [start, stop] if _is_size(start) and _is_size(stop):
+            pass
+        case _:
+            raise FormatError(f"{where}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1")
+    if start > stop:
+        raise FormatError(f"{where}: data_offsets are {offsets}; needed start <= stop")
+    try:
+        needed = nbytes(dtype, shape)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    if stop - start != needed:
+        raise FormatError(f"{where}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}")
+    return Entry(dtype, tuple(shape), first + start, first + stop)

@@ -1,0 +1,57 @@
+"""The index of a part: which file holds which tensor, as Hugging Face writes it. Knows names only, reads no file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unified_ckpt.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """`total_size` in bytes of tensors, or None where the writer left it out; `weight_map` tensor name -> file name."""
+
+    total_size: int | None
+    weight_map: dict[str, str]
+
+
+def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
+    """The JSON that transformers writes, byte for byte. Raises FormatError for a file name that `parse_index` would refuse."""
+    for file in set(weight_map.values()):
+        check_file_name(file)
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def parse_index(encoded: bytes, *, file: str) -> Index:
+    """Raises FormatError naming `file` for anything but an index whose files lie beside it."""
+    try:
+        found = json.loads(encoded.decode())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
+        raise FormatError(f"{file}: no weight_map; needed an object {{tensor name: file name}}")
+    weight_map = found["weight_map"]
+    for name, value in weight_map.items():
+        if not isinstance(value, str):
+            raise FormatError(f"{file}: tensor {name!r} has the file {value!r}; needed a string")
+    for value in set(weight_map.values()):
+        try:
+            check_file_name(value)
+        except FormatError as error:
+            raise FormatError(f"{file}: {error}") from None
+    return Index(_total_size(found.get("metadata")), weight_map)
+
+
+def check_file_name(name: str) -> None:
+    """Raises FormatError unless `name` is that of a file in the same folder, on every system."""
+    if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
+        raise FormatError(f"file name {name!r} leads out of the folder; needed a plain file name")
+
+
+def _total_size(metadata: object) -> int | None:
+    # Only a hint for people: other writers leave it out, or write a float.
+    found = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 2**63 else None

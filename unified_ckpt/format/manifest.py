@@ -1,0 +1,209 @@
+"""The manifest: what a checkpoint folder holds, written last. A folder without a valid one is no checkpoint.
+
+Grows with the tensors, never with the ranks. Knows names, sizes and trees of `codec`; reads no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import datetime, timedelta
+from typing import Annotated, Any, NoReturn
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.index import check_file_name
+from unified_ckpt.format.names import check_part_name, check_save_id
+
+FORMAT_VERSION = "1.0"  # a new field raises the minor version; a change that old readers would misread raises the major
+
+_MAX_SHOWN = 5
+_SHOWN_CHARS = 80
+
+
+def _file(name: str) -> str:
+    return _checked(check_file_name, name)
+
+
+def _part_name(name: str) -> str:
+    return _checked(check_part_name, name)
+
+
+def _save_id(save_id: str) -> str:
+    return _checked(check_save_id, save_id)
+
+
+def _checked(check: Any, name: str) -> str:
+    try:
+        check(name)
+    except FormatError as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+def _utc(text: str) -> str:
+    offset = datetime.fromisoformat(text.replace("Z", "+00:00")).utcoffset()
+    if offset != timedelta(0):
+        raise ValueError("needed a time in UTC, as in 2026-01-31T12:00:00+00:00")
+    return text
+
+
+FileName = Annotated[str, AfterValidator(_file)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # of 64 bits, lower-case hex
+
+
+class _Record(BaseModel):
+    # Unknown fields are of a newer minor version.
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class FileRecord(_Record):
+    """A safetensors file of a part: its bytes on disk, and the CRC of its header (prefix, JSON and padding)."""
+
+    nbytes: Size
+    header_crc: Crc
+
+
+class NamedFile(FileRecord):
+    """A safetensors file that is no part's, and the CRC of all its bytes: it has no block digests."""
+
+    file: FileName
+    crc: Crc
+
+
+class RankExtraFile(NamedFile):
+    """The file of the per-rank extra state; `world_size` is the number of its entries."""
+
+    world_size: Annotated[int, Field(ge=1)]
+
+
+class DigestFile(_Record):
+    """The file of the block digests, and the CRC of all its bytes."""
+
+    file: FileName
+    algorithm: str
+    block_nbytes: Annotated[int, Field(ge=1)]
+    nbytes: Size
+    crc: Crc
+
+
+class Part(_Record):
+    """`total_nbytes` counts tensor bytes before any codec. `aliases` maps the name of a tied tensor to the name it is stored under."""
+
+    files: dict[FileName, FileRecord]
+    total_nbytes: Size
+    aliases: dict[str, str] = {}
+    codec: str | None = None
+
+    @model_validator(mode="after")
+    def _aliases_end(self) -> Part:
+        for alias, stored in self.aliases.items():
+            if stored in self.aliases:
+                raise ValueError(f"alias {alias!r} stands for {stored!r}, which is an alias too; needed a stored tensor")
+        return self
+
+
+class ParamGroup(_Record):
+    """One optimizer param group: parameter names, and its hyperparameters as a tree of `codec`."""
+
+    names: list[str]
+    options: Any
+
+
+class OptimizerRecord(_Record):
+    """What of an optimizer is not tensors; `scalars` is a tree of `codec` by parameter name."""
+
+    groups: list[ParamGroup]
+    scalars: Any = None
+
+
+class Manifest(_Record):
+    """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
+    the modules' own extra state by name; `mesh` is for people and never needed to load."""
+
+    format_version: str = FORMAT_VERSION
+    save_id: Annotated[str, AfterValidator(_save_id)]
+    step: Annotated[int, Field(ge=0)] | None = None
+    created: Annotated[str, AfterValidator(_utc)]
+    world_size: Annotated[int, Field(ge=1)]
+    versions: dict[str, str] = {}
+    mesh: dict[str, Any] = {}
+    parts: dict[Annotated[str, AfterValidator(_part_name)], Part]
+    digests: DigestFile | None = None
+    extra_file: NamedFile | None = None
+    rank_extra: RankExtraFile | None = None
+    optimizer: OptimizerRecord | None = None
+    modules: Any = None
+    extra: Any = None
+
+    @model_validator(mode="after")
+    def _files_once(self) -> Manifest:
+        counts = Counter(self.files())
+        twice = [file for file, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError(f"file {twice[0]!r} is named twice; needed one owner for each file")
+        return self
+
+    def files(self) -> list[str]:
+        """Every file that the manifest names."""
+        single = [record.file for record in (self.digests, self.extra_file, self.rank_extra) if record is not None]
+        return [file for part in self.parts.values() for file in part.files] + single
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """JSON with one line per field. Raises FormatError for a tree that JSON cannot hold: trees come from `codec.encode`."""
+    try:
+        fields = [f'"{name}": {json.dumps(value, allow_nan=False)}' for name, value in manifest.model_dump().items()]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"the manifest holds a value that JSON cannot: {error}") from None
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
+
+
+def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
+    """Raises FormatError naming `file` and the field for anything but a valid manifest of this major format version."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        found = json.loads(encoded.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: found a JSON {type(found).__name__}; needed an object")
+    _check_version(found, file)
+    try:
+        return Manifest.model_validate(found)
+    except ValidationError as error:
+        raise FormatError(f"{file}: {_reasons(error)}") from None
+
+
+def _check_version(found: dict[str, Any], file: str) -> None:
+    version = found.get("format_version")
+    major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
+    if not (dot and _is_number(major) and _is_number(minor)):
+        raise FormatError(f"{file}: format_version is {version!r}; needed a version like {FORMAT_VERSION!r}")
+    known = FORMAT_VERSION.partition(".")[0]
+    if int(major) > int(known):
+        versions = found.get("versions")
+        writer = versions.get("unified_ckpt") if isinstance(versions, dict) else None
+        newer = f"unified_ckpt {writer!s:.40}, which wrote it, or newer" if writer else "a newer unified_ckpt"
+        raise FormatError(f"{file}: format version is {version}, this unified_ckpt reads {known}.x; install {newer}")
+    if int(major) < int(known):
+        raise FormatError(f"{file}: format version is {version}, of which this unified_ckpt knows nothing; needed {known}.x")
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < len(str(2**31))
+
+
+def _reasons(error: ValidationError) -> str:
+    reasons = []
+    for item in error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]:
+        where = ".".join(str(step) for step in item["loc"]) or "manifest"
+        found = "" if item["type"] == "missing" else f"; found {ascii(item['input'])[:_SHOWN_CHARS]}"
+        reasons.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{found}")
+    more = error.error_count() - len(reasons)
+    return "; ".join(reasons) + (f"; and {more} more" if more > 0 else "")

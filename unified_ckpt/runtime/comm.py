@@ -1,0 +1,198 @@
+"""How ranks talk: keys in a store that they share. Collectives of torch are not used, so a save never meets the training's own.
+
+A `Comm` lasts as long as the ranks do. Each collective call is one `Meeting`: everybody arrives, talks under keys of its own, and
+leaves together or fails together, with one text. Every wait is bounded and names who is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store
+
+from unified_ckpt import errors
+from unified_ckpt.core.tables import short
+from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+
+
+class Comm:
+    """Ranks over one c10d store. `ranks`: the global rank of each; `rank`: this one's index among them."""
+
+    def __init__(self, store: Store, *, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.ranks, self.world = rank, tuple(ranks), len(ranks)
+        self._store = store
+        self._left: list[str] = []  # keys of the last meeting, deleted once everybody has come to the next
+
+    def meet(self, what: str, *, same: bool, timeout_seconds: float) -> Meeting:
+        """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`.
+
+        Raises RankError naming the ranks that did not come in time.
+        """
+        meeting = Meeting(self._store, self._store.add("meetings", 0), rank=self.rank, world=self.world, timeout_seconds=timeout_seconds)
+        meeting.put(f"in/{self.rank}", what.encode())
+        if same:
+            meeting.count("same")
+        if meeting.count("in") == self.world:
+            self._settle_roll(meeting, "same" if meeting.count("same", 0) == self.world else "new")
+        if not meeting.wait(["go"]):
+            absent = [r for r in range(self.world) if not meeting.has(f"in/{r}")]
+            self._settle_roll(
+                meeting,
+                f"late: {what}: rank(s) {short(self.ranks[r] for r in absent)} did not come within {timeout_seconds:g} s; "
+                f"needed the same call on all {self.world} ranks",
+            )
+        verdict = meeting.get("go").decode()
+        if verdict.startswith("late: "):
+            raise RankError(verdict[6:])
+        meeting.all_same = verdict == "same"
+        for key in self._left:
+            self._store.delete_key(key)
+        self._left = meeting.keys
+        return meeting
+
+    def _settle_roll(self, meeting: Meeting, verdict: str) -> None:
+        """Whoever settles a roll call also opens the next meeting, so that late comers never join a closed one."""
+        if meeting.settle("go", verdict) == verdict:
+            self._store.add("meetings", 1)
+
+
+class Meeting:
+    """One collective call of all ranks. Whatever waits raises RankError after `timeout_seconds`."""
+
+    def __init__(self, store: Store, number: int, *, rank: int, world: int, timeout_seconds: float) -> None:
+        self.number, self.rank, self.world, self.timeout_seconds = number, rank, world, timeout_seconds
+        self.all_same = False
+        self.keys: list[str] = []  # that this rank has set, as the store knows them
+        self._store, self._prefix = store, f"{number}/"
+
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key of this meeting; `value` must not be empty."""
+        self.keys.append(self._prefix + key)
+        self._store.set(self._prefix + key, value)
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([self._prefix + key]))
+
+    def wait(self, keys: Sequence[str], *, seconds: float | None = None) -> bool:
+        """Whether all keys were set in time."""
+        try:
+            self._store.wait([self._prefix + key for key in keys], timedelta(seconds=seconds or self.timeout_seconds))
+        except (dist.DistStoreError, RuntimeError):
+            if all(self.has(key) for key in keys):
+                return True
+            return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """A key's value, once some rank has set it."""
+        if not self.wait([key]):
+            raise RankError(f"rank {self.rank} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
+        return bytes(self._store.get(self._prefix + key))
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Adds to a counter and returns its value."""
+        self.keys.append(f"{self._prefix}n/{key}")
+        return int(self._store.add(f"{self._prefix}n/{key}", amount))
+
+    def settle(self, key: str, value: str) -> str:
+        """Sets the key unless another rank was first; returns what it holds now."""
+        self.keys.append(self._prefix + key)
+        return bytes(self._store.compare_set(self._prefix + key, "", value)).decode()
+
+    def broadcast(self, key: str, value: bytes | None) -> bytes:
+        """Rank 0's value, on every rank."""
+        if self.rank == 0:
+            if not value:
+                raise AssertionError(f"rank 0 has nothing to say for {key!r}")
+            self.put(key, value)
+            return value
+        return self.get(key)
+
+    def collect(self, key: str, value: bytes, *, at: int, ranks: Sequence[int]) -> list[bytes]:
+        """The values of `ranks`, in their order, on rank `at`; an empty list elsewhere. Other ranks' values are not sent."""
+        if self.rank in ranks:
+            self.put(f"{key}/{self.rank}", value)
+        if self.rank != at:
+            return []
+        keys = [f"{key}/{rank}" for rank in ranks]
+        if not self.wait(keys):
+            absent = [rank for rank, k in zip(ranks, keys, strict=True) if not self.has(k)]
+            raise RankError(f"rank(s) {short(absent)} did not get to {key!r} within {self.timeout_seconds:g} s")
+        return [bytes(value) for value in self._store.multi_get([self._prefix + k for k in keys])]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A step that all ranks do: leaves it when all are through, or raises the first error of any on all of them."""
+        try:
+            yield
+        except BaseException as error:
+            if getattr(error, "agreed", False):
+                raise  # every rank has it already
+            self.agree(name, error)
+            raise
+        self.agree(name)
+
+    def agree(self, phase: str, error: BaseException | None = None) -> None:
+        """Returns once all ranks have got through `phase`, or raises the first error on all of them, naming its rank.
+
+        A rank that fails does not wait for the slow ones: they learn of it when they come.
+        """
+        if error is not None and self.world == 1:
+            raise error
+        self.put(f"at/{phase}/{self.rank}", b"1")
+        if error is not None:
+            self.settle(f"done/{phase}", encode_error(error, rank=self.rank, world=self.world))
+        elif self.count(f"at/{phase}") == self.world:
+            self.settle(f"done/{phase}", "ok")
+        if not self.wait([f"done/{phase}"]):
+            absent = [r for r in range(self.world) if not self.has(f"at/{phase}/{r}")]
+            late = RankError(f"rank(s) {short(absent)} did not get through {phase!r} within {self.timeout_seconds:g} s")
+            self.settle(f"done/{phase}", encode_error(late, rank=self.rank, world=1))
+        verdict = self.get(f"done/{phase}").decode()
+        if verdict != "ok":
+            agreed = decode_error(verdict)
+            agreed.agreed = True
+            raise agreed from error
+
+
+def encode_error(error: BaseException, *, rank: int, world: int) -> str:
+    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes a RankError."""
+    known = isinstance(error, CheckpointError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    where = f"rank {rank}: " if world > 1 and not isinstance(error, RankError) else ""
+    lists = [error.missing, error.unexpected, error.wrong] if isinstance(error, MismatchError) else []
+    return json.dumps({"kind": type(error).__name__ if known else "RankError", "text": where + text, "lists": lists})
+
+
+def decode_error(text: str) -> CheckpointError:
+    """The inverse: the same class and text on every rank."""
+    told = json.loads(text)
+    kind = getattr(errors, told["kind"], RankError)
+    if kind is MismatchError:
+        missing, unexpected, wrong = told["lists"]
+        return MismatchError(told["text"], missing=missing, unexpected=unexpected, wrong=wrong)
+    error: CheckpointError = kind(told["text"])
+    return error
+
+
+def solo() -> Comm:
+    """One rank and nobody to wait for."""
+    return Comm(HashStore(), rank=0, ranks=(0,))
+
+
+def from_torch(group: dist.ProcessGroup | None) -> Comm:
+    """The ranks of a process group (None: all), over the store that it was made with; `solo` where there is no process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        return solo()
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    me = dist.get_rank()
+    if me not in ranks:
+        raise RankError(f"rank {me} is not in the process group given; its ranks are {short(ranks)}")
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    store = dist.distributed_c10d._get_default_store()
+    return Comm(PrefixStore(f"unified_ckpt/{name}", store), rank=ranks.index(me), ranks=ranks)

@@ -1,0 +1,121 @@
+"""Modules by fully qualified name: wrappers' prefixes stripped, tied weights found, extra state apart. Moves no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from unified_ckpt.errors import LayoutError
+
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
+_TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
+_FLAT = "_flat_param"  # FSDP1
+_EXTRA = "_extra_state"
+
+
+@dataclass(slots=True)
+class FlatModel:
+    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name -> stored name."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    extra_owners: dict[str, nn.Module] = field(default_factory=dict)
+
+    def names(self) -> dict[int, str]:
+        """id of a parameter -> its stored name."""
+        return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
+
+
+def flatten_model(model: Model | None) -> FlatModel:
+    """Every tensor of the model. LayoutError naming what cannot be told."""
+    flat = FlatModel()
+    if model is None:
+        return flat
+    seen: dict[object, str] = {}
+    if isinstance(model, Mapping):
+        for fqn, tensor in model.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise LayoutError(f"{fqn}: is a {type(tensor).__name__}; needed a torch.Tensor")
+            _add(flat, seen, fqn, tensor)
+        return flat
+    for module in [model] if isinstance(model, nn.Module) else list(model):
+        _flatten_module(flat, seen, module)
+    return flat
+
+
+def _flatten_module(flat: FlatModel, seen: dict[object, str], module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise LayoutError(f"model holds a {type(module).__name__}; needed an nn.Module, a list of them, or a dict of tensors")
+    # state_dict() first: it puts FSDP2's parameters back in shards after a forward pass without backward.
+    state = module.state_dict(keep_vars=True)
+    wrapped = _wrapped_prefixes(module)
+    for raw, value in state.items():
+        fqn = clean_name(raw, wrapped)
+        if _FLAT in raw:
+            raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; needed fully_shard (FSDP2)")
+        if fqn.rpartition(".")[2] == _EXTRA:
+            flat.extra_state[fqn] = value
+        elif isinstance(value, torch.Tensor):
+            _add(flat, seen, fqn, value)
+        else:
+            raise LayoutError(f"{fqn}: the module's state holds a {type(value).__name__}; needed a tensor, or get_extra_state")
+    for name, inner in module.named_modules():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            raw = f"{name}.{_EXTRA}" if name else _EXTRA
+            flat.extra_owners[clean_name(raw, wrapped)] = inner
+    _rename_tied(flat, module)
+
+
+def _wrapped_prefixes(module: nn.Module) -> list[str]:
+    """Raw name prefixes whose `module.` is that of a wrapper, longest first."""
+    kinds = (DistributedDataParallel, DataParallel)
+    names = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
+    return sorted((f"{name}.module." if name else "module." for name in names), key=len, reverse=True)
+
+
+def clean_name(raw: str, wrapped: Sequence[str]) -> str:
+    """A name without the prefixes that wrappers add."""
+    for prefix in wrapped:
+        if raw.startswith(prefix):
+            raw = prefix.removesuffix("module.") + raw[len(prefix) :]
+    for part in _TRANSPARENT:
+        raw = raw.replace(part, "")
+    return raw
+
+
+def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tensor) -> None:
+    if fqn in flat.tensors or fqn in flat.aliases:
+        if flat.tensors.get(flat.aliases.get(fqn, fqn)) is tensor:
+            return
+        raise LayoutError(f"{fqn}: two modules of the model have this name for different tensors; needed one name for each")
+    first = seen.setdefault(_memory(tensor), fqn)
+    if first == fqn:
+        flat.tensors[fqn] = tensor
+    else:
+        flat.aliases[fqn] = first
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for two tensors that are one piece of memory seen in one way."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0 or local.device.type == "meta" or type(local) not in (torch.Tensor, nn.Parameter):
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape)
+
+
+def _rename_tied(flat: FlatModel, module: nn.Module) -> None:
+    """A stage that holds only the second name of a weight that transformers ties stores it under the first, like the other stage."""
+    tied = getattr(module, "_tied_weights_keys", None)
+    if not isinstance(tied, Mapping) or not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+        return
+    for alias, target in tied.items():
+        if alias in flat.tensors and target not in flat.tensors and target not in flat.aliases:
+            flat.tensors[target] = flat.tensors.pop(alias)
+            flat.aliases[alias] = target

@@ -1,0 +1,202 @@
+"""Optimizers by parameter name: state tensors, the rest of the state, and param groups; both ways, without ever stepping one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor]
+MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")  # apex and TransformerEngine call it so
+
+
+@dataclass(slots=True)
+class FlatOptimizer:
+    """`tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not one tensor. `groups`: names and options."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
+    """The optimizers given, if they are objects."""
+    if optimizer is None or isinstance(optimizer, Mapping):
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
+    """All state by name. `names`: id of a parameter -> fqn. LayoutError for a parameter that the model does not have."""
+    flat = FlatOptimizer()
+    if isinstance(optimizer, Mapping):
+        for key, tensor in optimizer.items():
+            if not isinstance(tensor, torch.Tensor) or not all(key.rpartition("/")):
+                raise LayoutError(f"optimizer[{key!r}] is a {type(tensor).__name__}; needed {{'fqn/state': tensor}}")
+        flat.tensors = dict(optimizer)
+        return flat
+    for one in as_list(optimizer):
+        for number, group in enumerate(one.param_groups):
+            fqns = [_name(p, names, number) for p in group["params"]]
+            flat.groups.append({"names": fqns, "options": {k: v for k, v in group.items() if k not in ("params", "param_names")}})
+            for fqn, param in zip(fqns, group["params"], strict=True):
+                _flatten_state(flat, fqn, one.state.get(param, {}))
+    return flat
+
+
+def _flatten_state(flat: FlatOptimizer, fqn: str, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        if not isinstance(key, str) or "/" in key or not key:
+            raise LayoutError(f"{fqn}: optimizer state has the key {key!r}; needed a name without '/'")
+        if isinstance(value, torch.Tensor):
+            target = flat.masters if key in MASTER_KEYS else flat.tensors
+            target[fqn if key in MASTER_KEYS else f"{fqn}/{key}"] = value
+        else:
+            _refuse_sharded(f"{fqn}/{key}", value)
+            flat.scalars.setdefault(fqn, {})[key] = value
+
+
+def _refuse_sharded(where: str, value: object) -> None:
+    if isinstance(value, DTensor):
+        raise LayoutError(f"{where}: a DTensor inside a list or dict of optimizer state cannot be described; needed a tensor of its own")
+    inner: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    for i, one in enumerate(inner):
+        _refuse_sharded(f"{where}[{i}]", one)
+
+
+def _name(param: torch.Tensor, names: Mapping[int, str], group: int) -> str:
+    if id(param) not in names:
+        shape = tuple(param.shape)
+        raise LayoutError(
+            f"optimizer group {group} holds a parameter of shape {shape} that the model given does not have; "
+            "needed the optimizer's own model in `model`"
+        )
+    return names[id(param)]
+
+
+@dataclass(slots=True)
+class OptimizerTarget:
+    """State tensors made ready for a load; nothing reaches the optimizer before `install`. `wanted`: its state, not only masters."""
+
+    optimizers: list[Optimizer]
+    names: Mapping[int, str]
+    wanted: bool
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def names_held(self) -> set[str]:
+        """The parameters of these optimizers."""
+        return {self.names[id(p)] for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+    def install(self, *, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Puts the loaded state in place. State that the checkpoint lacks is cleared; `groups` None keeps the hyperparameters."""
+        by_param: dict[str, dict[str, Any]] = {}
+        for key, tensor in self.tensors.items():
+            fqn, _, state = key.rpartition("/")
+            by_param.setdefault(fqn, {})[state] = tensor
+        for fqn, rest in scalars.items():
+            by_param.setdefault(fqn, {}).update(rest)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    loaded = by_param.get(self.names[id(param)], {})
+                    kept = {k: v for k, v in optimizer.state.get(param, {}).items() if k in MASTER_KEYS}
+                    if loaded or kept:
+                        optimizer.state[param] = {**loaded, **kept}
+                    else:
+                        optimizer.state.pop(param, None)
+        if groups is not None:
+            for current, options in zip((g for o in self.optimizers for g in o.param_groups), groups, strict=True):
+                _set_options(current, options)
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        current = group.get(key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
+            current.fill_(value)  # a captured graph reads this very tensor
+        else:
+            group[key] = value
+
+
+def prepare_optimizer(
+    optimizers: list[Optimizer], names: Mapping[int, str], saved: Mapping[str, tuple[str, tuple[int, ...]]], *, wanted: bool
+) -> OptimizerTarget:
+    """Memory for the saved state of the optimizers' parameters. `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint.
+
+    A tensor that the optimizer already has is filled in place when it fits. Otherwise one is made: shaped and sharded like the
+    parameter, or on the CPU for a counter unless the optimizer is fused or capturable, in the saved dtype.
+    """
+    target = OptimizerTarget(optimizers, names, wanted)
+    states: dict[str, list[str]] = {}
+    for key in saved:
+        states.setdefault(key.rpartition("/")[0], []).append(key)
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                fqn = _name(param, names, number)
+                existing = optimizer.state.get(param, {})
+                for key in MASTER_KEYS:
+                    if isinstance(existing.get(key), torch.Tensor):
+                        target.masters[fqn] = existing[key]
+                for key in states.get(fqn, ()):
+                    dtype, shape = saved[key]
+                    target.tensors[key] = _state_tensor(existing.get(key.rpartition("/")[2]), param, group, dtype, shape)
+    return target
+
+
+def _state_tensor(existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    wanted = TORCH_DTYPES[dtype]
+    if isinstance(existing, torch.Tensor) and tuple(existing.shape) == shape and existing.dtype == wanted:
+        return existing
+    if shape == tuple(param.shape) and (param.dim() or not _counts(group)):
+        return torch.empty_like(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    on_device = bool(group.get("fused") or group.get("capturable")) or len(shape) > 0
+    return torch.empty(shape, dtype=wanted, device=local.device if on_device else "cpu")
+
+
+def _counts(group: Mapping[str, Any]) -> bool:
+    """Whether a 0-d parameter's 0-d state may be a counter; then it stays off the device, as torch's optimizers keep it."""
+    return not (group.get("fused") or group.get("capturable"))
+
+
+def match_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The saved options for each current param group, matched by the names of its parameters, never by position.
+
+    MismatchError where a group's parameters come from saved groups whose options differ.
+    """
+    options_of = {fqn: group["options"] for group in saved for fqn in group["names"]}
+    matched: list[Mapping[str, Any]] = []
+    for group in (g for o in optimizers for g in o.param_groups):
+        found: list[Mapping[str, Any]] = []
+        for param in group["params"]:
+            options = options_of.get(names[id(param)])
+            if options is not None and not any(options is one for one in found):
+                found.append(options)
+        if any(not _equal(found[0], other) for other in found[1:]):
+            some = names[id(group["params"][0])]
+            raise MismatchError(
+                f"the param group of {some} joins parameters whose saved hyperparameters differ; needed one saved group for each; "
+                'pass LoadOptions(hyperparameters="current") to keep those of the optimizer'
+            )
+        matched.append(found[0] if found else {})
+    return matched
+
+
+def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) else a[k] == b[k] for k in a)

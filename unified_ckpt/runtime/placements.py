@@ -1,0 +1,183 @@
+"""From what torch says of a tensor to a rule: DTensor placements, Layout rules, device meshes in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.core.sharding import Cut, Sharding
+from unified_ckpt.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor seen from one rank: its global shape, its rule, and the memory of this rank's part."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    local: torch.Tensor
+
+
+@dataclass(slots=True)
+class Placer:
+    """Places tensors for one rank of one world. Remembers meshes that it has seen, and which Layout rules applied."""
+
+    rank: int
+    ranks: Sequence[int]  # global rank of each index; meshes speak of global ranks
+    layout: Layout | None
+    matched: set[str] = field(default_factory=set)
+    meshes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # mesh dim names -> sizes, for people
+    _rules: dict[object, Sharding] = field(default_factory=dict)
+
+    def place(self, fqn: str, tensor: torch.Tensor) -> Placed | None:
+        """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError where it cannot be said."""
+        inner, local = Sharding(), tensor.detach()
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.get_coordinate() is None:
+                return None
+            inner, local = self._dtensor_rule(fqn, tensor), tensor._local_tensor.detach()
+        _refuse_unreal(fqn, local)
+        shape, cuts = tuple(tensor.shape), tuple[Cut, ...]()
+        pattern = self.layout.rule_for(fqn) if self.layout is not None else None
+        if self.layout is not None and pattern is not None:
+            self.matched.add(pattern)
+            cuts = self.layout.cuts(pattern, len(shape))
+            if isinstance(tensor, DTensor):
+                _check_apart(fqn, pattern, self.layout, tensor)
+            shape, cuts = self._global_shape(fqn, shape, cuts, self.layout.global_shape(fqn))
+        sharding = _nested(fqn, cuts, inner)
+        return Placed(shape, sharding, _checked_local(fqn, local, sharding.local_shape(self.rank, shape), padded=bool(cuts)))
+
+    def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
+        key = (tensor.device_mesh, tensor.placements, tensor.dim())
+        if key not in self._rules:
+            self._rules[key] = self._make_rule(fqn, tensor)
+        return self._rules[key]
+
+    def _make_rule(self, fqn: str, tensor: DTensor) -> Sharding:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        sizes = tuple(mesh.shape)
+        names = mesh.mesh_dim_names or tuple("" for _ in sizes)
+        self.meshes.setdefault(" ".join(n or "?" for n in names), sizes)
+        index_of = {rank: i for i, rank in enumerate(self.ranks)}
+        members = [index_of.get(int(rank), -1) for rank in mesh.mesh.flatten().tolist()]
+        if -1 in members:
+            raise LayoutError(f"{fqn}: its device mesh has ranks outside the process group of this call; needed a group that holds them")
+        order = _cut_order(fqn, placements, sizes, tensor.dim())
+        strides = _strides(members, sizes, {i for i, _, _ in order})
+        literal = strides is None
+        steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))] if strides is None else strides
+        cuts = tuple(Cut(dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order)
+        return Sharding(cuts, tuple(members) if literal and cuts else ())
+
+    def _global_shape(
+        self, fqn: str, local: tuple[int, ...], cuts: tuple[Cut, ...], declared: tuple[int, ...] | None
+    ) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
+        """The global shape of a part of shape `local`, and the cuts, padded ones marked."""
+        if declared is None:
+            return tuple(n * prod(c.size for c in cuts if c.dim == d) for d, n in enumerate(local)), cuts
+        if len(declared) != len(local):
+            raise LayoutError(f"{fqn}: Layout shapes say {declared}, this rank's part has shape {local}; needed as many dims")
+        marked = []
+        for cut in cuts:
+            longest, own = -(-declared[cut.dim] // cut.size), local[cut.dim]
+            alone = sum(c.dim == cut.dim for c in cuts) == 1 and cut.sections == 1
+            padded = alone and own > longest and own * cut.size >= declared[cut.dim]
+            marked.append(Cut(cut.dim, cut.size, cut.stride, cut.sections, own if padded else 0, cut.name))
+        return declared, tuple(marked)
+
+
+def _cut_order(fqn: str, placements: Sequence[object], sizes: Sequence[int], ndim: int) -> list[tuple[int, int, int]]:
+    """(mesh dim, tensor dim, sections) in the order in which the cuts were made.
+
+    Plain `Shard`s cut in mesh order. `_StridedShard`s come after, right to left: one whose split factor is the number of shards to
+    its right is FSDP's ordinary chunk of what the right ones left; any other interleaves that many sections. Source:
+    `_StridedShard._split_tensor` and `FSDPParam._init_sharded_param` of torch 2.13.
+    """
+    plain, strided = [], []
+    for i in range(len(placements)):
+        placement = placements[i]
+        if isinstance(placement, _StridedShard):
+            dim = placement.dim % ndim
+            right = prod(size for size, other in zip(sizes[i + 1 :], placements[i + 1 :], strict=True) if _shards(other, dim, ndim))
+            sections = 1 if placement.split_factor == right else int(placement.split_factor)
+            strided.append((i, dim, sections))
+        elif isinstance(placement, Shard):
+            plain.append((i, placement.dim % ndim, 1))
+        elif getattr(placement, "is_partial", lambda: False)():
+            raise LayoutError(f"{fqn}: placement {placement} on mesh dim {i}; needed Shard or Replicate; redistribute it before saving")
+        elif not getattr(placement, "is_replicate", lambda: False)():
+            raise LayoutError(f"{fqn}: unknown placement {placement} on mesh dim {i}; needed Shard or Replicate")
+    return [cut for cut in (*plain, *reversed(strided)) if sizes[cut[0]] > 1]
+
+
+def _shards(placement: object, dim: int, ndim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % ndim == dim
+
+
+def _strides(members: Sequence[int], sizes: Sequence[int], cut_dims: set[int]) -> list[int] | None:
+    """Strides by which `rank // stride % size` is the mesh coordinate on the cut dims, or None where no such numbers exist."""
+    steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))]  # row-major positions in `members`
+    strides = [max(members[step] - members[0], 1) if size > 1 else 1 for step, size in zip(steps, sizes, strict=True)]
+    for position, rank in enumerate(members):
+        for i in cut_dims:
+            if rank // strides[i] % sizes[i] != position // steps[i] % sizes[i]:
+                return None
+    return strides
+
+
+def _nested(fqn: str, outer: tuple[Cut, ...], inner: Sharding) -> Sharding:
+    if outer and inner.ranks:
+        raise LayoutError(
+            f"{fqn}: a Layout rule over a DTensor whose mesh is not a regular slice of the ranks; needed a mesh made by init_device_mesh"
+        )
+    return Sharding(outer + inner.cuts, inner.ranks)
+
+
+def _check_apart(fqn: str, pattern: str, layout: Layout, tensor: DTensor) -> None:
+    taken = set(tensor.device_mesh.mesh_dim_names or ())
+    both = [name for name in layout.rules[pattern] if name in taken]
+    if both:
+        raise LayoutError(
+            f"{fqn}: Layout rule {pattern!r} names mesh dim(s) {', '.join(both)}, which the DTensor's own mesh has; "
+            "needed only dims that it lacks"
+        )
+
+
+def _refuse_unreal(fqn: str, local: torch.Tensor) -> None:
+    if local.device.type == "meta":
+        raise LayoutError(f"{fqn}: is on the meta device and has no bytes; call `to_empty(device=...)` first")
+    if local.layout is not torch.strided or local.is_quantized:
+        raise LayoutError(f"{fqn}: is a {local.layout if not local.is_quantized else 'quantized'} tensor; needed a dense one")
+    if type(local) is not torch.Tensor:
+        raise LayoutError(f"{fqn}: is a {type(local).__name__}; needed a torch.Tensor, a Parameter or a DTensor of one")
+
+
+def _checked_local(fqn: str, local: torch.Tensor, derived: tuple[int, ...], *, padded: bool) -> torch.Tensor:
+    """The part without padding. LayoutError where the rule gives this rank another shape than it has."""
+    if tuple(local.shape) == derived:
+        return local
+    if local.numel() == 0 and 0 in derived:
+        return local.reshape(derived) if prod(derived) == 0 else local
+    if padded and len(derived) == local.dim() and all(n <= m for n, m in zip(derived, local.shape, strict=True)):
+        return local[tuple(slice(n) for n in derived)]
+    raise LayoutError(
+        f"{fqn}: this rank's part has shape {tuple(local.shape)}, its placements give {derived}; needed equal; "
+        "uneven or padded plain parts need Layout shapes={...}"
+    )
+
+
+def mesh_for_people(placer: Placer) -> Mapping[str, object]:
+    """What the manifest records of the meshes at save. Nothing reads it back."""
+    found: dict[str, object] = {"world_size": len(placer.ranks)}
+    if placer.layout is not None:
+        found["layout"] = dict(placer.layout.mesh)
+    if placer.meshes:
+        found["device_meshes"] = {names: list(sizes) for names, sizes in sorted(placer.meshes.items())}
+    return found

@@ -1,0 +1,149 @@
+"""Host buffers that ranks of one machine share: each rank owns a window of two tiles, and its parties fill or empty them.
+
+The memory is a memfd, found through /proc: `/dev/shm` has 64 MB in containers. A window starts with counters. Each has one writer and
+only rises during one serving, so no locks are needed: data is written before its counter, and the interpreter's own lock orders them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from unified_ckpt.errors import RankError, StorageError
+
+SLOTS = 2
+_PAGE = 4096
+_SERVING, _PROGRESS, _FAILED, _CELLS = range(4)  # counters: which exchange, tiles moved, gave up; then one per rank
+
+
+class Window:
+    """One rank's shared buffer: `world` counters and two tiles of `tile_nbytes`. `token` lets the others open it."""
+
+    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, token: str) -> None:
+        self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
+        self._memory = memory
+        self._counters = np.frombuffer(memory, dtype=np.int64, count=_CELLS + world)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [header + 2 tiles]
+        self._first = _header_nbytes(world)
+
+    def tile(self, number: int) -> torch.Tensor:
+        """The memory of tile `number`, uint8 [tile_nbytes]."""
+        start = self._first + number % SLOTS * self.tile_nbytes
+        return self.bytes[start : start + self.tile_nbytes]
+
+    def serve(self, exchange: int) -> None:
+        """Opens the window for exchange number `exchange`, all counters at zero."""
+        self._counters[_PROGRESS] = 0
+        self._counters[_CELLS:] = 0
+        self._counters[_SERVING] = exchange
+
+    def serving(self) -> int:
+        return int(self._counters[_SERVING])
+
+    def progress(self) -> int:
+        return int(self._counters[_PROGRESS])
+
+    def advance(self, tiles: int) -> None:
+        """Owner only: this many tiles are moved."""
+        self._counters[_PROGRESS] = tiles
+
+    def done(self, rank: int) -> int:
+        return int(self._counters[_CELLS + rank])
+
+    def mark(self, rank: int, tiles: int) -> None:
+        """Party `rank` only: it is through with all its tiles below this number."""
+        self._counters[_CELLS + rank] = tiles
+
+    def fail(self) -> None:
+        self._counters[_FAILED] = 1
+
+    def failed(self) -> bool:
+        return bool(self._counters[_FAILED])
+
+    def close(self) -> None:
+        """Gives the memory back once no view of it is left."""
+        del self._counters, self.bytes
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # a view is still held by a caller; the memory goes with it
+
+
+def _header_nbytes(world: int) -> int:
+    return -(-(_CELLS + world) * 8 // _PAGE) * _PAGE
+
+
+def create_window(*, world: int, tile_nbytes: int) -> tuple[Window, int]:
+    """A new window of this process and its file descriptor, which must stay open as long as others may open it."""
+    fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
+    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+    os.ftruncate(fd, nbytes)
+    memory = mmap.mmap(fd, nbytes)
+    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=f"{os.getpid()}:{fd}"), fd
+
+
+def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
+    """Another rank's window. StorageError where its memory cannot be reached: then the ranks are not on one machine."""
+    pid, fd = token.split(":")
+    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+    try:
+        found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"cannot open the shared memory of process {pid}: {error.strerror}; needed ranks that share memory") from error
+    try:
+        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, token=token)
+    finally:
+        os.close(found)
+
+
+class Wait:
+    """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died."""
+
+    def __init__(self, *, timeout_seconds: float, windows: dict[int, Window]) -> None:
+        self._timeout, self._windows = timeout_seconds, windows
+
+    def until_done(self, window: Window, ranks: Sequence[int], tiles: int) -> None:
+        """Until all these parties are through with `tiles` tiles of the window."""
+        for rank in ranks:
+            for _ in self._pauses(rank, f"its part of tile {tiles - 1}"):
+                if window.done(rank) >= tiles:
+                    break
+
+    def until_progress(self, rank: int, *, exchange: int, tiles: int) -> None:
+        """Until the rank serves this exchange and has moved this many tiles."""
+        window = self._windows[rank]
+        for _ in self._pauses(rank, f"tile {tiles - 1} of exchange {exchange}"):
+            if window.serving() > exchange or (window.serving() == exchange and window.progress() >= tiles):
+                break
+
+    def _pauses(self, rank: int, what: str) -> Iterator[None]:
+        started, pause = time.monotonic(), 0.0
+        pid = int(self._windows[rank].token.split(":")[0])
+        while True:
+            yield
+            if self._windows[rank].failed():
+                raise RankError(f"rank {rank} gave up in the middle of the exchange")
+            time.sleep(pause)
+            pause = min(pause + 20e-6, 1e-3)
+            waited = time.monotonic() - started
+            if waited > 1 and not os.path.exists(f"/proc/{pid}"):
+                raise RankError(f"rank {rank} (process {pid}) is gone; waited for {what}")
+            if waited > self._timeout:
+                raise RankError(f"rank {rank} did not come to {what} within {self._timeout:g} s")
+
+
+@contextmanager
+def giving_up(window: Window | None) -> Iterator[None]:
+    """Tells the waiting ranks when the block fails, so that they fail at once and not after their time-out."""
+    try:
+        yield
+    except BaseException:
+        if window is not None:
+            window.fail()
+        raise

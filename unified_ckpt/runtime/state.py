@@ -1,0 +1,136 @@
+"""A rank's whole state as parts: modules, optimizers, masters and further parts, placed and named. Aliases memory, moves no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.tables import Row
+from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
+from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, flatten_optimizer
+from unified_ckpt.runtime.placements import Placed, Placer
+from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part, dtype_name
+
+MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
+Masters = Optimizers | None
+
+
+@dataclass(slots=True)
+class State:
+    """`parts`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}. `asked`: the parts that were given."""
+
+    parts: list[Part] = field(default_factory=list)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    model: FlatModel = field(default_factory=FlatModel)
+    optimizer: FlatOptimizer = field(default_factory=FlatOptimizer)
+    asked: set[str] = field(default_factory=set)
+
+
+def flatten_state(
+    placer: Placer,
+    *,
+    model: Model | None,
+    optimizer: Optimizers | None,
+    master_weights: Masters,
+    further: Mapping[str, Model] | None,
+    model_dtype: str | None,
+) -> State:
+    """Places every tensor. LayoutError or MismatchError, naming the tensor, for what cannot be described."""
+    state = State()
+    state.model = flatten_model(model)
+    placed = _place_all(placer, state.model.tensors)
+    state.optimizer = flatten_optimizer(optimizer, state.model.names())
+    if model is not None:
+        state.asked.add(MODEL)
+        state.aliases[MODEL] = state.model.aliases
+        state.parts += [_part(MODEL, fqn, at, _stored_dtype(at.local, model_dtype)) for fqn, at in placed.items()]
+    masters = _masters(placer, state, placed, master_weights, model_dtype)
+    if masters:
+        state.asked.add(MASTER)
+        state.parts += [_part(MASTER, fqn, at, None) for fqn, at in masters.items()]
+        state.aliases[MASTER] = {a: b for a, b in state.model.aliases.items() if b in masters}
+    if optimizer is not None:
+        state.asked.add(OPTIMIZER)
+        for key, tensor in state.optimizer.tensors.items():
+            at = _follow(placer, key, tensor, placed.get(key.rpartition("/")[0]))
+            if at is not None:
+                state.parts.append(_part(OPTIMIZER, key, at, None))
+    for name, one in (further or {}).items():
+        if name in (MODEL, MASTER, OPTIMIZER):
+            raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
+        flat = flatten_model(one)
+        state.asked.add(name)
+        state.aliases[name] = flat.aliases
+        state.parts += [_part(name, fqn, at, None) for fqn, at in _place_all(placer, flat.tensors).items()]
+    return state
+
+
+def place_targets(placer: Placer, part: str, tensors: Mapping[str, torch.Tensor], model: FlatModel) -> list[Part]:
+    """Parts for tensors that follow the model's parameters, as optimizer state and masters do."""
+    found = []
+    for key, tensor in tensors.items():
+        fqn = key.rpartition("/")[0] if part == OPTIMIZER else key
+        leader = placer.place(fqn, model.tensors[fqn]) if fqn in model.tensors else None
+        at = _follow(placer, key, tensor, leader)
+        if at is not None:
+            found.append(_part(part, key, at, None))
+    return found
+
+
+def _masters(
+    placer: Placer, state: State, placed: Mapping[str, Placed], master_weights: Masters, model_dtype: str | None
+) -> dict[str, Placed]:
+    given: Mapping[str, Any]
+    if master_weights is None:
+        if model_dtype is None:
+            return {}
+        return {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
+    if isinstance(master_weights, Mapping):
+        given = master_weights
+    else:
+        given = flatten_optimizer(master_weights, state.model.names()).masters
+        if not given:
+            raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
+    found = {}
+    for fqn, tensor in given.items():
+        at = _follow(placer, fqn, tensor, placed.get(fqn))
+        if at is not None:
+            found[fqn] = at
+    return found
+
+
+def _place_all(placer: Placer, tensors: Mapping[str, torch.Tensor]) -> dict[str, Placed]:
+    placed = ((fqn, placer.place(fqn, tensor)) for fqn, tensor in tensors.items())
+    return {fqn: at for fqn, at in placed if at is not None}
+
+
+def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | None) -> Placed | None:
+    """Where a tensor that belongs to a parameter sits. A plain one of a sharded parameter takes its rule when it has its shape."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or leader is None or not leader.sharding.cuts:
+        return placer.place(key, tensor) if leader is None or not plain else Placer(placer.rank, placer.ranks, None).place(key, tensor)
+    if tensor.shape == leader.local.shape and (tensor.numel() != 1 or tensor.dim() == leader.local.dim() > 0):
+        return Placed(leader.shape, leader.sharding, tensor.detach())
+    if tensor.numel() == 1:
+        return Placer(placer.rank, placer.ranks, None).place(key, tensor)
+    raise LayoutError(
+        f"{key}: plain state of shape {tuple(tensor.shape)} of a sharded parameter whose part here is {tuple(leader.local.shape)}; "
+        "needed that shape, one element, or a DTensor"
+    )
+
+
+def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
+    """The dtype that the model is stored in where it is not the tensor's own."""
+    if model_dtype is None or not local.is_floating_point() or local.dtype == getattr(torch, model_dtype):
+        return None
+    return next(name for name, dtype in TORCH_DTYPES.items() if dtype == getattr(torch, model_dtype))
+
+
+def _part(part: str, fqn: str, at: Placed, dtype: str | None) -> Part:
+    spec = TensorSpec(dtype or dtype_name(at.local.dtype, fqn=f"{part}:{fqn}"), at.shape)
+    return Part(Row(part, fqn, spec, at.sharding), at.local)

@@ -1,0 +1,268 @@
+"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches files, and the only fsspec import.
+
+Names are relative to a root folder, with `/` between folder and file. Local folders are written and read; fsspec URLs are read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from unified_ckpt.errors import NotFoundError, StorageError
+
+Buffer = memoryview
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+_Result = TypeVar("_Result")
+
+
+class Reader(Protocol):
+    """What a source needs of a storage."""
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Fills `into` with the file's bytes from `start`. StorageError when the file ends before."""
+
+    def read(self, name: str) -> bytes:
+        """A whole small file. NotFoundError when there is none."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None when there is none."""
+
+    def names(self) -> list[str]:
+        """Entries of the root folder, sorted."""
+
+    def close(self) -> None: ...
+
+
+class LocalStorage:
+    """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
+        self._writing: dict[str, int] = {}
+        self._reading: dict[str, int] = {}
+
+    def __enter__(self) -> LocalStorage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, name) if name else self.root
+
+    # reading
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        with self._lock:
+            if name not in self._reading:
+                self._reading[name] = self._call("open", name, lambda: os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC))
+            fd = self._reading[name]
+        done = 0
+        while done < len(into):
+            count = self._call("read", name, functools.partial(os.preadv, fd, [into[done:]], start + done))
+            if count == 0:
+                raise StorageError(f"{self.path(name)}: ends at byte {start + done}; needed bytes [{start}, {start + len(into)})")
+            done += count
+
+    def read(self, name: str) -> bytes:
+        def whole() -> bytes:
+            with open(self.path(name), "rb") as file:
+                return file.read()
+
+        return self._call("read", name, whole)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.path(name)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self) -> list[str]:
+        return sorted(self._call("list", "", lambda: os.listdir(self.root)))
+
+    def entries(self, name: str) -> list[str]:
+        """Entries of a folder, sorted."""
+        return sorted(self._call("list", name, lambda: os.listdir(self.path(name))))
+
+    def kind(self, name: str) -> str | None:
+        """What has this name: "folder", "file", "link" or None."""
+        path = self.path(name)
+        if os.path.islink(path):
+            return "link"
+        if os.path.isdir(path):
+            return "folder"
+        return "file" if os.path.lexists(path) else None
+
+    # writing
+
+    def make_folder(self, name: str) -> None:
+        self._call("make folder", name, lambda: os.mkdir(self.path(name)))
+
+    def resize(self, name: str, nbytes: int) -> None:
+        """Sets the file's length, creating it where needed. Never allocates: other ranks may have written to it already."""
+        self._call("resize", name, lambda: os.ftruncate(self._open_for_writing(name), nbytes))
+
+    def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
+        """Writes the buffers one after the other from byte `start`, creating the file where needed."""
+        fd = self._open_for_writing(name)
+        left = [b for b in buffers if len(b)]
+        while left:
+            count = self._call(f"write at byte {start} of", name, functools.partial(os.pwritev, fd, left[:1000], start))
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def start_flush(self, name: str, start: int, nbytes: int) -> None:
+        """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a hint."""
+        flush = _libc_function("sync_file_range")
+        if flush is not None and name in self._writing:
+            flush(self._writing[name], ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
+
+    def sync(self, name: str) -> None:
+        """Returns once the file's bytes are on the disk, and closes it."""
+        fd = self._open_for_writing(name)
+        self._call("fsync", name, lambda: os.fsync(fd))
+        os.close(self._writing.pop(name))
+
+    def sync_tree(self, name: str) -> None:
+        """`sync` for a file, or for everything in a folder."""
+        if self.kind(name) == "folder":
+            for entry in self.entries(name):
+                self.sync_tree(f"{name}/{entry}")
+            self.sync_folder(name)
+        elif self.kind(name) == "file":
+            self.sync(name)
+
+    def sync_folder(self, name: str) -> None:
+        """Returns once the folder's entries are on the disk."""
+
+        def sync() -> None:
+            fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        self._call("fsync folder", name, sync)
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a folder another name in one step. StorageError where the new name is taken."""
+        if os.path.lexists(self.path(new)):
+            raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
+        self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
+
+    def exchange(self, old: str, new: str) -> bool:
+        """Swaps two names in one step; False where the system cannot."""
+        swap = _libc_function("renameat2")
+        if swap is None:
+            return False
+        if swap(_AT_FDCWD, os.fsencode(self.path(old)), _AT_FDCWD, os.fsencode(self.path(new)), _RENAME_EXCHANGE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise StorageError(f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(number)}")
+
+    def remove_file(self, name: str) -> None:
+        self._call("remove", name, lambda: os.unlink(self.path(name)))
+
+    def remove_folder(self, name: str) -> None:
+        self._call("remove", name, lambda: shutil.rmtree(self.path(name)))
+
+    def free_nbytes(self) -> int:
+        """Bytes that an ordinary user may still write here."""
+        stats = self._call("statvfs", "", lambda: os.statvfs(self.root))
+        return stats.f_bavail * stats.f_frsize
+
+    def close(self) -> None:
+        for fd in (*self._writing.values(), *self._reading.values()):
+            os.close(fd)
+        self._writing, self._reading = {}, {}
+
+    def _open_for_writing(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._lock:
+            if name not in self._writing:
+                self._writing[name] = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
+            return self._writing[name]
+
+    def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{self.path(name)}: {what}: no such file or folder") from error
+        except OSError as error:
+            raise StorageError(f"{self.path(name)}: {what} failed: {error.strerror or error}") from error
+
+
+class RemoteStorage:
+    """A folder behind an fsspec URL, for reading."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec  # opened lazily: a local job never pays for it
+
+        self.root = url.rstrip("/")
+        self._files, self._prefix = fsspec.core.url_to_fs(self.root)
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        found = self._call("read", name, lambda: self._files.cat_file(self._path(name), start=start, end=start + len(into)))
+        if len(found) != len(into):
+            raise StorageError(f"{self.root}/{name}: got {len(found)} bytes from byte {start}; needed {len(into)}")
+        into[:] = found
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._call("read", name, lambda: self._files.cat_file(self._path(name))))
+
+    def size(self, name: str) -> int | None:
+        try:
+            return int(self._files.info(self._path(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def names(self) -> list[str]:
+        entries = self._call("list", "", lambda: self._files.ls(self._prefix, detail=False))
+        return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._prefix.rstrip('/')}/{name}" if name else self._prefix
+
+    def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"{self.root}/{name}: {what}: no such file") from error
+        except OSError as error:
+            raise StorageError(f"{self.root}/{name}: {what} failed: {error}") from error
+
+
+def is_url(path: str) -> bool:
+    """Whether a path names an fsspec file system other than the local one."""
+    return "://" in path and not path.startswith("file://")
+
+
+def reader(path: str) -> LocalStorage | RemoteStorage:
+    """The storage whose root is this folder."""
+    return RemoteStorage(path) if is_url(path) else LocalStorage(path.removeprefix("file://"))
+
+
+@functools.cache
+def _libc_function(name: str) -> Callable[..., int] | None:
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    return function

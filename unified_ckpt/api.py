@@ -25,7 +25,7 @@ from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people
-from unified_ckpt.runtime.state import MASTER, OPTIMIZER, flatten_state, place_targets
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
 from unified_ckpt.runtime.storage import LocalStorage, is_url, reader
 from unified_ckpt.runtime.windows import Windows
 
@@ -53,6 +53,8 @@ class Checkpointer:
     def close(self) -> None:
         """Gives back the shared buffers and forgets the plan. The next call makes them anew."""
         self._kept.windows.close()
+        if self._comm is not None:
+            self._comm.leave()
         self._kept, self._comm = Kept(Windows()), None
 
     def save(
@@ -195,7 +197,8 @@ def _load_request(
         of = objects or as_list(master_weights)
         names = state.model.names()
         saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
-        target = prepare_optimizer(of, names, saved, wanted=bool(objects))
+        shapes = {part.row.fqn: part.row.spec.shape for part in state.parts if part.row.part == MODEL}
+        target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
         if objects:
             state.asked.add(OPTIMIZER)
             state.parts += place_targets(placer, OPTIMIZER, target.tensors, state.model)

@@ -502,6 +502,23 @@ def train_step(built: Built, step: int) -> float:
     return float(pair[0] / pair[1])
 
 
+def settle(built: Built) -> None:
+    """Make the replicas over `tp` equal again.
+
+    Uneven TP shards give the TP ranks FSDP buffers of unequal length, so gloo's ring over 4 ranks adds up the gradients of what they
+    replicate in unequal order: true drift, in the last bit, which `check_replicas` finds and refuses.
+    """
+    if "tp" not in ROWS[built.row]:
+        return
+    group = built.mesh.get_group("tp")
+    with torch.no_grad():
+        for _, parameter, optimizer in built.parameters():
+            if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+                continue
+            for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
+                dist.broadcast(local(tensor), group_src=0, group=group)
+
+
 def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
     """Forward and backward through all chunks, with the neighbours' sends where the model is a pipeline."""
     mine, _ = built.coordinate("pp", "vpp")

@@ -24,6 +24,7 @@ from layouts import (
     formula_step,
     scramble,
     set_everything,
+    settle,
     train_step,
     world_of,
 )
@@ -61,6 +62,7 @@ def save_trained(root: Path, row: str, rank: int) -> list[str]:
     built = build(row, tied=False, fill=formula)
     built.where = build_with_oracle(row, tied=False).where
     before = [train_step(built, step) for step in range(BEFORE)]
+    settle(built)
     path = root / "trained" / row
     save(path, built, rank, BEFORE)
     wrong = compare(built, read_merged(path).get)

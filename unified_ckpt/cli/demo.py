@@ -9,7 +9,6 @@ import ast
 import importlib.util
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -170,40 +169,51 @@ def workplace(folder: str | None, *, keep: bool) -> Iterator[Path]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def unfinished(root: Path) -> list[Path]:
-    return [root / name for name in os.listdir(root) if name.startswith(".unified-")]
+def unfinished(root: Path) -> set[Path]:
+    """The folders under construction, or left so."""
+    return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
+
+
+def under_way(root: Path, older: set[Path]) -> Path | None:
+    """A folder that is being saved now and has tensor files already."""
+    for folder in unfinished(root) - older:
+        with suppress(FileNotFoundError):
+            if any(name.endswith(".safetensors") for name in os.listdir(folder)):
+                return folder
+    return None
 
 
 def last_good(story: Story) -> Path:
     """The newest folder that verifies, byte for byte."""
-    import unified_ckpt as uc
+    from unified_ckpt import verify
 
     for folder in sorted(story.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
         begun = time.perf_counter()
-        uc.verify(folder, deep=True)
-        story.say(f"      {folder.name} verified, every digest of it, in {time.perf_counter() - begun:.3f} s")
-        return folder
+        checked = verify(folder, deep=True)
+        if checked.ok:
+            seconds = time.perf_counter() - begun
+            story.say(f"      {folder.name}: every digest of {checked.tensors} tensors verified in {seconds * 1e3:.1f} ms")
+            return folder
+        story.say(f"      {folder.name} is not whole: {checked.problems[0]}")
     raise DemoError("no checkpoint was left")
 
 
 def train_until_killed(story: Story, resume: Path | None) -> bool:
     """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that save was cut off."""
     layout = "4 ranks, FSDP2 dp2 x tp2"
-    older = set(unfinished(story.root))
+    older = unfinished(story.root)
     run = story.start(f"four-{len(story.running)}", dp=2, tp=2, until=KILL_AFTER + SAVE_EVERY, save_every=SAVE_EVERY, resume=resume)
     for entry in story.follow(run, layout):
         if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (entry["event"] == "step"):
             break
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := set(unfinished(story.root)) - older):
+    while (folder := under_way(story.root, older)) is None:
         if time.monotonic() > deadline or run.process.poll() is not None:
             raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
         time.sleep(0.0002)
-    time.sleep(random.uniform(0.0, 0.01))  # somewhere in the save
     ranks = run.kill()
     for _ in story.follow(run, layout, killed=True):
         pass
-    folder = found.pop()
     cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
     if cut_off.exists():
         story.say(f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before")
@@ -246,6 +256,8 @@ def tell(story: Story) -> dict[str, Any]:
     story.say(f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte.")
     story.say(f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference.")
     story.say(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
+    warm = threading.Thread(target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"), daemon=True)
+    warm.start()  # for the end of the story; importing it takes seconds
     story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
     story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
     resume: Path | None = None
@@ -258,11 +270,8 @@ def tell(story: Story) -> dict[str, Any]:
         pass
     good = last_good(story)
     story.say(f"      resuming from {good.name} with 1 process, without a process group")
-    warm = threading.Thread(target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"))
     one = story.start("one", dp=1, tp=1, until=RESUMED_1, save_every=SAVE_EVERY, resume=good)
-    warm.start()  # importing transformers takes seconds; the other core is idle
     entries = list(story.follow(one, "1 process"))
-    warm.join()
     good = last_good(story)
     probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
     text, loss = generate(story, good)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
-from unified_ckpt.core.lines import SMALL_NBYTES, Manner, Segment, manner, part_nbytes, segments
+from unified_ckpt.core.lines import SMALL_NBYTES, Manner, Segment, manner, own_runs, part_nbytes, segments
 from unified_ckpt.core.sharding import Sharding, TensorSpec
 from unified_ckpt.core.tables import Row
 
@@ -41,14 +41,17 @@ class Division:
     """The shares of one group of ranks over the rows that they hold. `loads`: bytes that each rank moves, headers included."""
 
     rows: Sequence[Row]
+    manners: Mapping[int, Manner]
     classes: Mapping[Class, Sequence[int]]
     shares: Mapping[tuple[Class, Coordinates], _Shares]
     loads: Mapping[int, int]
 
-    def moved_by(self, rank: int) -> Iterator[Moved]:
+    def moved_by(self, rank: int, *, exchanged_only: bool) -> Iterator[Moved]:
         """What the rank moves, in the order of classes and rows. The same on whichever rank it is asked."""
         for kind, numbers in self.classes.items():
-            outer = kind[0]
+            outer, exchanged = kind
+            if exchanged_only and not exchanged:
+                continue
             position = outer.position(rank)
             if position is None:
                 continue
@@ -68,7 +71,7 @@ class Division:
         self, number: int, coordinates: Coordinates, start: int, stop: int, unit: int, participants: tuple[int, ...]
     ) -> Iterator[Moved]:
         """[start, stop) of the row's segments laid end to end, each border moved to the nearest line."""
-        spec, how = self.rows[number].spec, manner(self.rows[number].spec, self.rows[number].sharding)
+        spec, how = self.rows[number].spec, self.manners[number]
         step = how.line_nbytes * -(-unit // how.line_nbytes)
         seen = 0
         for segment in segments(spec, how.outer, coordinates):
@@ -80,16 +83,19 @@ class Division:
             seen += size
 
 
-def divide(rows: Sequence[Row], *, holders: Sequence[int], fixed: Mapping[int, int]) -> Division:
+def divide(rows: Sequence[Row], *, holders: Sequence[int], fixed: Mapping[int, int], sparse: Collection[int]) -> Division:
     """Shares the bytes of all rows of 64 KiB and more among the holders.
 
     `holders`: ascending. `fixed`: bytes that a rank moves whatever the shares are (headers, small tensors); the rest is levelled on
-    top of them, the classes with the fewest participants first, because the others can make up for them.
+    top of them, the classes with the fewest participants first, because the others can make up for them. `sparse`: rows, of any
+    size, of which ranks move their own runs only.
     """
     classes: dict[Class, list[int]] = {}
+    manners: dict[int, Manner] = {}
     for number, row in enumerate(rows):
-        if row.spec.nbytes >= SMALL_NBYTES:
-            how = manner(row.spec, row.sharding)
+        if row.spec.nbytes >= SMALL_NBYTES or number in sparse:
+            how = own_runs(row.spec, row.sharding) if number in sparse else manner(row.spec, row.sharding)
+            manners[number] = how
             classes.setdefault((how.outer, how.exchanged), []).append(number)
     taking_part = {kind: _participants(kind[0], holders) for kind in classes}
     order = sorted(classes, key=lambda kind: max((len(ranks) for ranks in taking_part[kind].values()), default=0))
@@ -102,7 +108,7 @@ def divide(rows: Sequence[Row], *, holders: Sequence[int], fixed: Mapping[int, i
             shares[kind, coordinates] = _Shares(tuple(ranks), tuple(accumulate(parts)))
             for rank, part in zip(ranks, parts, strict=True):
                 loads[rank] += part
-    return Division(rows, classes, shares, loads)
+    return Division(rows, manners, classes, shares, loads)
 
 
 def fill_levels(loads: Sequence[int], total: int) -> list[int]:
@@ -148,4 +154,22 @@ def _totals(specs: Mapping[TensorSpec, int], outer: Sharding, places: Mapping[Co
     if plain and all(spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()):
         one = next(iter(places), ())
         return dict.fromkeys(places, sum(part_nbytes(spec, outer, one) * n for spec, n in specs.items()))
-    return {c: sum(part_nbytes(spec, outer, c) * n for spec, n in specs.items()) for c in places}
+    totals = dict.fromkeys(places, 0)
+    for spec, count in specs.items():
+        rest = spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
+        held: list[tuple[tuple[int, ...], dict[Coordinates, int]]]  # per dim: its cuts, and elements at their coordinates
+        held = [(_places_of(outer, dim), {}) for dim in sizes]
+        for coordinates in places:
+            nbytes = rest * count
+            for (dim, _), (cuts, lengths) in zip(sizes.items(), held, strict=True):
+                at = tuple(coordinates[i] for i in cuts)
+                if at not in lengths:
+                    lengths[at] = sum(b - a for a, b in outer.intervals(dim, spec.shape[dim], coordinates))
+                nbytes *= lengths[at]
+            totals[coordinates] += nbytes
+    return totals
+
+
+def _places_of(outer: Sharding, dim: int) -> tuple[int, ...]:
+    """Which of the cuts split the dim."""
+    return tuple(i for i, cut in enumerate(outer.cuts) if cut.dim == dim)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from unified_ckpt.core.division import Division, Moved
-from unified_ckpt.core.lines import manner
-from unified_ckpt.core.sharding import Sharding
+from unified_ckpt.core.sharding import Cut, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +76,15 @@ class Exchange:
     tile_nbytes: int
 
 
-def largest_line(exchange_rows: Division) -> int:
+def largest_line(division: Division) -> int:
     """Bytes of the longest line that may have to fit a tile."""
-    rows = exchange_rows.rows
-    return max((manner(r.spec, r.sharding).line_nbytes for r in rows), default=0)
+    return max((how.line_nbytes for how in division.manners.values()), default=0)
 
 
 def moves(exchange: Exchange, rank: int) -> Moves:
     """What the rank does. Equal inputs give equal tiles on every rank."""
-    extents = []
-    for moved in exchange.division.moved_by(rank):
-        if _parties(exchange, moved, rank) == (rank,):
-            extents.append(Extent(moved.row, moved.segment.start, moved.segment.stop, moved.segment.local))
+    alone = (moved for moved in exchange.division.moved_by(rank, exchanged_only=False) if _alone(exchange, moved, rank))
+    extents = [Extent(moved.row, moved.segment.start, moved.segment.stop, moved.segment.local) for moved in alone]
     mine = tuple(tiles(exchange, rank))
     shared = [tile for tile in mine if rank in tile.parties]
     for mover in sorted(_partners(exchange, rank) - {rank}):
@@ -125,35 +121,52 @@ def _small_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
         spec, sharding = exchange.division.rows[row].spec, exchange.division.rows[row].sharding
         size = spec.nbytes
         if owner == mover and size:
-            yield Piece(row, 0, size, 0, 0, 1, 0, _copy(sharding, Sharding(), exchange.holders, mover, exchange.every))
+            yield Piece(row, 0, size, 0, 0, 1, 0, _holding(sharding, exchange.holders, mover, exchange.every))
 
 
 def _large_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
-    for moved in exchange.division.moved_by(mover):
-        parties = _parties(exchange, moved, mover)
-        if parties != (mover,):
+    for moved in exchange.division.moved_by(mover, exchanged_only=not exchange.every):
+        if not _alone(exchange, moved, mover):
+            parties = _parties(exchange, moved, mover)
             start, stop, line = moved.segment.start, moved.segment.stop, moved.manner.line_nbytes
             lines, first = (stop - start) // line, moved.segment.local // line
             yield Piece(moved.row, start, stop, 0, moved.manner.split, lines, first, parties)
 
 
+def _alone(exchange: Exchange, moved: Moved, mover: int) -> bool:
+    """Whether the bytes lie in the mover's part as they lie in the file, and concern nobody else. Of whole lines it may hold a piece."""
+    return not moved.manner.exchanged and _parties(exchange, moved, mover) == (mover,)
+
+
 def _parties(exchange: Exchange, moved: Moved, mover: int) -> tuple[int, ...]:
     if exchange.every:
         return moved.participants
-    return _copy(exchange.division.rows[moved.row].sharding, moved.manner.outer, moved.participants, mover, False)
+    return _copy(exchange.division.rows[moved.row].sharding, moved.manner.outer, mover)
 
 
-@lru_cache(maxsize=65536)
-def _copy(sharding: Sharding, outer: Sharding, ranks: tuple[int, ...], mover: int, every: bool) -> tuple[int, ...]:
-    """The ranks among `ranks`, at the mover's coordinates of `outer`, that hold one copy with the mover; with `every`, all copies."""
-    if every:
-        return tuple(r for r in ranks if sharding.position(r) is not None)
+def _copy(sharding: Sharding, outer: Sharding, mover: int) -> tuple[int, ...]:
+    """The ranks that hold, with the mover, one copy of what lies at its coordinates of `outer`; a save has found copies whole."""
     at = sharding.position(mover)
     if at is None:
         raise AssertionError(f"rank {mover} moves a tensor that it has no part of")
-    origin, coordinates = sharding.origin(at), outer.coordinates(at)
-    positions = ((rank, sharding.position(rank)) for rank in ranks)
-    return tuple(r for r, p in positions if p is not None and sharding.origin(p) == origin and outer.coordinates(p) == coordinates)
+    free = tuple(cut for cut in sharding.cuts if cut not in outer.cuts)
+    return _ranks_along(sharding, free, at - sum(at // cut.stride % cut.size * cut.stride for cut in free))
+
+
+@lru_cache(maxsize=65536)
+def _ranks_along(sharding: Sharding, cuts: tuple[Cut, ...], first: int) -> tuple[int, ...]:
+    """The ranks at every combination of coordinates of the cuts, from position `first` on."""
+    positions = [first]
+    for cut in cuts:
+        positions = [position + i * cut.stride for position in positions for i in range(cut.size)]
+    return tuple(sorted(sharding.rank_at(position) for position in positions))
+
+
+def _holding(sharding: Sharding, holders: tuple[int, ...], mover: int, every: bool) -> tuple[int, ...]:
+    """The parties of a small tensor."""
+    if every:
+        return tuple(rank for rank in holders if sharding.position(rank) is not None)
+    return _copy(sharding, Sharding(), mover)
 
 
 def _partners(exchange: Exchange, rank: int) -> set[int]:
@@ -163,17 +176,17 @@ def _partners(exchange: Exchange, rank: int) -> set[int]:
         if mover in found:
             continue
         sharding = exchange.division.rows[row].sharding
-        if rank in _copy(sharding, Sharding(), exchange.holders, mover, exchange.every):
+        if rank in _holding(sharding, exchange.holders, mover, exchange.every):
             found.add(mover)
     for kind, numbers in exchange.division.classes.items():
-        outer = kind[0]
+        outer, exchanged = kind
         position = outer.position(rank)
-        if position is None:
+        if position is None or not (exchanged or exchange.every):
             continue
         participants = exchange.division.shares[kind, outer.coordinates(position)].ranks
         if exchange.every:
             found.update(participants)
             continue
         for sharding in {exchange.division.rows[n].sharding for n in numbers}:
-            found.update(_copy(sharding, outer, participants, rank, False))
+            found.update(_copy(sharding, outer, rank))
     return found

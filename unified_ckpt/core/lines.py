@@ -60,6 +60,12 @@ def manner(spec: TensorSpec, sharding: Sharding) -> Manner:
 
 
 @lru_cache(maxsize=65536)
+def own_runs(spec: TensorSpec, sharding: Sharding) -> Manner:
+    """Every rank's own runs, however short: for tensors of which too little is wanted to move whole lines."""
+    return Manner(sharding, len(spec.shape), itemsize(spec.dtype), exchanged=False)
+
+
+@lru_cache(maxsize=65536)
 def segments(spec: TensorSpec, outer: Sharding, coordinates: tuple[int, ...]) -> tuple[Segment, ...]:
     """The segments in which ranks at these coordinates of the outer cuts take part, ascending and disjoint."""
     item = itemsize(spec.dtype)

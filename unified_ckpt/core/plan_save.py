@@ -6,7 +6,7 @@ a function of the group's rows, holders and files, and of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.division import divide
@@ -52,13 +52,20 @@ def plan_moves(
         fixed[file.writer] = fixed.get(file.writer, 0) + header_nbytes[position]
     for number, writer in small.items():
         fixed[writer] = fixed.get(writer, 0) + rows[number].spec.nbytes
-    return share(rows, holders=holders, fixed=fixed, small=small, every=False, rank=rank)
+    return share(rows, holders=holders, fixed=fixed, small=small, sparse=(), every=False, rank=rank)
 
 
 def share(
-    rows: Sequence[Row], *, holders: Sequence[int], fixed: Mapping[int, int], small: Mapping[int, int], every: bool, rank: int
+    rows: Sequence[Row],
+    *,
+    holders: Sequence[int],
+    fixed: Mapping[int, int],
+    small: Mapping[int, int],
+    sparse: Collection[int],
+    every: bool,
+    rank: int,
 ) -> tuple[Moves, int]:
-    """`rank`'s moves, and the bytes of a tile. `every`: see `Exchange`."""
-    division = divide(rows, holders=holders, fixed=fixed)
+    """`rank`'s moves, and the bytes of a tile. `every`, `small`: see `Exchange`; `sparse`: see `divide`."""
+    division = divide(rows, holders=holders, fixed=fixed, sparse=sparse)
     tile_nbytes = -(-max(TILE_NBYTES, largest_line(division)) // _ALIGN) * _ALIGN
     return moves(Exchange(division, tuple(holders), small, every, tile_nbytes), rank), tile_nbytes

@@ -1,4 +1,4 @@
-"""What ranks announce of their state, and which ranks hold a tensor together. Rules, never slice lists: nothing here is O(ranks x tensors)."""
+"""What ranks announce of their state, and which ranks hold a tensor together. Rules, never slice lists: never ranks x tensors."""
 
 from __future__ import annotations
 

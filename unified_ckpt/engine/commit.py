@@ -78,7 +78,7 @@ def see(storage: LocalStorage, construction: Construction) -> None:
         found = b""
     if found != construction.save_id.encode():
         raise StorageError(
-            f"{storage.path(construction.folder)}: this rank does not see the folder that rank 0 made; needed one folder shared by all ranks"
+            f"{storage.path(construction.folder)}: this rank does not see this folder, which rank 0 made; needed one folder shared by all"
         )
 
 

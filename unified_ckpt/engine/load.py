@@ -19,7 +19,7 @@ from unified_ckpt.core.tables import Row, group_tables, listed
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.prove import verify_read
-from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_alone, read_extents, read_tiles
+from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.source import Catalog, Said, Source
 from unified_ckpt.errors import IntegrityError, MismatchError
 from unified_ckpt.options import LoadOptions
@@ -177,8 +177,8 @@ def _read(
 ) -> list[Fetched]:
     opened = windows.ready(
         meeting,
-        tile_nbytes=max((group.reads.tile_nbytes for group in groups if group.reads.shared.mine), default=0),
-        partners={rank for group in groups for rank in group.reads.shared.partners(meeting.rank)},
+        tile_nbytes=max((group.reads.tile_nbytes for group in groups if group.reads.moves.mine), default=0),
+        partners={rank for group in groups for rank in group.reads.moves.partners(meeting.rank)},
     )
     wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
     fetched = []
@@ -188,7 +188,6 @@ def _read(
             number = meeting.number * _MAX_GROUPS + group.index + 1
             read_tiles(group, targets, catalog.storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
             read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, into=into)
-            read_alone(group, targets, catalog.storage, into=into)
             targets.settle()
             fetched.append(into)
     return fetched

@@ -47,7 +47,6 @@ def match_all(
     for target, options in wanted.items():
         row = target.row
         for part, name in options:
-            out.used.setdefault(row.part, set()).add(name)
             out.used.setdefault(part, set()).add(name)
         if not options:
             out.missing.append(f"{row.part}:{row.fqn}")
@@ -68,20 +67,11 @@ def match_all(
 
 
 def _candidates(row: Row, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Stored tensors that could feed the row, its own part first."""
-    found = []
-    for part in (row.part, _OTHER.get(row.part, row.part)):
-        name = _stored_name(row, part, source, aliases)
-        if name is not None and (part, name) not in found:
-            found.append((part, name))
-    return found
-
-
-def _stored_name(row: Row, part: str, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The name under which a part holds the row."""
+    """Stored tensors that could feed the row, its own part first, its own name first."""
     fqn, state = (row.fqn.rpartition("/")[0], "/" + row.fqn.rpartition("/")[2]) if row.part == OPTIMIZER else (row.fqn, "")
-    stored = source.names(part)
-    return next((name + state for name in names_of(fqn, row.part, part, source, aliases) if name + state in stored), None)
+    parts = dict.fromkeys((row.part, _OTHER.get(row.part, row.part)))
+    named = ((part, name + state) for part in parts for name in names_of(fqn, row.part, part, source, aliases))
+    return list(dict.fromkeys((part, name) for part, name in named if name in source.names(part)))
 
 
 def names_of(fqn: str, asked: str, part: str, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -116,7 +106,7 @@ def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliase
 
 def _choose(row: Row, options: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]) -> tuple[str, str]:
     """The one whose dtype is the target's; its own part where none is, or both are."""
-    return next((option for option in options if specs[option].dtype == row.spec.dtype), options[0])
+    return next((option for option in options if specs[option] == row.spec), options[0])
 
 
 def _stands_in(asked: str, part: str) -> bool:

@@ -97,10 +97,10 @@ def make_plan(
         check_rules(meeting, layout, matched)
         census = announce(meeting, rows)
         if census is not None:
-            pages = _pages(_checked_groups(census), census, max_file_bytes=max_file_bytes)
+            pages = list_pages(checked_groups(census), census, max_file_bytes=max_file_bytes)
             publish(meeting, census, [page.group for page in pages], [page.note for page in pages])
     members, speaks = memberships(meeting, rows)
-    groups = [_plan_group(member, rank=meeting.rank, max_file_bytes=max_file_bytes) for member in members]
+    groups = [plan_group(member, rank=meeting.rank, max_file_bytes=max_file_bytes) for member in members]
     led = {f.name: (f.nbytes, f"{digests.crc(f.head):016x}") for g in groups if g.lead == meeting.rank for f in g.files}
     if led:
         meeting.put(f"files/{meeting.rank}", json.dumps(led).encode())
@@ -108,7 +108,7 @@ def make_plan(
         return SavePlan(mark, groups, None, speaks)
     leads = {page.holders[0] for page in pages}
     records = {name: told for lead in leads for name, told in json.loads(meeting.get(f"files/{lead}")).items()}
-    return SavePlan(mark, groups, _write_book(pages, records, [ranks[0] for ranks in census.roll.values()]), speaks)
+    return SavePlan(mark, groups, write_book(pages, records, [ranks[0] for ranks in census.roll.values()]), speaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ class Page:
     note: dict[str, Any]
 
 
-def _pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) -> list[Page]:
+def list_pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) -> list[Page]:
+    """Numbers the files of all groups, and gives each group its place in the digest file."""
     counts: dict[str, int] = {}
     first = len(_digest_head(groups))
     pages = []
@@ -138,7 +139,8 @@ def _pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) -> l
     return pages
 
 
-def _checked_groups(census: Census) -> list[Group]:
+def checked_groups(census: Census) -> list[Group]:
+    """The holder groups of a census whose claims add up."""
     check_agreed(census.tables, census.roll)
     groups = group_tables(census.tables, census.roll)
     for group in groups:
@@ -155,7 +157,8 @@ def _digest_head(groups: Sequence[Group]) -> bytes:
     return header.encode_header(items)[0]
 
 
-def _plan_group(member: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
+def plan_group(member: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
+    """A member's plan: headers, and what it moves. Cost: its rows and holders."""
     plans = plan_files(member.rows, holders=member.holders, max_file_bytes=max_file_bytes)
     files = [_place(member, plan) for plan in plans]
     moves, tile_nbytes = plan_moves(
@@ -184,7 +187,8 @@ def _place(member: Membership, plan: FilePlan) -> PlannedFile:
     return PlannedFile(_file_name(plan.part, plan.number, member.note), plan.part, nbytes, head, plan.writer, starts)
 
 
-def _write_book(pages: Sequence[Page], records: Mapping[str, tuple[int, str]], speakers: Sequence[int]) -> Book:
+def write_book(pages: Sequence[Page], records: Mapping[str, tuple[int, str]], speakers: Sequence[int]) -> Book:
+    """What the index and the manifest need. `records`: file -> (bytes, CRC of the header)."""
     weight_maps: dict[str, dict[str, str]] = {}
     part_nbytes: dict[str, int] = {}
     of_part: dict[str, dict[str, FileRecord]] = {}

@@ -42,7 +42,7 @@ def verify_read(
             proved += _compare(group, number, whole, by_row, source, bad)
             loose.extend((number, piece) for piece in pieces if piece.block in set(partial))
         if how == "full":
-            for number, blocks in _blocks_alone(group).items():
+            for number, blocks in _blocks_of_runs(group).items():
                 location, nbytes = group.locations[number], group.rows[number].spec.nbytes
                 again = {block: read_block(catalog.storage, location, block, nbytes) for block in blocks}
                 proved += _compare(group, number, again, by_row, source, bad)
@@ -63,12 +63,14 @@ def verify_read(
     return proved
 
 
-def _blocks_alone(group: ReadGroup) -> dict[int, list[int]]:
-    """The blocks that this rank has read runs of, by row."""
+def _blocks_of_runs(group: ReadGroup) -> dict[int, list[int]]:
+    """The blocks of sparse tensors that this rank has read runs of, by row."""
     blocks: dict[int, set[int]] = {}
-    for extent in group.reads.alone:
-        span = range(extent.start // digests.BLOCK_NBYTES, -(-extent.stop // digests.BLOCK_NBYTES))
-        blocks.setdefault(extent.row, set()).update(span)
+    runs = [(extent.row, extent.start, extent.stop) for extent in group.reads.moves.extents]
+    runs += [(piece.row, piece.start, piece.stop) for tile in group.reads.moves.mine for piece in tile.pieces]
+    for row, start, stop in runs:
+        if row in group.reads.sparse:
+            blocks.setdefault(row, set()).update(range(start // digests.BLOCK_NBYTES, -(-stop // digests.BLOCK_NBYTES)))
     return {number: sorted(of) for number, of in blocks.items()}
 
 

@@ -13,7 +13,7 @@ from unified_ckpt.core.exchange import Extent, Tile
 from unified_ckpt.core.plan_load import Reads
 from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Location
-from unified_ckpt.engine.write import CHUNK_NBYTES, Digested, chunks
+from unified_ckpt.engine.write import Digested, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import Reader
@@ -65,14 +65,14 @@ class Targets:
 def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify: bool, rank: int, into: Fetched) -> None:
     """Straight into the tensors where their memory is what the file holds; one chunk read ahead while the last is digested."""
     turn = group.holders.index(rank)
-    extents = sorted(group.reads.shared.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
+    extents = sorted(group.reads.moves.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
     cut = len(extents) * turn // len(group.holders)
     pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
 
     def finish() -> None:
         future, extent, start, view, scratch = pending.pop(0)
         future.result()
-        if verify:
+        if verify and extent.row not in group.reads.sparse:
             into.digested.extend((extent.row, piece) for piece in digests.pieces(view, start=start))
         if scratch is not None:
             _put(targets[extent.row], extent.local + start - extent.start, scratch)
@@ -90,21 +90,6 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify:
                     finish()
         while pending:
             finish()
-
-
-def read_alone(group: ReadGroup, targets: Targets, storage: Reader, *, into: Fetched) -> None:
-    """Own runs of tensors of which little is wanted on this machine. Their blocks are read in part and not digested."""
-    for extent in group.reads.alone:
-        part, location = targets[extent.row], group.locations[extent.row]
-        for start, stop in chunks(extent.start, extent.stop):
-            local = extent.local + start - extent.start
-            if part.plain:
-                storage.read_at(location.file, location.start + start, as_bytes(part.local)[local : local + stop - start])
-            else:
-                scratch = torch.empty(stop - start, dtype=torch.uint8)
-                storage.read_at(location.file, location.start + start, as_bytes(scratch))
-                _put(part, local, scratch)
-            into.nbytes += stop - start
 
 
 def _put(part: Part, local: int, scratch: torch.Tensor) -> None:
@@ -126,17 +111,17 @@ def read_tiles(
     into: Fetched,
 ) -> None:
     """Reads this rank's tiles, and takes its own from everybody's, two in flight per rank."""
-    mine = {tile.number: tile for tile in group.reads.shared.mine}
+    mine = {tile.number: tile for tile in group.reads.moves.mine}
     own = windows.get(rank)
     if own is not None and mine:
         own.serve(exchange)
-    for number in sorted({tile.number for tile in group.reads.shared.shared} | set(mine)):
+    for number in sorted({tile.number for tile in group.reads.moves.shared} | set(mine)):
         if number in mine and own is not None:
             if number >= SLOTS:
                 wait.until_done(own, mine[number - SLOTS].parties, number - SLOTS + 1)
             _read_tile(own.tile(number), mine[number], group, storage, verify=verify, into=into)
             own.advance(number + 1)
-        for tile in (t for t in group.reads.shared.shared if t.number == number):
+        for tile in (t for t in group.reads.moves.shared if t.number == number):
             if tile.mover != rank:
                 wait.until_progress(tile.mover, exchange=exchange, tiles=number + 1)
             _empty(windows[tile.mover].tile(number), tile, targets, rank=rank)
@@ -155,7 +140,7 @@ def _read_tile(memory: torch.Tensor, tile: Tile, group: ReadGroup, storage: Read
             held = view[at : at + stop - start]
             storage.read_at(location.file, location.start + start, held)
             into.nbytes += stop - start
-            if verify:
+            if verify and piece.row not in group.reads.sparse:
                 into.digested.extend((piece.row, part) for part in digests.pieces(held, start=start))
 
 
@@ -174,6 +159,3 @@ def read_block(storage: Reader, location: Location, block: int, nbytes: int) -> 
     body = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
     storage.read_at(location.file, location.start + start, memoryview(body))
     return digests.crc(body)
-
-
-__all__ = ["CHUNK_NBYTES", "Fetched", "ReadGroup", "Targets", "read_alone", "read_block", "read_extents", "read_tiles"]

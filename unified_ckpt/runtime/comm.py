@@ -13,11 +13,22 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unified_ckpt import errors
 from unified_ckpt.core.tables import short
 from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Says in our words that the store's server has ended; torch's text names nobody."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise RankError(
+            f"the ranks' common store cannot be reached; the process that serves it, usually rank 0's, has ended: {error}"
+        ) from error
 
 
 class Comm:
@@ -26,46 +37,63 @@ class Comm:
     def __init__(self, store: Store, *, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks, self.world = rank, tuple(ranks), len(ranks)
         self._store = store
-        self._left: list[str] = []  # keys of the last meeting, deleted once everybody has come to the next
+        self._number = -1
+        self._keys: list[list[str]] = []  # of past meetings, deleted once everybody has come to the next
 
     def meet(self, what: str, *, same: bool, timeout_seconds: float) -> Meeting:
         """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`.
 
         Raises RankError naming the ranks that did not come in time.
         """
-        meeting = Meeting(self._store, self._store.add("meetings", 0), rank=self.rank, world=self.world, timeout_seconds=timeout_seconds)
+        with _reaching():  # a rank that is back before the others have left must not join their meeting again
+            self._number = max(self._store.add("meetings", 0), self._number + 1)
+        meeting = Meeting(self._store, self._number, rank=self.rank, ranks=self.ranks, timeout_seconds=timeout_seconds)
+        self._keys.append(meeting.keys)
         meeting.put(f"in/{self.rank}", what.encode())
         if same:
             meeting.count("same")
         if meeting.count("in") == self.world:
-            self._settle_roll(meeting, "same" if meeting.count("same", 0) == self.world else "new")
+            self._close(meeting, "same" if meeting.count("same", 0) == self.world else "new")
         if not meeting.wait(["go"]):
-            absent = [r for r in range(self.world) if not meeting.has(f"in/{r}")]
-            self._settle_roll(
-                meeting,
-                f"late: {what}: rank(s) {short(self.ranks[r] for r in absent)} did not come within {timeout_seconds:g} s; "
-                f"needed the same call on all {self.world} ranks",
-            )
+            late = meeting.absent([f"in/{r}" for r in range(self.world)])
+            needed = f"needed the same call on all {self.world} ranks"
+            self._close(meeting, f"late: {what}: rank(s) {late} did not come within {timeout_seconds:g} s; {needed}")
         verdict = meeting.get("go").decode()
         if verdict.startswith("late: "):
             raise RankError(verdict[6:])
         meeting.all_same = verdict == "same"
-        for key in self._left:
-            self._store.delete_key(key)
-        self._left = meeting.keys
+        self._forget()
         return meeting
 
-    def _settle_roll(self, meeting: Meeting, verdict: str) -> None:
-        """Whoever settles a roll call also opens the next meeting, so that late comers never join a closed one."""
-        if meeting.settle("go", verdict) == verdict:
+    def leave(self) -> None:
+        """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
+        left = [key for keys in self._keys for key in keys]
+        if left:
+            self._store.set(f"left/{self.rank}", "\n".join(left))
+
+    def _forget(self) -> None:
+        """Deletes this rank's keys of all meetings but the last: everybody has left them."""
+        old = [key for keys in self._keys[:-1] for key in keys]
+        if self._store.check([f"left/{self.rank}"]):
+            old += self._store.get(f"left/{self.rank}").decode().split("\n")
+            self._store.delete_key(f"left/{self.rank}")
+        for key in old:
+            self._store.delete_key(key)
+        self._keys = self._keys[-1:]
+
+    def _close(self, meeting: Meeting, verdict: str) -> None:
+        """One rank closes a roll call. It opens the next meeting before it tells, so that no one comes to this one again."""
+        if meeting.count("closed") == 1:
             self._store.add("meetings", 1)
+            meeting.put("go", verdict.encode())
 
 
 class Meeting:
     """One collective call of all ranks. Whatever waits raises RankError after `timeout_seconds`."""
 
-    def __init__(self, store: Store, number: int, *, rank: int, world: int, timeout_seconds: float) -> None:
-        self.number, self.rank, self.world, self.timeout_seconds = number, rank, world, timeout_seconds
+    def __init__(self, store: Store, number: int, *, rank: int, ranks: Sequence[int], timeout_seconds: float) -> None:
+        self.number, self.rank, self.world, self.timeout_seconds = number, rank, len(ranks), timeout_seconds
+        self.ranks = ranks  # as the caller counts them; texts name these
         self.all_same = False
         self.keys: list[str] = []  # that this rank has set, as the store knows them
         self._store, self._prefix = store, f"{number}/"
@@ -73,36 +101,43 @@ class Meeting:
     def put(self, key: str, value: bytes) -> None:
         """Sets a key of this meeting; `value` must not be empty."""
         self.keys.append(self._prefix + key)
-        self._store.set(self._prefix + key, value)
+        with _reaching():
+            self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str; bytes are taken
 
     def has(self, key: str) -> bool:
-        return bool(self._store.check([self._prefix + key]))
+        with _reaching():
+            return bool(self._store.check([self._prefix + key]))
+
+    def absent(self, keys: Sequence[str]) -> str:
+        """In words, the ranks whose key of these (`…/<rank>`) is not set."""
+        return short(self.ranks[int(key.rpartition("/")[2])] for key in keys if not self.has(key))
 
     def wait(self, keys: Sequence[str], *, seconds: float | None = None) -> bool:
         """Whether all keys were set in time."""
         try:
             self._store.wait([self._prefix + key for key in keys], timedelta(seconds=seconds or self.timeout_seconds))
         except (dist.DistStoreError, RuntimeError):
-            if all(self.has(key) for key in keys):
-                return True
-            return False
+            return all(self.has(key) for key in keys)
         return True
 
     def get(self, key: str) -> bytes:
         """A key's value, once some rank has set it."""
         if not self.wait([key]):
-            raise RankError(f"rank {self.rank} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
-        return bytes(self._store.get(self._prefix + key))
+            raise RankError(f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
+        with _reaching():
+            return bytes(self._store.get(self._prefix + key))
 
     def count(self, key: str, amount: int = 1) -> int:
         """Adds to a counter and returns its value."""
         self.keys.append(f"{self._prefix}n/{key}")
-        return int(self._store.add(f"{self._prefix}n/{key}", amount))
+        with _reaching():
+            return int(self._store.add(f"{self._prefix}n/{key}", amount))
 
     def settle(self, key: str, value: str) -> str:
         """Sets the key unless another rank was first; returns what it holds now."""
         self.keys.append(self._prefix + key)
-        return bytes(self._store.compare_set(self._prefix + key, "", value)).decode()
+        with _reaching():
+            return bytes(self._store.compare_set(self._prefix + key, "", value)).decode()
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
         """Rank 0's value, on every rank."""
@@ -121,8 +156,7 @@ class Meeting:
             return []
         keys = [f"{key}/{rank}" for rank in ranks]
         if not self.wait(keys):
-            absent = [rank for rank, k in zip(ranks, keys, strict=True) if not self.has(k)]
-            raise RankError(f"rank(s) {short(absent)} did not get to {key!r} within {self.timeout_seconds:g} s")
+            raise RankError(f"rank(s) {self.absent(keys)} did not get to {key!r} within {self.timeout_seconds:g} s")
         return [bytes(value) for value in self._store.multi_get([self._prefix + k for k in keys])]
 
     @contextmanager
@@ -146,13 +180,13 @@ class Meeting:
             raise error
         self.put(f"at/{phase}/{self.rank}", b"1")
         if error is not None:
-            self.settle(f"done/{phase}", encode_error(error, rank=self.rank, world=self.world))
+            self.settle(f"done/{phase}", encode_error(error, rank=self.ranks[self.rank], world=self.world))
         elif self.count(f"at/{phase}") == self.world:
             self.settle(f"done/{phase}", "ok")
         if not self.wait([f"done/{phase}"]):
-            absent = [r for r in range(self.world) if not self.has(f"at/{phase}/{r}")]
-            late = RankError(f"rank(s) {short(absent)} did not get through {phase!r} within {self.timeout_seconds:g} s")
-            self.settle(f"done/{phase}", encode_error(late, rank=self.rank, world=1))
+            absent = self.absent([f"at/{phase}/{r}" for r in range(self.world)])
+            late = RankError(f"rank(s) {absent} did not get through {phase!r} within {self.timeout_seconds:g} s")
+            self.settle(f"done/{phase}", encode_error(late, rank=self.ranks[self.rank], world=1))
         verdict = self.get(f"done/{phase}").decode()
         if verdict != "ok":
             agreed = decode_error(verdict)
@@ -182,7 +216,11 @@ def decode_error(text: str) -> CheckpointError:
 
 def solo() -> Comm:
     """One rank and nobody to wait for."""
-    return Comm(HashStore(), rank=0, ranks=(0,))
+    return Comm(
+        dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        ranks=(0,),
+    )
 
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:

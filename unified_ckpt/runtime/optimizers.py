@@ -132,9 +132,16 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def prepare_optimizer(
-    optimizers: list[Optimizer], names: Mapping[int, str], saved: Mapping[str, tuple[str, tuple[int, ...]]], *, wanted: bool
+    optimizers: list[Optimizer],
+    names: Mapping[int, str],
+    saved: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    wanted: bool,
 ) -> OptimizerTarget:
-    """Memory for the saved state of the optimizers' parameters. `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint.
+    """Memory for the saved state of the optimizers' parameters.
+
+    `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint; `shapes`: fqn -> global shape of the parameter.
 
     A tensor that the optimizer already has is filled in place when it fits. Otherwise one is made: shaped and sharded like the
     parameter, or on the CPU for a counter unless the optimizer is fused or capturable, in the saved dtype.
@@ -153,24 +160,26 @@ def prepare_optimizer(
                         target.masters[fqn] = existing[key]
                 for key in states.get(fqn, ()):
                     dtype, shape = saved[key]
-                    target.tensors[key] = _state_tensor(existing.get(key.rpartition("/")[2]), param, group, dtype, shape)
+                    target.tensors[key] = _state_tensor(
+                        existing.get(key.rpartition("/")[2]), param, group, dtype, shape, like_param=shape == shapes.get(fqn)
+                    )
     return target
 
 
-def _state_tensor(existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _state_tensor(
+    existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...], *, like_param: bool
+) -> torch.Tensor:
+    """`shape`: global; `like_param`: the parameter's own global shape is the same."""
     wanted = TORCH_DTYPES[dtype]
-    if isinstance(existing, torch.Tensor) and tuple(existing.shape) == shape and existing.dtype == wanted:
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    follows = like_param and (len(shape) > 0 or on_device)  # a 0-d parameter's 0-d state may be a counter, which stays on the CPU
+    here = tuple(param.shape) if follows else shape
+    if isinstance(existing, torch.Tensor) and tuple(existing.shape) == here and existing.dtype == wanted:
         return existing
-    if shape == tuple(param.shape) and (param.dim() or not _counts(group)):
+    if follows:
         return torch.empty_like(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
     local = param._local_tensor if isinstance(param, DTensor) else param
-    on_device = bool(group.get("fused") or group.get("capturable")) or len(shape) > 0
-    return torch.empty(shape, dtype=wanted, device=local.device if on_device else "cpu")
-
-
-def _counts(group: Mapping[str, Any]) -> bool:
-    """Whether a 0-d parameter's 0-d state may be a counter; then it stays off the device, as torch's optimizers keep it."""
-    return not (group.get("fused") or group.get("capturable"))
+    return torch.empty(shape, dtype=wanted, device=local.device if on_device or shape else "cpu")
 
 
 def match_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -70,6 +70,12 @@ class Placer:
         if -1 in members:
             raise LayoutError(f"{fqn}: its device mesh has ranks outside the process group of this call; needed a group that holds them")
         order = _cut_order(fqn, placements, sizes, tensor.dim())
+        for i in {i for i, _, _ in order}:
+            if (mesh.mesh.diff(dim=i) < 0).any():
+                raise LayoutError(
+                    f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, which shards it; torch's own collectives "
+                    "sort them; needed an ascending mesh"
+                )
         strides = _strides(members, sizes, {i for i, _, _ in order})
         literal = strides is None
         steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))] if strides is None else strides

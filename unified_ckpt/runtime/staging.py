@@ -29,7 +29,8 @@ class Window:
         self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
         self._memory = memory
         self._counters = np.frombuffer(memory, dtype=np.int64, count=_CELLS + world)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [header + 2 tiles]
+        # By way of numpy, which keeps the mapping in place as long as a view of it lives; torch.frombuffer does not.
+        self.bytes = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))  # [header + 2 tiles]
         self._first = _header_nbytes(world)
 
     def tile(self, number: int) -> torch.Tensor:
@@ -85,18 +86,21 @@ def create_window(*, world: int, tile_nbytes: int) -> tuple[Window, int]:
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
-    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=f"{os.getpid()}:{fd}"), fd
+    # The inode tells a window from an older one that had the same descriptor.
+    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"), fd
 
 
 def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
     """Another rank's window. StorageError where its memory cannot be reached: then the ranks are not on one machine."""
-    pid, fd = token.split(":")
+    pid, fd, inode = token.split(":")
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     try:
         found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(f"cannot open the shared memory of process {pid}: {error.strerror}; needed ranks that share memory") from error
     try:
+        if os.fstat(found).st_ino != int(inode):
+            raise StorageError(f"the shared memory of process {pid} is no longer there; needed ranks that stay until all are through")
         return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, token=token)
     finally:
         os.close(found)
@@ -132,10 +136,19 @@ class Wait:
             time.sleep(pause)
             pause = min(pause + 20e-6, 1e-3)
             waited = time.monotonic() - started
-            if waited > 1 and not os.path.exists(f"/proc/{pid}"):
+            if waited > 1 and not _alive(pid):
                 raise RankError(f"rank {rank} (process {pid}) is gone; waited for {what}")
             if waited > self._timeout:
                 raise RankError(f"rank {rank} did not come to {what} within {self._timeout:g} s")
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @contextmanager

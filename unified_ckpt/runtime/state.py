@@ -18,6 +18,7 @@ from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part, dtype_name
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
 Masters = Optimizers | None
+_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what `model_dtype` applies to; quantized weights keep theirs
 
 
 @dataclass(slots=True)
@@ -110,14 +111,18 @@ def _place_all(placer: Placer, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | None) -> Placed | None:
-    """Where a tensor that belongs to a parameter sits. A plain one of a sharded parameter takes its rule when it has its shape."""
+    """Where a tensor that belongs to a parameter sits: one element is replicated, the parameter's own shape takes its rule."""
+    fqn, alone = key.rpartition("/")[0] or key, Placer(placer.rank, placer.ranks, None, meshes=placer.meshes)
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not plain or leader is None or not leader.sharding.cuts:
-        return placer.place(key, tensor) if leader is None or not plain else Placer(placer.rank, placer.ranks, None).place(key, tensor)
-    if tensor.shape == leader.local.shape and (tensor.numel() != 1 or tensor.dim() == leader.local.dim() > 0):
+    if leader is None:
+        return (alone if tensor.numel() == 1 else placer).place(fqn, tensor)
+    if not plain:
+        # With a Layout, the DTensor is a slice of the outer cut, as the parameter is.
+        return (alone if tensor.numel() == 1 and tensor.dim() == 0 else placer).place(fqn, tensor)
+    if tensor.shape == leader.local.shape and leader.sharding.cuts and tensor.dim() > 0:
         return Placed(leader.shape, leader.sharding, tensor.detach())
-    if tensor.numel() == 1:
-        return Placer(placer.rank, placer.ranks, None).place(key, tensor)
+    if tensor.numel() == 1 or not leader.sharding.cuts:
+        return alone.place(key, tensor)
     raise LayoutError(
         f"{key}: plain state of shape {tuple(tensor.shape)} of a sharded parameter whose part here is {tuple(leader.local.shape)}; "
         "needed that shape, one element, or a DTensor"
@@ -126,7 +131,7 @@ def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | Non
 
 def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
     """The dtype that the model is stored in where it is not the tensor's own."""
-    if model_dtype is None or not local.is_floating_point() or local.dtype == getattr(torch, model_dtype):
+    if model_dtype is None or local.dtype not in _CAST or local.dtype == getattr(torch, model_dtype):
         return None
     return next(name for name, dtype in TORCH_DTYPES.items() if dtype == getattr(torch, model_dtype))
 

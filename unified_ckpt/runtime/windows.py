@@ -15,7 +15,7 @@ class Windows:
     def __init__(self) -> None:
         self._own: Window | None = None
         self._fd: int | None = None
-        self._opened: dict[str, Window] = {}
+        self._opened: dict[int, Window] = {}
 
     def ready(self, meeting: Meeting, *, tile_nbytes: int, partners: Iterable[int]) -> dict[int, Window]:
         """The windows of `partners`, by rank, and this rank's own when it is one of them: at least `tile_nbytes` a tile.
@@ -30,9 +30,11 @@ class Windows:
             meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
         for rank in sorted(wanted - {meeting.rank}):
             token, theirs = meeting.get(f"window/{rank}").decode().split()
-            if token not in self._opened:
-                self._opened[token] = open_window(token, world=meeting.world, tile_nbytes=int(theirs))
-            found[rank] = self._opened[token]
+            if rank not in self._opened or self._opened[rank].token != token:
+                if rank in self._opened:
+                    self._opened.pop(rank).close()
+                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=int(theirs))
+            found[rank] = self._opened[rank]
         return found
 
     def _ensure(self, world: int, tile_nbytes: int) -> Window:

@@ -1,0 +1,183 @@
+"""What planning a save costs one rank, and what it costs the writer of index and manifest, by number of ranks. No tensors, no disk.
+
+Run: python benchmarks/bench_plan.py [--out FILE]. One JSON line per row: seconds (median of 5 runs in fresh caches), peak memory by
+tracemalloc in a run of its own, bytes that the rank announces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from unified_ckpt.core import division, exchange, lines, sharding
+from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
+from unified_ckpt.core.tables import Row, encode_table
+from unified_ckpt.engine.census import Census, Membership, holders_of
+from unified_ckpt.engine.extras import Extra, Told
+from unified_ckpt.engine.plan import checked_groups, list_pages, plan_group, write_book
+from unified_ckpt.engine.seal import make_manifest
+from unified_ckpt.format.index import encode_index
+from unified_ckpt.format.manifest import encode_manifest
+
+BOUND = 5_000_000_000
+TP, PP = 8, 4
+RUNS = 5
+STATES = (("master_weights", "F32", ""), ("optimizer", "F32", "/exp_avg"), ("optimizer", "F32", "/exp_avg_sq"))
+
+
+def forget() -> None:
+    """Empties the planner's caches: each run is a first save."""
+    for function in (
+        lines.manner, lines.own_runs, lines.segments, lines.part_nbytes, lines.inner_boxes, sharding._intervals, sharding._positions,
+        exchange._ranks_along,
+    ):  # fmt: skip
+        function.cache_clear()
+    gc.collect()
+
+
+def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[Row]:
+    """A parameter in bf16, its fp32 master, two moments and a step."""
+    whole = Sharding(cuts)
+    found = [Row("model", fqn, TensorSpec("BF16", shape), whole)]
+    found += [Row(part, fqn + suffix, TensorSpec(dtype, shape), whole) for part, dtype, suffix in STATES]
+    return [*found, Row("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
+
+
+def llama_405b(stage: int, fsdp: int) -> list[Row]:
+    """The rows of one pipeline stage of Llama 3.1 405B, FSDP2 over TP, ranks laid out (pp, fsdp, tp)."""
+    hidden, inner, kv, vocab = 16384, 53248, 1024, 128256
+    tp, dp = Cut(0, TP, 1, name="tp"), Cut(0, fsdp, TP, name="dp")
+    column, row, norm = (tp, dp), (Cut(1, TP, 1, name="tp"), dp), (dp,)
+    if fsdp == 1:
+        column, row, norm = (tp,), (Cut(1, TP, 1, name="tp"),), ()
+    shapes = {
+        "self_attn.q_proj": ((hidden, hidden), column),
+        "self_attn.k_proj": ((kv, hidden), column),
+        "self_attn.v_proj": ((kv, hidden), column),
+        "self_attn.o_proj": ((hidden, hidden), row),
+        "mlp.gate_proj": ((inner, hidden), column),
+        "mlp.up_proj": ((inner, hidden), column),
+        "mlp.down_proj": ((hidden, inner), row),
+        "input_layernorm": ((hidden,), norm),
+        "post_attention_layernorm": ((hidden,), norm),
+    }
+    found = []
+    for layer in range(126 * stage // PP, 126 * (stage + 1) // PP):
+        for name, (shape, cuts) in shapes.items():
+            found += rows_of(f"model.layers.{layer}.{name}.weight", shape, cuts)
+    if stage == 0:
+        found += rows_of("model.embed_tokens.weight", (vocab, hidden), column)
+    if stage == PP - 1:
+        found += rows_of("model.norm.weight", (hidden,), norm) + rows_of("lm_head.weight", (vocab, hidden), column)
+    return sorted(found, key=lambda r: r.key)
+
+
+def moe(expert_group: int, groups: int) -> list[Row]:
+    """A rank's rows of a mixture of experts with 256 experts in each of 61 layers: its own experts by name, and what all share."""
+    hidden, inner = 7168, 2048
+    found = []
+    for layer in range(61):
+        for expert in range(256 * expert_group // groups, 256 * (expert_group + 1) // groups):
+            for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+                found += rows_of(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, ())
+        found += rows_of(f"model.layers.{layer}.self_attn.o_proj.weight", (hidden, 16384), (Cut(0, groups, 1, name="dp"),))
+    return sorted(found, key=lambda r: r.key)
+
+
+def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
+    """Times a call, then runs it once more for its peak memory."""
+    seconds = []
+    for _ in range(RUNS):
+        forget()
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    forget()
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": RUNS}
+    return {"bench": "plan", **what, **times, "peak_bytes": peak}
+
+
+def census_of(tables: dict[str, list[Row]], ranks: dict[str, list[int]]) -> Census:
+    return Census(tables, ranks)
+
+
+def one_rank(census: Census, table: str, rank: int) -> Callable[[], object]:
+    """What rank `rank` does: writes its table, and plans the groups that rank 0 told it."""
+    pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+    members = [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if table in p.group.tables]
+
+    def call() -> object:
+        encode_table(census.tables[table])
+        return [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members]
+
+    return call
+
+
+def writer(census: Census) -> Callable[[], object]:
+    """What rank 0 does beyond its own part: all groups, the book, the indexes and the manifest."""
+
+    def call() -> object:
+        pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+        files = {name for page in pages for name in names_in(page)}
+        book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), [0])
+        for part, weight_map in book.weight_maps.items():
+            encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
+        manifest = make_manifest(
+            save_id="bench", step=0, world_size=1, mesh={}, asked=sorted(book.records), book=book, told=Told(),
+            extra=Extra(None, None, None, None), digest_file=None, rank_extra=None,
+        )  # fmt: skip
+        return encode_manifest(manifest)
+
+    return call
+
+
+def names_in(page: Any) -> list[str]:
+    from unified_ckpt.engine.plan import _file_name
+
+    return [_file_name(plan.part, plan.number, page.note) for plan in page.files]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    rows = []
+    for world in (64, 1024, 16384):
+        fsdp = world // (TP * PP)
+        tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
+        ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
+        census = census_of(tables, ranks)
+        case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
+        announced = len(encode_table(tables["stage1"]))
+        rank = ranks["stage1"][len(ranks["stage1"]) // 3]
+        own = {**case, "who": "one rank", "tensors": len(tables["stage1"]), "announced_bytes": announced}
+        rows.append(measured(own, one_rank(census, "stage1", rank)))
+        total = sum(len(t) for t in tables.values())
+        rows.append(measured({**case, "who": "writer of index and manifest", "tensors": total}, writer(census)))
+        print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
+    groups = 64
+    tables = {f"ep{g}": moe(g, groups) for g in range(groups)}
+    census = census_of(tables, {f"ep{g}": [g] for g in range(groups)})
+    distinct = sum(len(g.rows) for g in checked_groups(census))
+    case = {"model": "moe", "mesh": f"ep{groups}", "ranks": groups}
+    rows.append(measured({**case, "who": "one rank", "tensors": len(tables["ep5"])}, one_rank(census, "ep5", 5)))
+    rows.append(measured({**case, "who": "writer of index and manifest", "tensors": distinct}, writer(census)))
+    print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
+    if options.out:
+        with open(options.out, "w") as file:
+            file.writelines(json.dumps({**row, "date": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import os
+import resource
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.storage import LocalStorage, Reader, RemoteStorage, is_url, reader
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[LocalStorage]:
+    with LocalStorage(str(tmp_path)) as storage:
+        yield storage
+
+
+def views(*pieces: bytes) -> list[memoryview]:
+    return [memoryview(piece) for piece in pieces]
+
+
+# what both kinds do
+
+
+@pytest.fixture(params=["local", "file url", "memory url"])
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
+    """A folder with a file of 256 bytes, an empty one, and a folder in it."""
+    if request.param == "memory url":
+        url = f"memory://{uuid.uuid4().hex}/checkpoint"
+        files: Any = fsspec.filesystem("memory")
+        files.pipe({f"{url}/bytes": bytes(range(256)), f"{url}/empty": b"", f"{url}/sub/one": b"1"})
+    else:
+        (tmp_path / "bytes").write_bytes(bytes(range(256)))
+        (tmp_path / "empty").write_bytes(b"")
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "one").write_bytes(b"1")
+        url = str(tmp_path) if request.param == "local" else f"file://{tmp_path}"
+    storage = reader(url)
+    yield storage
+    storage.close()
+
+
+def test_ranges_are_read_into_the_callers_memory(filled: Reader) -> None:
+    into = bytearray(300)
+    filled.read_at("bytes", 10, memoryview(into)[20:50])
+    assert into == bytes(20) + bytes(range(10, 40)) + bytes(250)
+    filled.read_at("bytes", 0, memoryview(into)[:256])
+    assert into[:256] == bytes(range(256))
+    filled.read_at("sub/one", 0, memoryview(into)[:1])
+    assert into[0] == ord("1")
+
+
+def test_a_file_that_ends_too_soon_is_an_error(filled: Reader) -> None:
+    with pytest.raises(StorageError, match=r"bytes: .*needed"):
+        filled.read_at("bytes", 250, memoryview(bytearray(7)))
+    with pytest.raises(StorageError, match=r"empty: .*needed"):
+        filled.read_at("empty", 0, memoryview(bytearray(1)))
+
+
+def test_nothing_is_read_at_the_end_of_a_file(filled: Reader) -> None:
+    filled.read_at("bytes", 256, memoryview(bytearray(0)))
+
+
+def test_whole_files_sizes_and_names(filled: Reader) -> None:
+    assert filled.read("bytes") == bytes(range(256))
+    assert filled.read("empty") == b""
+    assert (filled.size("bytes"), filled.size("empty"), filled.size("none")) == (256, 0, None)
+    assert filled.names() == ["bytes", "empty", "sub"]
+
+
+def test_what_is_not_there_is_not_found(filled: Reader) -> None:
+    with pytest.raises(NotFoundError, match=r"none: read: no such file"):
+        filled.read("none")
+    with pytest.raises(NotFoundError, match=r"none: (open|read): no such file"):
+        filled.read_at("none", 0, memoryview(bytearray(1)))
+
+
+def test_paths_and_urls(tmp_path: Path) -> None:
+    assert [is_url(p) for p in ("/a/b", "a", "file:///a", "s3://a/b", "memory://a")] == [False, False, False, True, True]
+    assert isinstance(reader(f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(reader("memory://a"), RemoteStorage)
+
+
+def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"gone: list: no such file or folder"):
+        LocalStorage(str(tmp_path / "gone")).names()
+    with pytest.raises(NotFoundError, match=r"gone/?: list: no such file"):
+        RemoteStorage(f"memory://{uuid.uuid4().hex}/gone").names()
+
+
+# writing
+
+
+def test_buffers_follow_each_other(local: LocalStorage, tmp_path: Path) -> None:
+    local.write_at("f", 5, views(b"ab", b"", b"cde"))
+    local.write_at("f", 0, views(b"01234"))
+    local.sync("f")
+    assert (tmp_path / "f").read_bytes() == b"01234abcde"
+
+
+def test_more_buffers_than_one_system_call_takes(local: LocalStorage, tmp_path: Path) -> None:
+    pieces = [bytes([i % 251]) * (i % 5) for i in range(5000)]
+    local.write_at("f", 3, views(*pieces))
+    assert (tmp_path / "f").read_bytes() == bytes(3) + b"".join(pieces)
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_writes_that_the_system_cuts_short_go_on(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    real = os.pwritev
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return real(fd, [memoryview(b"".join(buffers)[:most])], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    local.write_at("f", 2, views(b"abcdefg", b"hi", b"jklmnopqrstuvw"))
+    assert (tmp_path / "f").read_bytes() == b"\0\0abcdefghijklmnopqrstuvw"
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_reads_that_the_system_cuts_short_go_on(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(200)))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:most]], offset))
+    into = bytearray(150)
+    local.read_at("f", 20, memoryview(into))
+    assert into == bytes(range(20, 170))
+
+
+def test_resize_makes_a_file_and_keeps_what_is_in_it(local: LocalStorage, tmp_path: Path) -> None:
+    local.write_at("f", 0, views(b"abc"))
+    local.resize("f", 10)
+    local.resize("g", 4)
+    assert (tmp_path / "f").read_bytes() == b"abc" + bytes(7)
+    assert (tmp_path / "g").read_bytes() == bytes(4)
+
+
+def test_two_writers_of_one_file_leave_each_other_alone(tmp_path: Path) -> None:
+    with LocalStorage(str(tmp_path)) as one, LocalStorage(str(tmp_path)) as other:
+        other.write_at("f", 6, views(b"world"))
+        one.resize("f", 11)
+        one.write_at("f", 0, views(b"hello "))
+    assert (tmp_path / "f").read_bytes() == b"hello world"
+
+
+def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(20):
+        local.write_at(f"f{i}", 0, views(b"x"))
+        local.start_flush(f"f{i}", 0, 1)
+        local.sync(f"f{i}")
+    local.start_flush("never opened", 0, 1)
+    local.sync_folder("")
+    assert len(os.listdir("/proc/self/fd")) == before
+    local.write_at("f3", 1, views(b"y"))
+    assert (tmp_path / "f3").read_bytes() == b"xy"
+    assert not (tmp_path / "never opened").exists()
+
+
+def test_close_gives_every_file_back(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(b"r")
+    before = len(os.listdir("/proc/self/fd"))
+    storage = LocalStorage(str(tmp_path))
+    storage.write_at("f", 0, views(b"x"))
+    storage.read_at("r", 0, memoryview(bytearray(1)))
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    storage.close()
+    storage.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_disk_is_an_error() -> None:
+    with LocalStorage("/dev") as storage, pytest.raises(StorageError, match=r"^/dev/full: write at byte 0 of failed: No space left"):
+        storage.write_at("full", 0, views(b"x"))
+
+
+def test_a_file_that_may_not_grow_is_an_error_at_the_byte_reached(local: LocalStorage) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(StorageError, match=r"f: write at byte 1000 of failed: File too large"):
+            local.write_at("f", 0, views(bytes(900), bytes(900)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_may_not_be_written_to_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with LocalStorage(str(tmp_path / "file")) as storage:
+        with pytest.raises(StorageError, match=r"file/f: open failed: Not a directory"):
+            storage.write_at("f", 0, views(b"x"))
+        with pytest.raises(StorageError, match=r"file/d: make folder failed: Not a directory"):
+            storage.make_folder("d")
+        assert storage.size("f") is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_of_somebody_else_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with LocalStorage(str(tmp_path)) as storage, pytest.raises(StorageError, match=r"open failed: Permission denied"):
+        storage.write_at("f", 0, views(b"x"))
+    tmp_path.chmod(0o700)
+
+
+def test_a_folder_that_is_gone_is_not_found(local: LocalStorage) -> None:
+    with pytest.raises(NotFoundError, match=r"gone/f: open: no such file or folder"):
+        local.write_at("gone/f", 0, views(b"x"))
+
+
+def test_links_are_never_written_through(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for write in (lambda: local.write_at("link", 0, views(b"x")), lambda: local.resize("link", 0)):
+        with pytest.raises(StorageError, match=r"link: open failed: Too many levels of symbolic links"):
+            write()
+    assert (tmp_path / "target").read_bytes() == b"precious"
+
+
+def test_a_failed_size_is_an_error_of_ours(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(StorageError, match=r"loop: .*Too many levels of symbolic links"):
+        local.size("loop")
+
+
+# folders
+
+
+def test_folders_are_made_once(local: LocalStorage, tmp_path: Path) -> None:
+    local.make_folder("d")
+    assert (tmp_path / "d").is_dir()
+    with pytest.raises(StorageError, match=r"d: make folder failed: File exists"):
+        local.make_folder("d")
+
+
+def test_rename(local: LocalStorage, tmp_path: Path) -> None:
+    local.make_folder("a")
+    local.write_at("a/f", 0, views(b"x"))
+    local.rename("a", "b")
+    assert (tmp_path / "b" / "f").read_bytes() == b"x"
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "full folder", "empty folder", "dangling link"])
+def test_rename_takes_no_name_that_is_taken(local: LocalStorage, tmp_path: Path, kind: str) -> None:
+    local.make_folder("a")
+    if kind == "dangling link":
+        (tmp_path / "b").symlink_to(tmp_path / "nowhere")
+    elif kind == "file":
+        (tmp_path / "b").write_bytes(b"")
+    else:
+        (tmp_path / "b").mkdir()
+        if kind == "full folder":
+            (tmp_path / "b" / "f").write_bytes(b"")
+    with pytest.raises(StorageError, match=r"b: is in the way of a rename; needed a free name"):
+        local.rename("a", "b")
+    assert (tmp_path / "a").is_dir()
+
+
+def test_exchange_swaps_two_names_in_one_step(local: LocalStorage, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        local.make_folder(name)
+        (tmp_path / name / "was").write_text(name)
+    if not local.exchange("a", "b"):
+        pytest.skip("this file system cannot exchange names")
+    assert [(tmp_path / name / "was").read_text() for name in ("a", "b")] == ["b", "a"]
+
+
+def test_exchange_with_nothing_is_an_error(local: LocalStorage) -> None:
+    local.make_folder("a")
+    with pytest.raises((StorageError, NotFoundError), match=r"exchange with .*b failed: No such file"):
+        local.exchange("a", "b")
+
+
+def test_remove_folder(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    (tmp_path / "d" / "e" / "f").write_bytes(b"x")
+    local.remove_folder("d")
+    assert local.names() == []
+    with pytest.raises(NotFoundError, match=r"d: remove: no such file or folder"):
+        local.remove_folder("d")
+
+
+def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "b").write_bytes(b"")
+    (tmp_path / "d" / "a").write_bytes(b"")
+    (tmp_path / "l").symlink_to(tmp_path / "d")
+    assert [local.kind(name) for name in ("d", "d/a", "l", "none", "")] == ["folder", "file", "link", None, "folder"]
+    assert local.entries("d") == ["a", "b"]
+
+
+def test_free_nbytes(local: LocalStorage, tmp_path: Path) -> None:
+    found = os.statvfs(tmp_path)
+    assert 0 < local.free_nbytes() <= found.f_blocks * found.f_frsize
+
+
+# elsewhere
+
+
+def test_remote_errors_name_the_url() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    fsspec.filesystem("memory").pipe(f"{url}/f", b"abc")
+    with pytest.raises(StorageError, match=rf"^{url}/f: got 1 bytes from byte 2; needed 4$"):
+        RemoteStorage(url + "/").read_at("f", 2, memoryview(bytearray(4)))

@@ -1,0 +1,9 @@
+"""`python -m unified_ckpt` is `unified-ckpt`."""
+
+from __future__ import annotations
+
+import sys
+
+from unified_ckpt.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,167 @@
+"""The verb `inspect`: what a checkpoint holds, from its manifest, indexes and headers. Starts without torch, and reads no tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tree
+from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
+from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.engine.checkpoint import Folder, open_folder, whereabouts
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage import LocalStorage, is_url, reader
+
+_FIRST = ("model", "master_weights", "optimizer")  # then the others by name
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part as far as it is shown. `total`: tensors that it has; `files`: file -> bytes."""
+
+    name: str
+    total: int
+    specs: dict[str, TensorSpec]
+    files: dict[str, int]
+    file_of: dict[str, str]
+    aliases: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+
+def run(arguments: Namespace) -> int:
+    """Takes `path`, `match`, `all` and `json`."""
+    folder = open_path(arguments.path)
+    try:
+        parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
+        if arguments.json:
+            print(json.dumps(_as_json(folder, parts), indent=2))
+            return 0
+        print("\n".join(_head(folder)))
+        for part in parts:
+            if part.specs or part.aliases or arguments.match is None:
+                print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
+        if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
+            print(f"\nno tensor matches {arguments.match}")
+    finally:
+        folder.close()
+    return 0
+
+
+def open_path(path: str) -> Folder:
+    """The checkpoint at a path or URL. NotFoundError says what is there instead."""
+    storage = reader(path if is_url(path) else os.path.abspath(path.removeprefix("file://")))
+    if isinstance(storage, LocalStorage):
+        kind = storage.kind("")
+        if kind is None:
+            parent, name = os.path.split(storage.root)
+            raise NotFoundError(f"{storage.root}: there is no such folder{whereabouts(LocalStorage(parent), name)}")
+        if kind == "file":
+            raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
+    return open_folder(storage)
+
+
+def _rank(part: str) -> tuple[int, str]:
+    return (_FIRST.index(part) if part in _FIRST else len(_FIRST)), part
+
+
+def _part(folder: Folder, part: str, match: str | None) -> _Part:
+    def wanted(name: str) -> bool:
+        return match is None or fnmatchcase(name, match) or fnmatchcase(f"{part}:{name}", match)
+
+    names = sorted(filter(wanted, folder.names(part)), key=natural)
+    specs = folder.specs(part, names)
+    file_of = {name: folder.file_of(part, name) for name in names}
+    files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
+    aliases = {alias: name for alias, name in folder.aliases(part).items() if wanted(alias)}
+    return _Part(part, len(folder.names(part)), {name: specs[name] for name in names}, files, file_of, aliases)
+
+
+def _as_json(folder: Folder, parts: list[_Part]) -> dict[str, Any]:
+    manifest = folder.manifest
+    told: dict[str, Any] = {"path": folder.storage.root, "format": folder.format}
+    if manifest is not None:
+        told |= {key: getattr(manifest, key) for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions")}
+        told["param_groups"] = [group.model_dump() for group in manifest.optimizer.groups] if manifest.optimizer else []
+        told["extra"] = manifest.extra
+        told["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
+    told["parts"] = {
+        part.name: {
+            "nbytes": part.nbytes,
+            "files": part.files,
+            "aliases": part.aliases,
+            "tensors": {
+                name: {"dtype": spec.dtype, "shape": list(spec.shape), "nbytes": spec.nbytes, "file": part.file_of[name]}
+                for name, spec in part.specs.items()
+            },
+        }
+        for part in parts
+    }
+    return told
+
+
+def _head(folder: Folder) -> list[str]:
+    """What is said of the checkpoint as a whole."""
+    manifest = folder.manifest
+    if manifest is None:
+        return [folder.storage.root, "  format  Hugging Face model folder: weights only, no manifest"]
+    rows = [
+        ("format", f"unified checkpoint {manifest.format_version}"),
+        ("step", "none" if manifest.step is None else str(manifest.step)),
+        ("save id", manifest.save_id),
+        ("created", manifest.created),
+        ("mesh", _mesh_text(manifest)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+        ("extra", extra_text(manifest.extra)),
+        ("rank extra", f"of {count(manifest.rank_extra.world_size, 'rank')}" if manifest.rank_extra else "none"),
+    ]
+    for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
+        rows.append((f"param group {number}", f"{count(len(group.names), 'parameter')}: {options_text(group.options)}"))
+    gone = sorted(set(manifest.parts) - set(folder.parts))
+    if gone:
+        rows.append(("deleted", ", ".join(gone)))
+    return [folder.storage.root, *table([(f"  {key}", (plain(text),)) for key, text in rows])]
+
+
+def _mesh_text(manifest: Manifest) -> str:
+    """`4 ranks; dp 2 x tp 2`. The record is free in its form: what is not known is shown as it is."""
+    texts = [count(manifest.world_size, "rank")]
+    for key, value in manifest.mesh.items():
+        match key, value:
+            case "layout", dict():
+                texts.append("Layout " + " x ".join(f"{name} {size}" for name, size in value.items()))
+            case "device_meshes", dict():
+                for names, sizes in value.items():
+                    texts.append(" x ".join(f"{name} {size}" for name, size in zip(names.split(), sizes, strict=False)))
+            case "world_size", _:
+                continue
+            case _:
+                texts.append(f"{key} {json.dumps(value)}")
+    return "; ".join(texts)
+
+
+def _title(part: _Part) -> str:
+    shown = f"{len(part.specs)} of " if len(part.specs) < part.total else ""
+    text = f"{part.name}  {shown}{count(part.total, 'tensor')}, {human(part.nbytes)}"
+    if not part.files:
+        return text
+    first = next(iter(part.files))
+    return f"{text} in {first if len(part.files) == 1 else f'{len(part.files)} files: {first} …'}"
+
+
+def _branches(part: _Part) -> list[str]:
+    lines = collapse(part.specs)
+    lines += [Line(tuple(alias.split(".")), (f"= {name}",)) for alias, name in part.aliases.items()]
+    return table(tree(lines))
+
+
+def _every(part: _Part) -> list[str]:
+    rows = [(f"  {plain(name)}", (spec_text(spec), human(spec.nbytes), part.file_of[name])) for name, spec in part.specs.items()]
+    return table([*rows, *((f"  {plain(alias)}", (f"= {plain(name)}",)) for alias, name in part.aliases.items())])

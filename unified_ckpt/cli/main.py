@@ -1,0 +1,56 @@
+"""The command `unified-ckpt`: parses, runs a verb, turns errors into exit codes. A verb's module is imported when it is asked for.
+
+Exit 0: fine. 1: the check failed, or a CheckpointError, whose text goes to stderr. 2: usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from unified_ckpt.errors import CheckpointError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code. Usage errors leave through argparse's SystemExit(2)."""
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks the branches of a tree still shows the names
+    verb = import_module(f"unified_ckpt.cli.{arguments.verb}")
+    try:
+        code = int(verb.run(arguments))
+        sys.stdout.flush()
+    except CheckpointError as error:
+        print(f"unified-ckpt {arguments.verb}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has left, as `head` does. What is still buffered goes nowhere, so that the exit does not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="unified-ckpt", description="Looks into checkpoints, checks them, and shows what they are for.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    inspect = verbs.add_parser("inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds. Reads headers only.")
+    inspect.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
+    inspect.add_argument("--match", metavar="GLOB", help="only tensors whose name, or part:name, matches")
+    inspect.add_argument("--all", action="store_true", help="a line for every tensor, with its file, in place of the tree")
+
+    verify = verbs.add_parser("verify", help="check a checkpoint", description="Checks sizes and headers against the manifest.")
+    verify.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
+    verify.add_argument("--deep", action="store_true", help="also read every byte and compare every digest")
+
+    demo = verbs.add_parser("demo", help="train, be killed, resume on fewer processes", description="Trains a small model, about a minute.")
+    demo.add_argument("--dir", metavar="DIR", help="work in this empty folder, and leave it as it is then")
+    demo.add_argument("--keep", action="store_true", help="keep the folder in which the demo worked")
+
+    for verb in (inspect, verify, demo):
+        verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser

@@ -1,0 +1,313 @@
+"""For tests of code that saves and loads: ranks as threads, storage that fails, drawn states. Provisional: names here may still change.
+
+Needs hypothesis: `pip install unified-ckpt[test]`. Knows no expected values: oracles are the tests' own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.lines import SMALL_NBYTES
+from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
+from unified_ckpt.core.tables import Key, Row, short
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+_Result = TypeVar("_Result")
+
+# ranks
+
+
+def try_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0) -> list[_Result | BaseException]:
+    """What `act` returned or raised on each of `world` ranks, which are threads over one store.
+
+    TimeoutError with the stacks of the ranks that hang.
+    """
+    store, ranks = HashStore(), range(world)
+    found: list[_Result | BaseException] = [AssertionError("did not end")] * world
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = act(Comm(store, rank=rank, ranks=ranks))
+        except BaseException as error:  # told to the caller
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in ranks]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if hung:
+        frames = sys._current_frames()
+        stacks = (f"rank {r}:\n{''.join(traceback.format_stack(frames.get(threads[r].ident or 0)))}" for r in hung)
+        raise TimeoutError(f"rank(s) {short(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}")
+    return found
+
+
+def run_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0) -> list[_Result]:
+    """What `act` returns on each rank. An ExceptionGroup with the errors of all that raise; the error itself where all raise one."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+    for rank, found in enumerate(try_ranks(world, act, timeout_seconds=timeout_seconds)):
+        if isinstance(found, BaseException):
+            found.add_note(f"raised on rank {rank} of {world}")
+            errors.append(found)
+        else:
+            results.append(found)
+    if len(errors) == world and len({(type(error), str(error)) for error in errors}) == 1:
+        raise errors[0]
+    if errors:
+        raise BaseExceptionGroup(f"{len(errors)} of {world} ranks failed", errors)
+    return results
+
+
+def checkpointer_of(comm: Comm) -> Checkpointer:
+    """A Checkpointer whose ranks are those of `comm`, until it is closed. Its tensors must be plain: DTensors know torch's ranks only."""
+    made = Checkpointer()
+    made._comm = comm
+    return made
+
+
+# storage
+
+
+class Stopped(BaseException):
+    """The storage stopped, as for a process that is killed. No Exception: nothing may answer it."""
+
+
+class Fuse:
+    """Counts the operations that change something, over all storages that share it, and blows at number `at`, from 0.
+
+    `operations`: what was asked for, in order, the fatal one included. Blown, it stays so.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.operations: list[str] = []
+        self._at, self._lock = at, threading.Lock()
+        self.blown = False
+
+    def check(self) -> None:
+        if self.blown:
+            raise Stopped(f"stopped at operation {self._at}")
+
+    def burn(self, operation: str) -> bool:
+        """Whether this operation is the fatal one, of which the storage may still do a part."""
+        with self._lock:
+            self.check()
+            self.blown = len(self.operations) == self._at
+            self.operations.append(operation)
+            return self.blown
+
+
+class FaultyStorage(LocalStorage):
+    """Stops at an operation and stays stopped. Of the fatal one itself half is done where it has halves: a write, a removed folder."""
+
+    def __init__(self, root: str, fuse: Fuse) -> None:
+        super().__init__(root)
+        self.fuse = fuse
+
+    def make_folder(self, name: str) -> None:
+        self._step("make_folder", name)
+        super().make_folder(name)
+
+    def resize(self, name: str, nbytes: int) -> None:
+        self._step("resize", name)
+        super().resize(name, nbytes)
+
+    def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
+        if self.fuse.burn(f"write_at {name}"):
+            super().write_at(name, start, [buffer[: len(buffer) // 2] for buffer in buffers[:1]])
+        self.fuse.check()
+        super().write_at(name, start, buffers)
+
+    def sync(self, name: str) -> None:
+        self._step("sync", name)
+        super().sync(name)
+
+    def sync_folder(self, name: str) -> None:
+        self._step("sync_folder", name)
+        super().sync_folder(name)
+
+    def rename(self, old: str, new: str) -> None:
+        self._step("rename", f"{old} {new}")
+        super().rename(old, new)
+
+    def exchange(self, old: str, new: str) -> bool:
+        self._step("exchange", f"{old} {new}")
+        return super().exchange(old, new)
+
+    def remove_file(self, name: str) -> None:
+        self._step("remove_file", name)
+        super().remove_file(name)
+
+    def remove_folder(self, name: str) -> None:
+        if self.fuse.burn(f"remove_folder {name}"):
+            entries = super().entries(name)
+            for entry in entries[: len(entries) // 2]:
+                os.unlink(self.path(f"{name}/{entry}"))
+        self.fuse.check()
+        super().remove_folder(name)
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        self.fuse.check()
+        super().read_at(name, start, into)
+
+    def read(self, name: str) -> bytes:
+        self.fuse.check()
+        return super().read(name)
+
+    def size(self, name: str) -> int | None:
+        self.fuse.check()
+        return super().size(name)
+
+    def entries(self, name: str) -> list[str]:
+        self.fuse.check()
+        return super().entries(name)
+
+    def kind(self, name: str) -> str | None:
+        self.fuse.check()
+        return super().kind(name)
+
+    def _step(self, operation: str, name: str) -> None:
+        self.fuse.burn(f"{operation} {name}")
+        self.fuse.check()
+
+
+class FullStorage(LocalStorage):
+    """A disk that is full from write number `at` on, from 0. All else works."""
+
+    def __init__(self, root: str, at: int) -> None:
+        super().__init__(root)
+        self._left = at
+
+    def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
+        def fail() -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        self._left -= 1
+        if self._left < 0:
+            self._call(f"write at byte {start} of", name, fail)
+        super().write_at(name, start, buffers)
+
+
+# drawn states
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor and the ranks that hold it, ascending."""
+
+    row: Row
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What each of `world` ranks holds."""
+
+    world: int
+    held: tuple[Held, ...]
+
+    def rows(self, rank: int) -> list[Row]:
+        """The rank's tensors, in the order of tables."""
+        return sorted((one.row for one in self.held if rank in one.ranks), key=lambda row: row.key)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, *, max_world: int) -> tuple[int, ...]:
+    """Sizes of up to three mesh dims, of one coordinate too."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(1, 3))):
+        sizes.append(draw(st.integers(1, max_world // prod(sizes))))
+    return tuple(draw(st.permutations(sizes)))
+
+
+@st.composite
+def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
+    """Any dtype that safetensors and torch both have; 0-d, empty, odd and small shapes, and some of 64 KiB and more."""
+    dtype = draw(st.sampled_from(sorted(TORCH_DTYPES)))
+    if draw(st.booleans()):
+        smallest = 1 if dtype == "F4" else 0  # F4 is packed along a dim
+        return TensorSpec(dtype, tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16]), min_size=smallest, max_size=3))))
+    others = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 12, 40]), max_size=2))
+    count = draw(st.integers(SMALL_NBYTES, max_nbytes)) // itemsize(dtype)
+    return TensorSpec(dtype, tuple(draw(st.permutations([*others, -(-count // prod(others))]))))
+
+
+@st.composite
+def shardings(draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]) -> Sharding:
+    """A rule over a row-major mesh: dims cut once or several times, evenly or not, in sections, padded. `ranks`: as in `Sharding`."""
+    cuts = tuple(_cuts(draw, shape, mesh))
+    return Sharding(cuts, ranks if cuts else ())
+
+
+def _cuts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) -> Iterator[Cut]:
+    seen = set[int]()
+    for i in draw(st.permutations(range(len(mesh)))):
+        size, stride = mesh[i], prod(mesh[i + 1 :])
+        if size == 1 or not shape or draw(st.integers(0, 3)) == 0:
+            continue
+        dim = draw(st.integers(0, len(shape) - 1))
+        kind = draw(st.sampled_from(["plain", "plain", "plain", "count", "lengths", "padded"]))
+        if kind == "count":
+            yield Cut(dim, size, stride, draw(st.integers(2, 4)))
+        elif kind == "lengths" and dim not in seen:
+            first = draw(st.integers(0, shape[dim]))
+            yield Cut(dim, size, stride, (first, shape[dim] - first))
+        elif kind == "padded" and dim not in seen:
+            yield Cut(dim, size, stride, 1, -(-shape[dim] // size) + draw(st.integers(0, 3)))
+        else:
+            yield Cut(dim, size, stride)
+        seen.add(dim)
+
+
+@st.composite
+def arrangements(draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool) -> Arrangement:
+    """Each tensor on all ranks, on some coordinates of the mesh dims that do not cut it (pipeline stages, experts), or on a mesh of its
+    own. F4 is held whole. Not `complete`: some are held by any ranks at all, as a load may want them.
+    """
+    mesh = draw(meshes(max_world=max_world))
+    world = prod(mesh)
+    held = []
+    for (part, fqn), spec in tensors:
+        kind = draw(st.sampled_from(["all", "all", "permuted", "some", "some", "own mesh"]))
+        own, members = mesh, tuple(range(world))
+        if kind == "own mesh":
+            own = draw(meshes(max_world=world))
+        if kind in ("permuted", "own mesh"):
+            members = tuple(draw(st.permutations(range(world)))[: prod(own)])
+        listed = members if kind in ("permuted", "own mesh") else ()
+        rule = Sharding() if spec.dtype == "F4" else draw(shardings(shape=spec.shape, mesh=own, ranks=listed))
+        if kind == "some":
+            members = _stage(draw, rule, mesh)
+        if not complete and draw(st.integers(0, 5)) == 0:
+            members = tuple(draw(st.sets(st.sampled_from(members), min_size=1)))
+        held.append(Held(Row(part, fqn, spec, rule), tuple(sorted(members))))
+    return Arrangement(world, tuple(held))
+
+
+def _stage(draw: st.DrawFn, rule: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
+    """The ranks at some coordinates of a mesh dim that does not cut."""
+    free = [i for i in range(len(mesh)) if prod(mesh[i + 1 :]) not in {cut.stride for cut in rule.cuts} and mesh[i] > 1]
+    if not free:
+        return tuple(range(prod(mesh)))
+    i = draw(st.sampled_from(free))
+    kept = draw(st.sets(st.integers(0, mesh[i] - 1), min_size=1))
+    return tuple(rank for rank in range(prod(mesh)) if rank // prod(mesh[i + 1 :]) % mesh[i] in kept)

@@ -151,7 +151,7 @@ def check_damage(folder: Path, state: State) -> None:
     dist.barrier()
     try:
         uc.load(folder, model=state.model, optimizer=state.optimizer, options=uc.LoadOptions(verify="read"))
-    except uc.CheckpointError:
+    except uc.IntegrityError:
         return
     raise RuntimeError(f"{path}: one bit was flipped and a load with verify='read' did not see it")
 

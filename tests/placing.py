@@ -121,25 +121,19 @@ def mesh_dims_of_one(rank: int) -> Problems:
 
 @case
 def permuted_meshes(rank: int) -> Problems:
-    problems = []
-    for ranks in ([[0, 3], [1, 2]], [[0, 2], [1, 3]]):
-        mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("a", "b"))
-        placements = [
-            [Shard(0), Shard(1)],
-            [Shard(0), Shard(0)],
-            [Shard(0), Replicate()],
-            [Replicate(), Shard(1)],
-            [Replicate(), Replicate()],
-        ]
-        problems += spread(rank, mesh, [(8, 8), (5, 7)], placements)
-    return problems
+    none = Replicate()
+    regular = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
+    placements = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), none], [none, Shard(1)], [none, none]]
+    problems = spread(rank, regular, [(8, 8), (5, 7)], placements)
+    listed = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("a", "b"))  # no stride gives these coordinates
+    return problems + spread(rank, listed, [(8, 8), (5, 7)], [[none, Shard(0)], [none, Shard(1)], [none, none]])
 
 
 @case
 def descending_meshes(rank: int) -> Problems:
     """Torch's collectives sort the ranks of a group and its coordinates do not, so only what it gathers says what the tensor is."""
     problems = []
-    for ranks in ([[3, 2], [1, 0]], [[1, 0], [2, 3]], [[1, 3], [0, 2]]):
+    for ranks in ([[3, 2], [1, 0]], [[1, 0], [2, 3]], [[1, 3], [0, 2]], [[0, 3], [1, 2]]):
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
         for one in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
             tensor = distribute_tensor(numbered(4, 4), mesh, one)
@@ -153,7 +147,7 @@ def descending_meshes(rank: int) -> Problems:
 @case
 def sub_meshes(rank: int) -> Problems:
     problems = []
-    for ranks in ([1, 3], [0, 1], [0, 3]):
+    for ranks in ([1, 3], [0, 1], [0, 3], [0, 1, 3], [1, 2, 3]):
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
         whole = numbered(5, 3)
         tensor = cut(whole, mesh, [Shard(0)])

@@ -48,20 +48,22 @@ def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
 
 def by_rank(division: Division, holders: Sequence[int], fixed: Mapping[int, int]) -> dict[int, int]:
     """Bytes that the ranks move after borders have been moved to whole lines."""
-    return {r: fixed.get(r, 0) + sum(m.segment.stop - m.segment.start for m in division.moved_by(r)) for r in holders}
+    return {r: fixed.get(r, 0) + sum(m.segment.stop - m.segment.start for m in division.moved_by(r, exchanged_only=False)) for r in holders}
 
 
-@given(worlds())
-def test_segments_of_all_movers_tile_the_large_rows(world: World) -> None:
-    division = divide(world.rows, holders=world.holders, fixed={})
+@given(worlds(), st.sets(st.integers(0, 3)))
+def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(world: World, sparse: set[int]) -> None:
+    sparse = {n for n in sparse if n < len(world.rows) and world.rows[n].spec.nbytes}
+    division = divide(world.rows, holders=world.holders, fixed={}, sparse=sparse)
     found: dict[int, list[tuple[int, int]]] = {}
     for rank in world.holders:
-        for m in division.moved_by(rank):
+        for m in division.moved_by(rank, exchanged_only=False):
             assert rank in m.participants
             assert (m.segment.stop - m.segment.start) % m.manner.line_nbytes == 0
             assert m.segment.local % m.manner.line_nbytes == 0
+            assert not (m.row in sparse and m.manner.exchanged)
             found.setdefault(m.row, []).append((m.segment.start, m.segment.stop))
-    assert set(found) == {n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES}
+    assert set(found) == sparse | {n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES}
     for n, pieces in found.items():
         ends = [0, *(b for pair in sorted(pieces) for b in pair), world.rows[n].spec.nbytes]
         assert ends[::2] == ends[1::2], world.rows[n]
@@ -70,7 +72,7 @@ def test_segments_of_all_movers_tile_the_large_rows(world: World) -> None:
 @given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
 def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
     fixed = {rank: n for rank, n in fixed.items() if rank in world.holders}
-    division = divide(world.rows, holders=world.holders, fixed=fixed)
+    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
     large = sum(one.spec.nbytes for one in world.rows if one.spec.nbytes >= SMALL_NBYTES)
     assert sum(division.loads.values()) == large + sum(fixed.values())
     assert sum(by_rank(division, world.holders, fixed).values()) == large + sum(fixed.values())
@@ -135,13 +137,13 @@ def test_loads_are_level(layout: str, vocab: int) -> None:
     cuts, world = LAYOUTS[layout]
     rows, holders = decoder(cuts, vocab=vocab), tuple(range(world))
     fixed = {0: 60_000, world - 1: 20_000}
-    division = divide(rows, holders=holders, fixed=fixed)
+    division = divide(rows, holders=holders, fixed=fixed, sparse=())
     assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(rows, holders, fixed)
 
 
 def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
     rows = [row((1024, 1024), fqn="a"), row((1024, 1024), fqn="b")]
-    division = divide(rows, holders=(0, 1, 2, 3), fixed={2: 6 << 20})
+    division = divide(rows, holders=(0, 1, 2, 3), fixed={2: 6 << 20}, sparse=())
     loads = by_rank(division, (0, 1, 2, 3), {2: 6 << 20})
     assert loads[2] == 6 << 20
     assert max(loads[r] for r in (0, 1, 3)) - min(loads[r] for r in (0, 1, 3)) <= 4
@@ -149,15 +151,15 @@ def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
 
 def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> None:
     uneven = row((5, 1 << 16), Cut(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
-    division = divide([uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={})
+    division = divide([uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={}, sparse=())
     assert set(by_rank(division, (0, 1, 2, 3), {}).values()) == {2 << 18}
 
 
 def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
     rows = [row((1001, 50_000), fqn="a"), row((999, 33_333), fqn="b")]
-    division = divide(rows, holders=(0, 1, 2), fixed={})
+    division = divide(rows, holders=(0, 1, 2), fixed={}, sparse=())
     for rank in range(3):
-        for m in division.moved_by(rank):
+        for m in division.moved_by(rank, exchanged_only=False):
             for border in (m.segment.start, m.segment.stop):
                 assert border % (64 * 1024) == 0 or border in (0, rows[m.row].spec.nbytes)
     loads = by_rank(division, (0, 1, 2), {})
@@ -165,20 +167,27 @@ def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
 
 
 def test_lines_are_never_broken() -> None:
-    division = divide([row((3, 1 << 15), Cut(1, 4, 1))], holders=(0, 1, 2, 3), fixed={})
-    lines = {r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r)] for r in range(4)}
+    division = divide([row((3, 1 << 15), Cut(1, 4, 1))], holders=(0, 1, 2, 3), fixed={}, sparse=())
+    lines = {r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r, exchanged_only=False)] for r in range(4)}
     assert all((stop - start) % (1 << 17) == 0 for moves in lines.values() for start, stop in moves)
     assert sum(len(moves) for moves in lines.values()) == 3
 
 
 def test_a_rank_outside_a_listed_mesh_moves_nothing_of_it() -> None:
     rows = [row((256, 256), Cut(0, 2, 1), ranks=(3, 1))]
-    division = divide(rows, holders=(1, 2, 3), fixed={})
-    assert list(division.moved_by(2)) == []
-    assert [m.segment.start for m in division.moved_by(3)] == [0]
+    division = divide(rows, holders=(1, 2, 3), fixed={}, sparse=())
+    assert list(division.moved_by(2, exchanged_only=False)) == []
+    assert [m.segment.start for m in division.moved_by(3, exchanged_only=False)] == [0]
+
+
+def test_only_what_is_exchanged_may_be_asked_for() -> None:
+    rows = [row((64, 1024), fqn="a"), row((64, 1024), Cut(1, 4, 1), fqn="b")]
+    division = divide(rows, holders=range(4), fixed={}, sparse=())
+    assert {m.row for m in division.moved_by(1, exchanged_only=True)} == {1}
+    assert {m.row for m in division.moved_by(1, exchanged_only=False)} == {0, 1}
 
 
 def test_moves_follow_each_other() -> None:
-    division = divide([row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={})
+    division = divide([row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={}, sparse=())
     for rank in range(4):
-        assert all(a.row < b.row for a, b in pairwise(division.moved_by(rank)))
+        assert all(a.row < b.row for a, b in pairwise(division.moved_by(rank, exchanged_only=False)))

@@ -21,7 +21,7 @@ def exchange_of(rows: Sequence[Row], holders: Sequence[int], *, every: bool = Fa
     """Small rows go to the holders in turn."""
     small = {n: holders[n % len(holders)] for n, one in enumerate(rows) if one.spec.nbytes < SMALL_NBYTES}
     fixed = {r: sum(rows[n].spec.nbytes for n, mover in small.items() if mover == r) for r in holders}
-    division = divide(rows, holders=holders, fixed=fixed)
+    division = divide(rows, holders=holders, fixed=fixed, sparse=())
     return Exchange(division, tuple(holders), small, every, -(-max(tile_nbytes, largest_line(division)) // 4096) * 4096)
 
 

@@ -27,14 +27,14 @@ from unified_ckpt.engine import save as save_module
 from unified_ckpt.engine.checkpoint import open_folder
 from unified_ckpt.engine.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.save import Kept, SaveRequest, save
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part
 from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import Arrangement, Held, arrangements, run_ranks, specs, try_ranks
 
-SECONDS = 60.0
+SECONDS = 20.0
 NAME = "checkpoint-1"
 GARBAGE = 0xA5
 
@@ -55,16 +55,16 @@ def tensor_of(array: Array, dtype: str, *, turned: bool) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True)
 class Case:
-    """`turned`: which of the ranks' parts are not contiguous in memory."""
+    """One save and the loads from it. `turned`: the tensors whose parts are not contiguous in memory."""
 
     arrays: Mapping[Key, Array]
     saved: Arrangement
-    loaded: Arrangement
+    loaded: tuple[Arrangement, ...] = ()
     turned: frozenset[Key] = frozenset()
 
     def spec(self, key: Key) -> TensorSpec:
@@ -77,9 +77,9 @@ class Case:
         parts = [self.part(row, part_of(self.arrays[row.key], row.sharding, rank)) for row in self.saved.rows(rank)]
         return State(parts=parts, asked={part for part, _ in self.arrays})
 
-    def target(self, rank: int) -> State:
+    def target(self, wanted: Arrangement, rank: int) -> State:
         parts = []
-        for row in self.loaded.rows(rank):
+        for row in wanted.rows(rank):
             shape = row.sharding.local_shape(rank, row.spec.shape)
             array = np.frombuffer(bytes([GARBAGE]) * (row.spec.nbytes + 8), dtype=self.arrays[row.key].dtype)
             parts.append(self.part(row, np.resize(array, shape)))
@@ -87,11 +87,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_world: int, max_tensors: int = 4) -> Case:
+def cases(draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int) -> Case:
     names = draw(st.lists(st.sampled_from(["model", "model", "optimizer", "ema"]), min_size=1, max_size=max_tensors))
-    tensors = [((part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}"), draw(specs(max_nbytes=300_000))) for number, part in enumerate(names)]
+    keys = [(part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}") for number, part in enumerate(names)]
+    tensors = [(key, draw(specs(max_nbytes=300_000))) for key in keys]
     saved = draw(arrangements(tensors=tensors, max_world=max_world, complete=True))
-    loaded = draw(arrangements(tensors=tensors, max_world=draw(st.sampled_from([1, max_world])), complete=False))
+    worlds = [draw(st.sampled_from([1, max_world, max_world])) for _ in range(loads)]
+    loaded = tuple(draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds)
     turned = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
     return Case({key: global_array(key, spec) for key, spec in tensors}, saved, loaded, turned)
 
@@ -150,18 +152,18 @@ def load_into(comm: Comm, folder: Path, state: State, **options: object) -> Load
         opened.close()
 
 
-def load_case(case: Case, folder: Path, **options: object) -> list[LoadReport]:
+def load_case(case: Case, wanted: Arrangement, folder: Path, **options: object) -> list[LoadReport]:
     """Loads, and compares every byte of every rank."""
 
     def act(comm: Comm) -> LoadReport:
-        state = case.target(comm.rank)
+        state = case.target(wanted, comm.rank)
         report = load_into(comm, folder, state, **options)
         for part in state.parts:
-            wanted = tensor_of(part_of(case.arrays[part.row.key], part.row.sharding, comm.rank), part.row.spec.dtype, turned=False)
-            assert bits(part.local) == bits(wanted), (comm.rank, part.row)
+            oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
+            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
         return report
 
-    return run_ranks(case.loaded.world, act)
+    return run_ranks(wanted.world, act)
 
 
 # what must hold of the folder
@@ -246,10 +248,27 @@ def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, in
         assert max(loads.values()) <= 1.05 * bound + lines, (loads, bound, lines, rows)
 
 
+def check_over_read(case: Case, wanted: Arrangement, reports: Sequence[LoadReport]) -> None:
+    """All thread ranks are on one machine: what they read together, over what they want together."""
+    union = 0
+    for one in wanted.held:
+        mask = np.zeros(one.row.spec.shape, dtype=bool)
+        for rank in one.ranks:
+            for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape):
+                mask[where(box)] = True
+        union += int(mask.sum()) * case.arrays[one.row.key].itemsize
+    assert sum(report.bytes_read for report in reports) <= 1.25 * union
+    assert sum(report.verified_bytes for report in reports) <= sum(report.bytes_read for report in reports)
+
+
 # the property
 
+FILE_NBYTES = st.sampled_from([100_000, 1 << 30])
+TILES = st.sampled_from([64 << 10, 64 << 10, 256 << 10, 16 << 20])
+VERIFY = st.sampled_from(["read", "read", "off"])
 
-def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int) -> None:
+
+def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
         writes = save_case(case, Path(name), max_file_bytes=max_file_bytes)
@@ -257,27 +276,208 @@ def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int)
         places = check_folder(case, folder)
         check_written_once(writes, folder)
         check_balance(case, writes, places)
-        reports = load_case(case, folder)
-        check_over_read(case, reports)
+        for wanted in case.loaded:
+            check_over_read(case, wanted, load_case(case, wanted, folder, verify=verify))
 
 
-def check_over_read(case: Case, reports: Sequence[LoadReport]) -> None:
-    """All thread ranks are on one machine: what they read together over what they want together."""
-    wanted = 0
-    for one in case.loaded.held:
-        mask = np.zeros(one.row.spec.shape, dtype=bool)
-        for rank in one.ranks:
-            for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape):
-                mask[where(box)] = True
-        wanted += int(mask.sum()) * case.arrays[one.row.key].itemsize
-    assert sum(report.bytes_read for report in reports) <= 1.25 * wanted
+@given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
+@settings(max_examples=400)
+def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
+    check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
-FILE_NBYTES = st.sampled_from([100_000, 1 << 30])
-TILES = st.sampled_from([4096, 65536, 16 << 20])
+@pytest.mark.slow
+@given(cases(max_world=12, max_tensors=6, loads=4), TILES, FILE_NBYTES, VERIFY)
+@settings(max_examples=2000)
+def test_any_mesh_to_any_mesh_at_length(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
+    check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
-@given(cases(max_world=6), TILES, FILE_NBYTES)
-@settings(max_examples=1000)
-def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int) -> None:
-    check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes)
+# single cases
+
+
+def arranged(mesh: Sequence[int], **rules: tuple[TensorSpec, tuple[Cut, ...]]) -> Arrangement:
+    """Tensors of the model, on all ranks of a row-major mesh."""
+    world = int(np.prod(mesh))
+    return Arrangement(
+        world, tuple(Held(Row("model", fqn, spec, Sharding(cuts)), tuple(range(world))) for fqn, (spec, cuts) in rules.items())
+    )
+
+
+def case_of(saved: Arrangement, *loaded: Arrangement) -> Case:
+    return Case({one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved, loaded)
+
+
+SPEC = TensorSpec("BF16", (64, 8192))  # 1 MiB
+
+
+@pytest.mark.parametrize("dtype", sorted(set(TORCH_DTYPES) - {"F4"}))
+def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
+    spec, small = TensorSpec(dtype, (7, 40_000)), TensorSpec(dtype, ())
+    by_column = arranged([2, 2], large=(spec, (Cut(1, 4, 1),)), small=(small, ()))
+    by_row = arranged([3], large=(spec, (Cut(0, 3, 1),)), small=(small, ()))
+    by_both = arranged([2, 2], large=(spec, (Cut(0, 2, 2), Cut(1, 2, 1))), small=(small, ()))
+    check_case(case_of(by_column, by_row, by_both), root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="full")
+
+
+def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_save, "TILE_NBYTES", 64 << 10)
+    case = case_of(arranged([4], w=(SPEC, (Cut(1, 4, 1),))), arranged([2], w=(SPEC, (Cut(1, 2, 1),))))
+    plans = []
+
+    def act(comm: Comm) -> None:
+        kept = Kept(Windows())
+        save(comm, LocalStorage(str(root)), "tiles", request_of(case.state(comm.rank)), kept, timeout_seconds=SECONDS)
+        plans.append(kept.plan)
+
+    run_ranks(4, act)
+    for plan in plans:
+        assert plan is not None
+        tiles = plan.groups[0].moves.mine
+        assert len(tiles) >= 4
+        assert {tile.parties for tile in tiles} == {(0, 1, 2, 3)}
+    load_case(case, case.loaded[0], root / "tiles")
+
+
+def test_ranks_may_want_one_tensor_by_different_rules(root: Path) -> None:
+    case = case_of(arranged([2], w=(SPEC, (Cut(0, 2, 1),))))
+    save_case(case, root)
+    rules = [Sharding(), Sharding((Cut(0, 3, 1),)), Sharding((Cut(1, 3, 1),))]
+    wanted = Arrangement(3, tuple(Held(Row("model", "w", SPEC, rule), (rank,)) for rank, rule in enumerate(rules)))
+    load_case(case, wanted, root / NAME)
+
+
+def test_each_byte_is_read_and_proved_once_when_all_is_wanted(root: Path) -> None:
+    case = case_of(arranged([2, 2], w=(SPEC, (Cut(1, 2, 1),))), arranged([4], w=(SPEC, ())), arranged([2, 2], w=(SPEC, (Cut(1, 4, 1),))))
+    with TemporaryDirectory(dir=root) as name:
+        save_case(case, Path(name))
+        for wanted in case.loaded:
+            reports = load_case(case, wanted, Path(name) / NAME)
+            assert sum(report.bytes_read for report in reports) == SPEC.nbytes
+            assert sum(report.verified_bytes for report in reports) == SPEC.nbytes
+
+
+# replicas
+
+
+def states_of(case: Case, *spoilt: int) -> list[State]:
+    """The ranks' states, one byte changed on some ranks."""
+    states = [case.state(rank) for rank in range(case.saved.world)]
+    for rank in spoilt:
+        states[rank].parts[-1].local.view(torch.uint8)[0, -1] ^= 1
+    return states
+
+
+def save_states(root: Path, states: Sequence[Sequence[State]], **options: object) -> list[object]:
+    """Saves one after the other by the same ranks; what each rank raised, or None."""
+    root.mkdir(exist_ok=True)
+
+    def act(comm: Comm) -> None:
+        kept = Kept(Windows())
+        for number, turn in enumerate(states):
+            request = request_of(turn[comm.rank], **options)
+            save(comm, LocalStorage(str(root)), f"turn-{number}", request, kept, timeout_seconds=SECONDS)
+
+    return list(try_ranks(len(states[0]), act))
+
+
+TWO = {"a": (SPEC, (Cut(1, 2, 1),)), "b": (SPEC, (Cut(0, 2, 1),))}
+
+
+def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
+    case = case_of(arranged([3, 2], **TWO))
+    for found in save_states(tmp_path, [states_of(case, 5)]):
+        assert isinstance(found, uc.LayoutError)
+        with pytest.raises(
+            uc.LayoutError, match=r"replicas hold different bytes \(1\):\n  model:b: rank\(s\) 1, 3 differ from rank\(s\) 5\n"
+        ):
+            raise found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_replica_that_differs_is_named(tmp_path: Path) -> None:
+    case = case_of(arranged([4], whole=(SPEC, ())))
+    states = states_of(case, 1, 3)
+    states[3].parts[0].local.view(torch.uint8)[1, 1] ^= 1
+    for found in save_states(tmp_path, [states]):
+        assert isinstance(found, uc.LayoutError)
+        with pytest.raises(uc.LayoutError, match=r"model:whole: rank\(s\) 0, 2 differ from rank\(s\) 1 differ from rank\(s\) 3"):
+            raise found
+
+
+def test_drift_after_the_first_save_is_caught_when_asked_for(tmp_path: Path) -> None:
+    case = case_of(arranged([2, 2], **TWO))
+    turns = [states_of(case), states_of(case, 2)]
+    assert save_states(tmp_path / "first", turns) == [None] * 4
+    for found in save_states(tmp_path / "always", turns, check_replicas="always"):
+        assert isinstance(found, uc.LayoutError)
+        with pytest.raises(uc.LayoutError, match=r"model:b: rank\(s\) 0 differ from rank\(s\) 2"):
+            raise found
+    assert save_states(tmp_path / "never", [states_of(case, 2)], check_replicas="never") == [None] * 4
+
+
+# the second save of a layout
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rank of each call of the planner."""
+    calls: list[int] = []
+    plan = save_module.make_plan
+
+    def counted(meeting: Meeting, *rest: object, **more: object) -> object:
+        calls.append(meeting.rank)
+        return plan(meeting, *rest, **more)
+
+    monkeypatch.setattr(save_module, "make_plan", counted)
+    return calls
+
+
+@pytest.mark.parametrize("tensors", [2, 40])
+def test_the_second_save_of_a_layout_plans_nothing(
+    tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch, tensors: int
+) -> None:
+    met: list[Meeting] = []
+    meet = Comm.meet
+
+    def counted(comm: Comm, *what: object, **how: object) -> Meeting:
+        meeting = meet(comm, *what, **how)
+        if comm.rank == 1:
+            met.append(meeting)
+        return meeting
+
+    monkeypatch.setattr(Comm, "meet", counted)
+    case = case_of(arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)}))
+    assert save_states(tmp_path, [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
+    assert sorted(planned) == [0, 1, 2, 3]
+    assert [len(meeting.keys) <= 25 for meeting in met] == [False, True, True] or tensors == 2
+    assert all(len(meeting.keys) <= 25 for meeting in met[1:]), "words between ranks grow with the tensors"
+    for number in range(3):
+        assert uc.verify(tmp_path / f"turn-{number}", deep=True).ok
+
+
+def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(tmp_path: Path, planned: list[int]) -> None:
+    case = case_of(arranged([2, 2], **TWO))
+    turned = states_of(case)
+    part = turned[3].parts[0]
+    turned[3].parts[0] = Part(part.row, part.local.t().contiguous().t())
+    assert save_states(tmp_path, [states_of(case), turned, turned]) == [None] * 4
+    assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_save_that_fails_does_not_spoil_the_plan(tmp_path: Path, planned: list[int]) -> None:
+    case = case_of(arranged([2], **TWO))
+
+    def act(comm: Comm) -> None:
+        kept, storage = Kept(Windows()), LocalStorage(str(tmp_path))
+        for name in ("a", "a", "b"):
+            request = request_of(case.state(comm.rank))
+            if (tmp_path / name).exists():
+                with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
+                    save(comm, storage, name, request, kept, timeout_seconds=SECONDS)
+            else:
+                save(comm, storage, name, request, kept, timeout_seconds=SECONDS)
+
+    run_ranks(2, act)
+    assert sorted(planned) == [0, 1]
+    assert uc.verify(tmp_path / "b", deep=True).ok

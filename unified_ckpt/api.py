@@ -158,7 +158,10 @@ class Checkpointer:
         parent, name = os.path.split(found)
         if not name:
             raise StorageError(f"{found}: is no name for a checkpoint; needed a folder name")
-        os.makedirs(parent, exist_ok=True)
+        try:
+            os.makedirs(parent, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
         return LocalStorage(os.path.realpath(parent)), name
 
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 class CheckpointError(Exception):
     """Any failure of a save, a load or a check. Catch this one to catch them all.
 
-    `agreed`: whether every rank of a collective call raises this same error.
+    `agreed`: whether every rank of a collective call raises this same error. `echo`: whether it only says that another rank failed,
+    whose own error is the one to tell.
     """
 
     agreed: bool = False
+    echo: bool = False
 
 
 class LayoutError(CheckpointError):

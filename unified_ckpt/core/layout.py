@@ -42,6 +42,10 @@ class Layout:
                 raise LayoutError(f"Layout mesh dim {name!r} has size {size!r}; needed a positive int")
         for pattern, rule in self.rules.items():
             for name in rule:
+                how = rule[name]
+                sections = how.sections if isinstance(how, Strided) else 1
+                if not sections or any(n < 1 for n in ((sections,) if isinstance(sections, int) else sections)):
+                    raise LayoutError(f"Layout rule {pattern!r} has sections {sections!r}; needed positive numbers")
                 if name not in self.mesh:
                     raise LayoutError(f"Layout rule {pattern!r} names mesh dim {name!r}; the mesh has {', '.join(self.mesh)}")
 
@@ -70,6 +74,10 @@ class Layout:
             if self.mesh[name] > 1:
                 cuts.append(Cut(dim % ndim, self.mesh[name], strides[name], sections, 0, name))
         return tuple(cuts)
+
+    def dims(self, pattern: str, ndim: int) -> set[int]:
+        """The tensor dims that the rule cuts, also those over mesh dims of size 1."""
+        return {(how.dim if isinstance(how, Strided) else how) % ndim for how in self.rules[pattern].values()}
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:
         """The shape declared for a tensor, if any."""

@@ -14,6 +14,7 @@ from math import prod
 
 from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.geometry import Box, chunk
+from unified_ckpt.errors import LayoutError
 
 Interval = tuple[int, int]  # half-open, in elements of one tensor dim
 
@@ -156,6 +157,8 @@ def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval
         for i in range(sections):
             yield chunk(length, sections, i)
         return
+    if sum(sections) != length:
+        raise LayoutError(f"sections {sections} add up to {sum(sections)}; the dim that they split has {length} elements")
     low = 0
     for n in sections:
         yield low, low + n

@@ -50,6 +50,11 @@ class Folder:
     def file_of(self, part: str, name: str) -> str:
         return self._weight_maps[part][name]
 
+    def header(self, file: str) -> Mapping[str, Entry]:
+        """What a file holds. Same errors as `check_files`."""
+        self.check_files([file])
+        return self._headers[file]
+
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
         self.check_files({self._weight_maps[part][name] for name in names})
         found = {}

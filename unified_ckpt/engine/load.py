@@ -40,7 +40,7 @@ class LoadReport:
     strict, and skipped when not. `bytes_read`, `verified_bytes`: by this rank.
 
     `rank_extra`: this rank's, where the world has as many ranks as at the save, else None. `sources`: part -> the stored parts that
-    fed it.
+    fed it. `notes`: what else to know, in sentences.
     """
 
     step: int | None
@@ -53,6 +53,7 @@ class LoadReport:
     verified_bytes: int
     sources: Mapping[str, tuple[str, ...]]
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -220,19 +221,18 @@ def _report(
     started: float,
     what: str,
 ) -> LoadReport:
-    same_world = request.said.rank_extras == comm.world
+    saved_by = request.said.rank_extras
+    notes = []
+    if saved_by not in (0, comm.world):
+        notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started
     if comm.rank == 0:
-        note = (
-            "" if same_world or not request.said.rank_extras else f"; rank_extra not given back: saved by {request.said.rank_extras} ranks"
-        )
-        _LOG.info(
-            "loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s", what, nbytes / 1e9, seconds, nbytes / 1e9 / max(seconds, 1e-9), note
-        )
+        speed = nbytes / 1e9 / max(seconds, 1e-9)
+        _LOG.info("loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s", what, nbytes / 1e9, seconds, speed, "; ".join(["", *notes]))
     return LoadReport(
         step=request.said.step,
         extra=request.said.extra,
-        rank_extra=request.source.rank_extra(comm.rank) if same_world else None,
+        rank_extra=request.source.rank_extra(comm.rank) if saved_by == comm.world else None,
         missing=tuple(verdict.missing),
         unexpected=tuple(verdict.unexpected),
         wrong=tuple(verdict.wrong),
@@ -240,4 +240,5 @@ def _report(
         verified_bytes=verified,
         sources={part: tuple(sorted(parts)) for part, parts in sorted(own.sources.items())},
         seconds=seconds,
+        notes=tuple(notes),
     )

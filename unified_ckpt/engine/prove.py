@@ -11,7 +11,7 @@ from unified_ckpt.engine.match import Match
 from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
 from unified_ckpt.engine.source import Catalog, Source
 from unified_ckpt.errors import CheckpointError, IntegrityError
-from unified_ckpt.format import digests
+from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.comm import Meeting
 
 
@@ -133,21 +133,43 @@ def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], objec
         folder.said()
     except CheckpointError as error:
         problems.append(str(error))
+    others = list(_check_others(folder, deep=deep))
+    problems += others + list(_check_names(folder))
+    digested = deep and not any(names.DIGESTS in problem for problem in others)
     for part in folder.parts:
         for file, members in sorted(_by_file(folder, part).items()):
             try:
                 folder.check_files([file])
             except CheckpointError as error:
-                problems.append(str(error))
+                problems.extend(f"{part}:{name}: cannot be read: {error}" for name in sorted(members))
                 continue
             for name in members:
-                found, size = _check_tensor(folder, part, name, deep=deep)
+                found, size = _check_tensor(folder, part, name, deep=digested)
                 problems.extend(found)
                 tensors, nbytes = tensors + 1, nbytes + size
                 if progress is not None:
                     progress(size)
-    problems.extend(_check_others(folder, deep=deep))
     return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep)
+
+
+def _check_names(folder: Folder) -> Iterator[str]:
+    """An index that has lost or gained names, and a manifest whose files no index names."""
+    manifest = folder.manifest
+    if manifest is None:
+        return
+    for part, members in ((part, _by_file(folder, part)) for part in folder.parts):
+        for file in sorted(set(manifest.parts[part].files) - set(members)):
+            yield f"{names.index_name(part)}: names no tensor of {file}, which the manifest says is of this part"
+        for file, listed_names in sorted(members.items()):
+            try:
+                held = set(folder.header(file))
+            except CheckpointError:
+                continue  # said for each of its tensors
+            for name in sorted(held - set(listed_names)):
+                yield f"{part}:{name}: is in {file} and not in {names.index_name(part)}"
+        for alias, stored in manifest.parts[part].aliases.items():
+            if stored not in folder.names(part):
+                yield f"{part}:{alias}: is tied to {stored}, which {names.index_name(part)} does not name"
 
 
 def _by_file(folder: Folder, part: str) -> dict[str, list[str]]:
@@ -160,10 +182,12 @@ def _by_file(folder: Folder, part: str) -> dict[str, list[str]]:
 def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[list[str], int]:
     try:
         spec = folder.specs(part, [name])[name]
-        saved = folder.block_digests(part, name)
-        if saved is not None and len(saved) != digests.block_count(spec.nbytes):
+        saved = folder.block_digests(part, name) if deep else None
+        if saved is None:
+            return [], spec.nbytes
+        if len(saved) != digests.block_count(spec.nbytes):
             return [f"{part}:{name}: has {len(saved)} digests; needed {digests.block_count(spec.nbytes)}"], spec.nbytes
-        bad = list(_bad_blocks(folder, part, name, spec.nbytes, saved)) if deep and saved is not None else []
+        bad = list(_bad_blocks(folder, part, name, spec.nbytes, saved))
     except CheckpointError as error:
         return [str(error)], 0
     return bad, spec.nbytes

@@ -69,10 +69,11 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Kept:
-    """What one save leaves for the next of the same ranks."""
+    """What one save leaves for the next of the same ranks. `slowest`: in words, on rank 0."""
 
     windows: Windows
     plan: SavePlan | None = None
+    slowest: str = ""
 
 
 def save(
@@ -103,7 +104,8 @@ def save(
             raise
     seconds = time.monotonic() - started
     if comm.rank == 0:
-        _LOG.info("saved %s: %.3f GB in %.2f s, %.2f GB/s", storage.path(name), nbytes / 1e9, seconds, nbytes / 1e9 / max(seconds, 1e-9))
+        speed = nbytes / 1e9 / max(seconds, 1e-9)
+        _LOG.info("saved %s: %.3f GB in %.2f s, %.2f GB/s; %s", storage.path(name), nbytes / 1e9, seconds, speed, kept.slowest)
     return SaveReport(storage.path(name), request.step, construction.save_id, nbytes, seconds)
 
 
@@ -137,7 +139,7 @@ def _begin(meeting: Meeting, storage: LocalStorage, name: str, options: SaveOpti
 
 def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, request: SaveRequest, kept: Kept, mark: str) -> int:
     """Collective. Fills the folder and publishes it; returns the tensor bytes of the checkpoint on rank 0, this rank's elsewhere."""
-    options, folder, parts = request.options, construction.folder, request.parts()
+    options, folder, parts, started = request.options, construction.folder, request.parts(), time.monotonic()
     if not meeting.all_same or kept.plan is None:
         kept.plan = None
         with meeting.phase("plan"):
@@ -162,6 +164,10 @@ def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Constru
     with meeting.phase("sync"):
         if options.fsync:
             _sync_parts(storage, folder, plan, rank=meeting.rank)
+        times = meeting.collect("seconds", f"{time.monotonic() - started:.3f}".encode(), at=0, ranks=range(meeting.world))
+        if times:
+            slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))
+            kept.slowest = f"rank {slowest} was slowest: {float(times[slowest]):.2f} s"
     with meeting.phase("publish"):
         if plan.book is not None:
             told = extras.put_together(said)
@@ -219,12 +225,14 @@ def _publish(storage: LocalStorage, construction: commit.Construction, request: 
     folder, fsync = construction.folder, request.options.fsync
     if plan.book is None:
         raise AssertionError("rank 0 has a book")
-    before = set(storage.entries(folder))
+    before = {name: storage.stamp(f"{folder}/{name}") for name in storage.entries(folder)}
     if request.attach is not None:
         request.attach(storage.path(folder))
-        for name in sorted(set(storage.entries(folder)) - before):
-            if name == names.MANIFEST or name in {names.index_name(part) for part in plan.book.records}:
-                raise StorageError(f"{storage.path(folder)}: `attach` wrote {name}, which is the checkpoint's own; needed another name")
+        ours = {*before, names.MANIFEST, *(names.index_name(part) for part in plan.book.records)}
+        for name in sorted(ours):
+            found = storage.stamp(f"{folder}/{name}")
+            if found != before.get(name):
+                raise StorageError(f"{storage.path(folder)}: `attach` changed {name}, which is the checkpoint's own; needed another name")
     seal.write_indexes(storage, folder, plan.book)
     if fsync:
         for name in sorted(set(storage.entries(folder)) - {f for records in plan.book.records.values() for f in records} - {commit.PROBE}):
@@ -240,5 +248,5 @@ def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Const
     if meeting.rank != 0:
         return
     if getattr(error, "agreed", False):
-        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS)
+        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
     commit.abandon(storage, construction)

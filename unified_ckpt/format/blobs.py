@@ -76,7 +76,8 @@ def raw(blob: Any) -> memoryview:
         return memoryview(blob)
     torch = loaded("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
-        flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = flat.as_strided((flat.numel(),), (1,))  # one element is contiguous whatever its stride, and `view` looks at that
         return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
     numpy = loaded("numpy")
     flat = numpy.ascontiguousarray(blob).reshape(-1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from unified_ckpt import errors
 from unified_ckpt.core.tables import short
 from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+
+_ECHO_SECONDS = 10.0
 
 
 @contextmanager
@@ -112,13 +114,28 @@ class Meeting:
         """In words, the ranks whose key of these (`…/<rank>`) is not set."""
         return short(self.ranks[int(key.rpartition("/")[2])] for key in keys if not self.has(key))
 
-    def wait(self, keys: Sequence[str], *, seconds: float | None = None) -> bool:
-        """Whether all keys were set in time."""
-        try:
-            self._store.wait([self._prefix + key for key in keys], timedelta(seconds=seconds or self.timeout_seconds))
-        except (dist.DistStoreError, RuntimeError):
-            return all(self.has(key) for key in keys)
-        return True
+    def wait(self, keys: Sequence[str], *, seconds: float | None = None, heedless: bool = False) -> bool:
+        """Whether all keys were set in time. Raises at once the error of a rank that has failed meanwhile, unless `heedless`."""
+        # Looks again after a tenth of the time waited so far: torch's own `wait` cannot be interrupted, and logs each time-out.
+        names, began = [self._prefix + key for key in keys], time.monotonic()
+        while True:
+            with _reaching():
+                if self._store.check(names):
+                    return True
+                if not heedless and self._store.check([self._prefix + "failed"]):
+                    raise self._failure()
+            waited = time.monotonic() - began
+            left = (self.timeout_seconds if seconds is None else seconds) - waited
+            if left <= 0:
+                return False
+            time.sleep(min(max(waited / 10, 0.001), 1.0, left))
+
+    def _failure(self, cause: BaseException | None = None) -> CheckpointError:
+        """The first error of this meeting, the same on every rank."""
+        with _reaching():
+            error = decode_error(self._store.get(f"{self._prefix}failed").decode())
+        error.agreed, error.__cause__ = True, cause
+        return error
 
     def get(self, key: str) -> bytes:
         """A key's value, once some rank has set it."""
@@ -180,18 +197,21 @@ class Meeting:
             raise error
         self.put(f"at/{phase}/{self.rank}", b"1")
         if error is not None:
-            self.settle(f"done/{phase}", encode_error(error, rank=self.ranks[self.rank], world=self.world))
-        elif self.count(f"at/{phase}") == self.world:
+            if getattr(error, "echo", False):
+                self.wait(["failed"], seconds=_ECHO_SECONDS, heedless=True)  # the rank that failed first says why
+            self.settle("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
+            self.settle(f"done/{phase}", "failed")
+            raise self._failure(error)
+        if self.count(f"at/{phase}") == self.world:
             self.settle(f"done/{phase}", "ok")
         if not self.wait([f"done/{phase}"]):
             absent = self.absent([f"at/{phase}/{r}" for r in range(self.world)])
             late = RankError(f"rank(s) {absent} did not get through {phase!r} within {self.timeout_seconds:g} s")
-            self.settle(f"done/{phase}", encode_error(late, rank=self.ranks[self.rank], world=1))
-        verdict = self.get(f"done/{phase}").decode()
-        if verdict != "ok":
-            agreed = decode_error(verdict)
-            agreed.agreed = True
-            raise agreed from error
+            if self.settle(f"done/{phase}", "failed") == "failed":
+                self.settle("failed", encode_error(late, rank=self.ranks[self.rank], world=1))
+        if self.get(f"done/{phase}") != b"ok":
+            self.wait(["failed"])
+            raise self._failure()
 
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -43,16 +43,19 @@ class Placer:
                 return None
             inner, local = self._dtensor_rule(fqn, tensor), tensor._local_tensor.detach()
         _refuse_unreal(fqn, local)
-        shape, cuts = tuple(tensor.shape), tuple[Cut, ...]()
+        shape, cuts, padded = tuple(tensor.shape), tuple[Cut, ...](), set[int]()
         pattern = self.layout.rule_for(fqn) if self.layout is not None else None
         if self.layout is not None and pattern is not None:
             self.matched.add(pattern)
             cuts = self.layout.cuts(pattern, len(shape))
             if isinstance(tensor, DTensor):
                 _check_apart(fqn, pattern, self.layout, tensor)
-            shape, cuts = self._global_shape(fqn, shape, cuts, self.layout.global_shape(fqn))
+            declared = self.layout.global_shape(fqn)
+            if declared is not None:
+                padded = _padded_dims(shape, declared, cuts, self.layout.dims(pattern, len(shape)))
+            shape, cuts = _global_shape(fqn, shape, cuts, declared, padded)
         sharding = _nested(fqn, cuts, inner)
-        return Placed(shape, sharding, _checked_local(fqn, local, sharding.local_shape(self.rank, shape), padded=bool(cuts)))
+        return Placed(shape, sharding, _checked_local(fqn, local, sharding.local_shape(self.rank, shape), padded))
 
     def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())
@@ -73,8 +76,8 @@ class Placer:
         for i in {i for i, _, _ in order}:
             if (mesh.mesh.diff(dim=i) < 0).any():
                 raise LayoutError(
-                    f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, which shards it; torch's own collectives "
-                    "sort them; needed an ascending mesh"
+                    f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, which shards it; needed ascending "
+                    "ranks: torch's own collectives sort them"
                 )
         strides = _strides(members, sizes, {i for i, _, _ in order})
         literal = strides is None
@@ -82,21 +85,29 @@ class Placer:
         cuts = tuple(Cut(dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order)
         return Sharding(cuts, tuple(members) if literal and cuts else ())
 
-    def _global_shape(
-        self, fqn: str, local: tuple[int, ...], cuts: tuple[Cut, ...], declared: tuple[int, ...] | None
-    ) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
-        """The global shape of a part of shape `local`, and the cuts, padded ones marked."""
-        if declared is None:
-            return tuple(n * prod(c.size for c in cuts if c.dim == d) for d, n in enumerate(local)), cuts
-        if len(declared) != len(local):
-            raise LayoutError(f"{fqn}: Layout shapes say {declared}, this rank's part has shape {local}; needed as many dims")
-        marked = []
-        for cut in cuts:
-            longest, own = -(-declared[cut.dim] // cut.size), local[cut.dim]
-            alone = sum(c.dim == cut.dim for c in cuts) == 1 and cut.sections == 1
-            padded = alone and own > longest and own * cut.size >= declared[cut.dim]
-            marked.append(Cut(cut.dim, cut.size, cut.stride, cut.sections, own if padded else 0, cut.name))
-        return declared, tuple(marked)
+
+def _padded_dims(local: tuple[int, ...], declared: tuple[int, ...], cuts: tuple[Cut, ...], dims: set[int]) -> set[int]:
+    """The dims in which a part may be longer than what it holds: cut once, whole, into parts that are at least `torch.chunk`'s."""
+    found = set()
+    for dim in dims if len(local) == len(declared) else ():
+        own = [cut for cut in cuts if cut.dim == dim]
+        size = prod(cut.size for cut in own)
+        once = not own or (len(own) == 1 and own[0].sections == 1)
+        if once and local[dim] >= -(-declared[dim] // size):
+            found.add(dim)
+    return found
+
+
+def _global_shape(
+    fqn: str, local: tuple[int, ...], cuts: tuple[Cut, ...], declared: tuple[int, ...] | None, padded: set[int]
+) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
+    """The global shape of a part of shape `local`, and the cuts, those into longer parts than `torch.chunk`'s marked."""
+    if declared is None:
+        return tuple(n * prod(c.size for c in cuts if c.dim == d) for d, n in enumerate(local)), cuts
+    if len(declared) != len(local):
+        raise LayoutError(f"{fqn}: Layout shapes say {declared}, this rank's part has shape {local}; needed as many dims")
+    longer = {d: local[d] for d in padded if local[d] > -(-declared[d] // prod(c.size for c in cuts if c.dim == d))}
+    return declared, tuple(replace(cut, step=longer.get(cut.dim, 0)) for cut in cuts)
 
 
 def _cut_order(fqn: str, placements: Sequence[object], sizes: Sequence[int], ndim: int) -> list[tuple[int, int, int]]:
@@ -165,13 +176,14 @@ def _refuse_unreal(fqn: str, local: torch.Tensor) -> None:
         raise LayoutError(f"{fqn}: is a {type(local).__name__}; needed a torch.Tensor, a Parameter or a DTensor of one")
 
 
-def _checked_local(fqn: str, local: torch.Tensor, derived: tuple[int, ...], *, padded: bool) -> torch.Tensor:
+def _checked_local(fqn: str, local: torch.Tensor, derived: tuple[int, ...], padded: set[int]) -> torch.Tensor:
     """The part without padding. LayoutError where the rule gives this rank another shape than it has."""
     if tuple(local.shape) == derived:
         return local
-    if local.numel() == 0 and 0 in derived:
-        return local.reshape(derived) if prod(derived) == 0 else local
-    if padded and len(derived) == local.dim() and all(n <= m for n, m in zip(derived, local.shape, strict=True)):
+    if local.numel() == 0 and prod(derived) == 0:
+        return local.reshape(derived)
+    sizes = list(zip(derived, local.shape, strict=False))
+    if len(derived) == local.dim() and all(n == m or (d in padded and n < m) for d, (n, m) in enumerate(sizes)):
         return local[tuple(slice(n) for n in derived)]
     raise LayoutError(
         f"{fqn}: this rank's part has shape {tuple(local.shape)}, its placements give {derived}; needed equal; "

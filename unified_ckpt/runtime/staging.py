@@ -62,7 +62,12 @@ class Window:
         self._counters[_CELLS + rank] = tiles
 
     def fail(self) -> None:
+        """Owner only: tells all who wait for it that it will not come."""
         self._counters[_FAILED] = 1
+
+    def revive(self) -> None:
+        """Owner only: a new call begins."""
+        self._counters[_FAILED] = 0
 
     def failed(self) -> bool:
         return bool(self._counters[_FAILED])
@@ -132,7 +137,9 @@ class Wait:
         while True:
             yield
             if self._windows[rank].failed():
-                raise RankError(f"rank {rank} gave up in the middle of the exchange")
+                gave_up = RankError(f"rank {rank} gave up in the middle of the exchange")
+                gave_up.echo = True
+                raise gave_up
             time.sleep(pause)
             pause = min(pause + 20e-6, 1e-3)
             waited = time.monotonic() - started

@@ -82,12 +82,20 @@ class LocalStorage:
 
     def size(self, name: str) -> int | None:
         try:
-            return os.stat(self.path(name)).st_size
-        except (FileNotFoundError, NotADirectoryError):
+            return self._call("stat", name, lambda: os.stat(self.path(name))).st_size
+        except NotFoundError:
             return None
 
     def names(self) -> list[str]:
-        return sorted(self._call("list", "", lambda: os.listdir(self.root)))
+        return self.entries("")
+
+    def stamp(self, name: str) -> tuple[int, int, int] | None:
+        """What changes when a file is written to or replaced; None where there is no such file."""
+        try:
+            found = self._call("stat", name, lambda: os.stat(self.path(name)))
+        except NotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def entries(self, name: str) -> list[str]:
         """Entries of a folder, sorted."""
@@ -200,7 +208,7 @@ class LocalStorage:
     def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundError(f"{self.path(name)}: {what}: no such file or folder") from error
         except OSError as error:
             raise StorageError(f"{self.path(name)}: {what} failed: {error.strerror or error}") from error
@@ -213,7 +221,10 @@ class RemoteStorage:
         import fsspec  # opened lazily: a local job never pays for it
 
         self.root = url.rstrip("/")
-        self._files, self._prefix = fsspec.core.url_to_fs(self.root)
+        try:
+            self._files, self._prefix = fsspec.core.url_to_fs(self.root)
+        except (ValueError, ImportError, OSError) as error:
+            raise StorageError(f"{self.root}: cannot be opened: {error}") from error
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         found = self._call("read", name, lambda: self._files.cat_file(self._path(name), start=start, end=start + len(into)))
@@ -226,8 +237,8 @@ class RemoteStorage:
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._files.info(self._path(name))["size"])
-        except FileNotFoundError:
+            return int(self._call("stat", name, lambda: self._files.info(self._path(name)))["size"])
+        except NotFoundError:
             return None
 
     def names(self) -> list[str]:

@@ -73,7 +73,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as bytes; an alias."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # numpy's stubs do not say that an array is a buffer
+    # One element is contiguous whatever its stride, and `view` looks at that.
+    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 

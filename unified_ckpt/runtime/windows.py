@@ -27,6 +27,7 @@ class Windows:
         wanted = set(partners)
         if meeting.rank in wanted:
             own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes)
+            own.revive()
             meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
         for rank in sorted(wanted - {meeting.rank}):
             token, theirs = meeting.get(f"window/{rank}").decode().split()

@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch.distributed as dist
-
 import common
 import peers
+import torch.distributed as dist
 from common import KINDS, State, locals_of, make_state, parse_size
 from measure import Case, chosen, over_ranks, race, rows
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from unified_ckpt.core import division, exchange, lines, sharding
+from unified_ckpt.core import exchange, lines, sharding
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Row, encode_table
-from unified_ckpt.engine.census import Census, Membership, holders_of
+from unified_ckpt.engine.census import Census, Membership
 from unified_ckpt.engine.extras import Extra, Told
 from unified_ckpt.engine.plan import checked_groups, list_pages, plan_group, write_book
 from unified_ckpt.engine.seal import make_manifest

@@ -12,10 +12,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 import common
 import peers
+import torch.distributed as dist
 from common import State, check_equal, locals_of, make_state, parse_size
 from measure import Case, Trial, chosen, dirty_bytes, over_ranks, race, rows, spread
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import CHUNK, State, boxes_of, check_equal, file_count, file_of_tensor, locals_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
@@ -19,8 +20,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_read
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_write
-
-from common import CHUNK, State, boxes_of, check_equal, file_count, file_of_tensor, locals_of
 
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 IOV_MAX = 1024  # buffers that one pwritev takes

@@ -450,7 +450,6 @@ def test_the_second_save_of_a_layout_plans_nothing(
     case = case_of(arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)}))
     assert save_states(tmp_path, [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
     assert sorted(planned) == [0, 1, 2, 3]
-    assert [len(meeting.keys) <= 25 for meeting in met] == [False, True, True] or tensors == 2
     assert all(len(meeting.keys) <= 25 for meeting in met[1:]), "words between ranks grow with the tensors"
     for number in range(3):
         assert uc.verify(tmp_path / f"turn-{number}", deep=True).ok

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from unified_ckpt.cli.words import human, plain
 from unified_ckpt.core.sharding import TensorSpec
@@ -13,11 +14,10 @@ Index = int | str
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`steps` joined by dots name `count` tensors that are alike: `("layers", "{0..3}", "weight")`. `cells`: dtype and shape, size."""
+    """`steps` joined by dots name tensors that are alike: `("layers", "{0..3}", "weight")`. `cells`: dtype and shape, size; or an alias's target."""
 
     steps: tuple[str, ...]
     cells: tuple[str, ...]
-    count: int = 1
 
 
 @dataclass(slots=True)
@@ -27,28 +27,30 @@ class _Node:
 
 
 def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Lines for all tensors. Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`."""
+    """Lines for tensors that come in `natural` order.
+
+    Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`.
+    """
     alike: dict[tuple[tuple[str | None, ...], bool, TensorSpec], list[tuple[Index, ...]]] = {}
-    for name in sorted(specs, key=natural):
-        steps, has_state = _steps(name), "/" in name
-        last = len(steps) - 1
-        folds = [_is_number(step) or (has_state and i == last) for i, step in enumerate(steps)]
-        template = tuple(None if fold else step for step, fold in zip(steps, folds, strict=True))
-        index = tuple(int(step) if _is_number(step) else step for step, fold in zip(steps, folds, strict=True) if fold)
-        alike.setdefault((template, has_state, specs[name]), []).append(index)
+    for name, spec in specs.items():
+        template: list[str | None] = [*_steps(name)]
+        index: list[Index] = []
+        for i, step in enumerate(template):
+            number = _number(step or "")
+            if number is not None or (i == len(template) - 1 and "/" in name):
+                template[i] = None
+                index.append(step or "" if number is None else number)
+        alike.setdefault((tuple(template), "/" in name, spec), []).append(tuple(index))
     lines = []
-    for (template, has_state, spec), found in alike.items():
+    for (pattern, has_state, spec), found in alike.items():
         for folded in _fold(found):
             texts = iter(map(_set_text, folded))
-            steps = [step if step is not None else next(texts) for step in template]
+            steps = [step if step is not None else next(texts) for step in pattern]
             if has_state:
                 state = steps.pop()
                 steps[-1] += f"/{state}"
-            count = 1
-            for values in folded:
-                count *= len(values)
-            size = human(spec.nbytes) + (" each" if count > 1 else "")
-            lines.append(Line(tuple(steps), (spec_text(spec), size), count))
+            size = human(spec.nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
+            lines.append(Line(tuple(steps), (spec_text(spec), size)))
     return lines
 
 
@@ -83,7 +85,8 @@ def spec_text(spec: TensorSpec) -> str:
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key: numbers between dots by value."""
-    return tuple((False, int(step), "") if _is_number(step) else (True, 0, step) for step in _steps(name))
+    numbers = ((_number(step), step) for step in _steps(name))
+    return tuple((True, 0, step) if number is None else (False, number, "") for number, step in numbers)
 
 
 def _steps(name: str) -> list[str]:
@@ -92,8 +95,11 @@ def _steps(name: str) -> list[str]:
     return [*fqn.split("."), state] if slash else name.split(".")
 
 
-def _is_number(step: str) -> bool:
-    return step.isascii() and step.isdigit() and len(step) < 10 and str(int(step)) == step
+def _number(step: str) -> int | None:
+    """The number that a step is, as people write it: without sign and leading zeros."""
+    if not step.isdigit() or not step.isascii() or len(step) > 9 or (step[0] == "0" and step != "0"):
+        return None
+    return int(step)
 
 
 def _fold(found: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
@@ -123,7 +129,7 @@ def _set_text(values: Sequence[Index]) -> str:
 
 def _branch(steps: tuple[str, ...]) -> tuple[str, ...]:
     """The steps of a line in the tree: a module's name stays with that of its tensor."""
-    if len(steps) < 2 or steps[-2].startswith("{") or _is_number(steps[-2]):
+    if len(steps) < 2 or steps[-2].startswith("{") or _number(steps[-2]) is not None:
         return steps
     return *steps[:-2], f"{steps[-2]}.{steps[-1]}"
 

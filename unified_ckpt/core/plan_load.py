@@ -41,9 +41,7 @@ def _over_read(row: Row, holders: Sequence[int]) -> float:
         return 1.0
     wanted, lines = 0, set()
     for coordinates in {row.sharding.coordinates(p) for p in map(row.sharding.position, holders) if p is not None}:
-        nbytes = part_nbytes(row.spec, row.sharding, coordinates)
-        wanted += nbytes
-        if nbytes:
-            lines.add(tuple(c for cut, c in zip(row.sharding.cuts, coordinates, strict=True) if cut in how.outer.cuts))
+        wanted += part_nbytes(row.spec, row.sharding, coordinates)
+        lines.add(tuple(c for cut, c in zip(row.sharding.cuts, coordinates, strict=True) if cut in how.outer.cuts))
     read = row.spec.nbytes if is_small else sum(part_nbytes(row.spec, how.outer, coordinates) for coordinates in lines)
     return read / wanted if wanted else inf

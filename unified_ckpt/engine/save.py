@@ -156,7 +156,7 @@ def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Constru
             commit.check_room(storage, construction, plan.book.nbytes)
     plan.replicas_checked = options.check_replicas != "never" or plan.replicas_checked
     with meeting.phase("write"):
-        found = _write_parts(meeting, storage, folder, plan, held, kept.windows)
+        found = _write_parts(meeting, storage, folder, plan, held, kept.windows, durable=options.fsync)
         digest_file = seal.write_digests(meeting, storage, folder, plan.groups, found, plan.book)
         rank_extra = extras.write_rank_extra(meeting, storage, folder, request.rank_extra)
         speakers = plan.book.speakers if plan.book is not None else (meeting.rank,) if plan.speaks else ()
@@ -188,7 +188,14 @@ def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Constru
 
 
 def _write_parts(
-    meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan, held: Sequence[Sequence[Part]], windows: Windows
+    meeting: Meeting,
+    storage: LocalStorage,
+    folder: str,
+    plan: SavePlan,
+    held: Sequence[Sequence[Part]],
+    windows: Windows,
+    *,
+    durable: bool,
 ) -> list[Digested]:
     """What this rank writes of every group: first what others wait for."""
     opened = windows.ready(
@@ -197,7 +204,7 @@ def _write_parts(
         partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
     )
     wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
-    writer = Writer(storage, folder)
+    writer = Writer(storage, folder, durable=durable)
     found: list[Digested] = []
     try:
         with giving_up(opened.get(meeting.rank)):

@@ -23,8 +23,8 @@ Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
 class Writer:
     """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile."""
 
-    def __init__(self, storage: LocalStorage, folder: str) -> None:
-        self._storage, self._folder = storage, folder
+    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool) -> None:
+        self._storage, self._folder, self._durable = storage, folder, durable
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unified_ckpt-write")
         self._pending: list[Future[None]] = []
 
@@ -38,7 +38,8 @@ class Writer:
 
     def _write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
-        self._storage.start_flush(f"{self._folder}/{file}", start, sum(len(b) for b in buffers))
+        if self._durable:  # the disk works while we write on: a third off a durable save
+            self._storage.start_flush(f"{self._folder}/{file}", start, sum(len(b) for b in buffers))
 
     def drain(self) -> None:
         """Returns once everything queued is written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -258,7 +258,6 @@ def check_over_read(case: Case, wanted: Arrangement, reports: Sequence[LoadRepor
                 mask[where(box)] = True
         union += int(mask.sum()) * case.arrays[one.row.key].itemsize
     assert sum(report.bytes_read for report in reports) <= 1.25 * union
-    assert sum(report.verified_bytes for report in reports) <= sum(report.bytes_read for report in reports)
 
 
 # the property
@@ -277,7 +276,10 @@ def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int,
         check_written_once(writes, folder)
         check_balance(case, writes, places)
         for wanted in case.loaded:
-            check_over_read(case, wanted, load_case(case, wanted, folder, verify=verify))
+            reports = load_case(case, wanted, folder, verify=verify)
+            check_over_read(case, wanted, reports)
+            if verify != "full":  # which reads blocks again
+                assert sum(report.verified_bytes for report in reports) <= sum(report.bytes_read for report in reports) * (verify == "read")
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
@@ -318,6 +320,26 @@ def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
     by_row = arranged([3], large=(spec, (Cut(0, 3, 1),)), small=(small, ()))
     by_both = arranged([2, 2], large=(spec, (Cut(0, 2, 2), Cut(1, 2, 1))), small=(small, ()))
     check_case(case_of(by_column, by_row, by_both), root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="full")
+
+
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
+def test_memory_that_is_not_contiguous(root: Path, dtype: str) -> None:
+    cuts = () if dtype == "F4" else (Cut(0, 2, 1),)
+    sizes = {"large": (40_000, 7), "small": (3, 5), "one": (1,)}
+    rules = {fqn: (TensorSpec(dtype, shape), cuts if shape[0] > 1 else ()) for fqn, shape in sizes.items()}
+    case = replace(case_of(arranged([2], **rules), arranged([1], **rules)), turned=frozenset(("model", fqn) for fqn in rules))
+    check_case(case, root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="full")
+
+
+def test_one_element_of_another_tensor(root: Path) -> None:
+    """torch calls it contiguous, whatever its stride is."""
+    row = Row("model", "one", TensorSpec("F32", (1,)), Sharding())
+    states = [State(parts=[Part(row, torch.arange(6.0)[4::2][:1])], asked={"model"}) for _ in range(2)]
+    with TemporaryDirectory(dir=root) as name:
+        assert save_states(Path(name), [states]) == [None, None]
+        target = Part(row, torch.zeros(6)[::2][:1])
+        run_ranks(1, lambda comm: load_into(comm, Path(name) / "turn-0", State(parts=[target], asked={"model"})))
+    assert target.local.item() == 4
 
 
 def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

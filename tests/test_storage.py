@@ -188,12 +188,12 @@ def test_a_file_that_may_not_grow_is_an_error_at_the_byte_reached(local: LocalSt
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_folder_that_may_not_be_written_to_is_an_error(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with LocalStorage(str(tmp_path / "file")) as storage:
-        with pytest.raises(StorageError, match=r"file/f: open failed: Not a directory"):
+        with pytest.raises(NotFoundError, match=r"file/f: open: no such file or folder"):
             storage.write_at("f", 0, views(b"x"))
-        with pytest.raises(StorageError, match=r"file/d: make folder failed: Not a directory"):
+        with pytest.raises(NotFoundError, match=r"file/d: make folder: no such file or folder"):
             storage.make_folder("d")
         assert storage.size("f") is None
 
@@ -282,6 +282,45 @@ def test_remove_folder(local: LocalStorage, tmp_path: Path) -> None:
     assert local.names() == []
     with pytest.raises(NotFoundError, match=r"d: remove: no such file or folder"):
         local.remove_folder("d")
+
+
+def test_remove_file(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    local.remove_file("f")
+    assert local.names() == []
+    with pytest.raises(NotFoundError, match=r"f: remove: no such file or folder"):
+        local.remove_file("f")
+
+
+def test_a_whole_tree_is_synced(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    (tmp_path / "d" / "e" / "f").write_bytes(b"x")
+    (tmp_path / "g").write_bytes(b"y")
+    (tmp_path / "d" / "link").symlink_to("/nowhere")
+    synced, real = [], os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(tmp_path)))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    local.sync_tree("d")
+    local.sync_tree("g")
+    assert synced == ["/d/e/f", "/d/e", "/d", "/g"], "files before their folder; links are left alone"
+
+
+def test_a_stamp_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    first = local.stamp("f")
+    assert first is not None
+    assert local.stamp("f") == first
+    assert local.stamp("none") is None
+    (tmp_path / "g").write_bytes(b"old")
+    (tmp_path / "g").replace(tmp_path / "f")
+    assert local.stamp("f") != first
+    second = local.stamp("f")
+    os.truncate(tmp_path / "f", 2)
+    assert local.stamp("f") != second
 
 
 def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:

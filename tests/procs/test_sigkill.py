@@ -105,7 +105,7 @@ def kill_at_some_moment(scene: Scene, draw: random.Random, *, fixed: bool, only:
     left = set(scene.root.glob(".unified-*")) - older
     for folder in left:
         if not (folder / "unified_checkpoint.json").exists():
-            with pytest.raises(uc.CheckpointError, match="unfinished|no checkpoint"):
+            with pytest.raises(uc.CheckpointError, match=r"unfinished|no checkpoint"):
                 uc.verify(folder)
     return bool(left)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 KILL_AFTER, RESUMED_2, RESUMED_1 = 16, 32, 48  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
 SAVE_EVERY, SHOW_EVERY = 8, 4
+KILL_BYTES, KILL_SECONDS = 2_000_000, 0.03  # the kill comes when a save has written so much, or has lasted so long
 TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted single process
 PATIENCE_SECONDS = 180.0
 CORPUS_BYTES = 400_000
@@ -174,13 +175,12 @@ def unfinished(root: Path) -> set[Path]:
     return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
 
 
-def under_way(root: Path, older: set[Path]) -> Path | None:
-    """A folder that is being saved now and has tensor files already."""
-    for folder in unfinished(root) - older:
-        with suppress(FileNotFoundError):
-            if any(name.endswith(".safetensors") for name in os.listdir(folder)):
-                return folder
-    return None
+def written(folder: Path) -> tuple[int, int]:
+    """How many files lie in a folder, and how many bytes of them have been written. (0, 0) where there is none."""
+    found = []
+    with suppress(FileNotFoundError):
+        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
+    return len(found), sum(entry.st_blocks for entry in found) * 512
 
 
 def last_good(story: Story) -> Path:
@@ -207,10 +207,13 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
         if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (entry["event"] == "step"):
             break
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (folder := under_way(story.root, older)) is None:
+    while not (fresh := unfinished(story.root) - older):
         if time.monotonic() > deadline or run.process.poll() is not None:
             raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
-        time.sleep(0.0002)
+        time.sleep(2e-4)
+    folder, seen = fresh.pop(), time.monotonic()
+    while written(folder)[1] < KILL_BYTES and time.monotonic() - seen < KILL_SECONDS:
+        time.sleep(2e-4)
     ranks = run.kill()
     for _ in story.follow(run, layout, killed=True):
         pass
@@ -219,11 +222,8 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
         story.say(f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before")
         shutil.rmtree(cut_off)
         return False
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    written = sum(file.stat().st_blocks * 512 for file in files) / 1e6
-    story.say(
-        f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}, which leaves {len(files)} files, {written:.1f} MB, no manifest"
-    )
+    files, nbytes = written(folder)
+    story.say(f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest")
     return True
 
 
@@ -231,11 +231,12 @@ def generate(story: Story, folder: Path) -> tuple[str, float]:
     """Stock transformers on the folder. Returns the text, and the loss on the batch that the trainer probed last."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
     from unified_ckpt.cli.demo_train import batch
 
-    disable_progress_bar()
+    quiet: Any = logging.disable_progress_bar
+    quiet()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.set_num_threads(1)  # as in the training process: sums in the same order

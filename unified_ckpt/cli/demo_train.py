@@ -123,7 +123,7 @@ def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
 def resume(job: Job, folder: Path) -> int:
     report = uc.load(folder, model=job.model, optimizer=job.optimizer)
     job.scheduler.load_state_dict(report.extra["scheduler"])
-    return int(report.step)
+    return report.step or 0
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ Index = int | str
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`steps` joined by dots name tensors that are alike: `("layers", "{0..3}", "weight")`. `cells`: dtype and shape, size; or an alias's target."""
+    """Tensors that are alike. `steps`: their name between its dots, `("layers", "{0..3}", "weight")`; `cells`: what to say of each."""
 
     steps: tuple[str, ...]
     cells: tuple[str, ...]

@@ -13,11 +13,11 @@ from unified_ckpt.core.exchange import Extent, Tile
 from unified_ckpt.core.plan_load import Reads
 from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Location
-from unified_ckpt.engine.write import Digested, chunks
+from unified_ckpt.engine.write import CHUNK_NBYTES, Digested, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import Reader
-from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines
+from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines, same_bits
 
 _AHEAD = 2
 
@@ -58,7 +58,7 @@ class Targets:
 
     def settle(self) -> None:
         for row, dense in self._dense.items():
-            self._parts[row].local.copy_(dense.local)
+            same_bits(self._parts[row].local).copy_(same_bits(dense.local))
         self._dense = {}
 
 
@@ -68,6 +68,7 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify:
     extents = sorted(group.reads.moves.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
     cut = len(extents) * turn // len(group.holders)
     pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
+    ring: list[torch.Tensor] = []  # buffers for parts that bytes cannot be read into
 
     def finish() -> None:
         future, extent, start, view, scratch = pending.pop(0)
@@ -82,7 +83,7 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify:
             part, location = targets[extent.row], group.locations[extent.row]
             for start, stop in chunks(extent.start, extent.stop):
                 local = extent.local + start - extent.start
-                scratch = None if part.plain else torch.empty(stop - start, dtype=torch.uint8)
+                scratch = None if part.plain else _turned(ring)[: stop - start]
                 view = as_bytes(part.local)[local : local + stop - start] if scratch is None else as_bytes(scratch)
                 pending.append((pool.submit(storage.read_at, location.file, location.start + start, view), extent, start, view, scratch))
                 into.nbytes += stop - start
@@ -90,6 +91,15 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify:
                     finish()
         while pending:
             finish()
+
+
+def _turned(ring: list[torch.Tensor]) -> torch.Tensor:
+    """A buffer that no read is pending for."""
+    if len(ring) <= _AHEAD + 1:
+        ring.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8))
+    else:
+        ring.append(ring.pop(0))
+    return ring[-1]
 
 
 def _put(part: Part, local: int, scratch: torch.Tensor) -> None:

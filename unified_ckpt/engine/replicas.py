@@ -13,7 +13,7 @@ from unified_ckpt.engine.write import CHUNK_NBYTES, Scratch
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm import Meeting
-from unified_ckpt.runtime.tensors import Part, as_bytes
+from unified_ckpt.runtime.tensors import Part, as_bytes, dense
 
 _SHOWN = 20
 Place = tuple[int, str, tuple[int, ...]]  # (group, class of rules, coordinates): ranks at one place claim the same bytes
@@ -52,7 +52,7 @@ def _place(group: GroupPlan, sharding: Sharding, rank: int) -> str | None:
 
 def _digest(part: Part) -> int:
     """CRC of the part as memory holds it."""
-    local = part.local.contiguous()
+    local = dense(part.local)
     if local.device.type == "cpu" or part.casts:
         return digests.crc(as_bytes(local.cpu()))
     found, scratch = 0, Scratch()

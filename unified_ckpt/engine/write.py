@@ -13,7 +13,7 @@ from unified_ckpt.engine.plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, fill_lines
+from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, dense, fill_lines
 
 CHUNK_NBYTES = 4 << 20  # of one write: a whole number of digest blocks, small enough to stay in the cache between CRC and copy
 
@@ -72,7 +72,7 @@ def write_extents(group: GroupPlan, parts: Sequence[Part], writer: Writer, *, ra
         file = group.files[group.file_of[extent.row]]
         part = parts[extent.row]
         if not part.local.is_contiguous():
-            part = Part(part.row, part.local.contiguous())
+            part = Part(part.row, dense(part.local))
         for start, stop in chunks(extent.start, extent.stop):
             local = extent.local + start - extent.start
             if part.plain:
@@ -126,7 +126,7 @@ def write_tiles(
     """Fills this rank's parts of all tiles, its own and the others', and writes its own, two in flight per rank."""
     found: Digested = []
     mine = {tile.number: tile for tile in group.moves.mine}
-    dense: dict[int, Part] = {}
+    made: dict[int, Part] = {}  # row-major copies of parts that are not
     own = windows.get(rank)
     if own is not None and mine:
         own.serve(exchange)
@@ -135,7 +135,7 @@ def write_tiles(
         for tile in (t for t in group.moves.shared if t.number == number):
             if tile.mover != rank:
                 wait.until_progress(tile.mover, exchange=exchange, tiles=number - SLOTS + 1)
-            _fill(windows[tile.mover].tile(number), tile, parts, dense, rank=rank)
+            _fill(windows[tile.mover].tile(number), tile, parts, made, rank=rank)
             windows[tile.mover].mark(rank, number + 1)
         if number in mine and own is not None:
             wait.until_done(own, [r for r in mine[number].parties if r != rank], number + 1)
@@ -144,12 +144,12 @@ def write_tiles(
     return found
 
 
-def _fill(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], dense: dict[int, Part], *, rank: int) -> None:
+def _fill(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int) -> None:
     for piece in tile.pieces:
         if rank in piece.parties:
             part = parts[piece.row]
             if not part.local.is_contiguous():
-                part = dense.setdefault(piece.row, Part(part.row, part.local.contiguous()))
+                part = made[piece.row] = made.get(piece.row) or Part(part.row, dense(part.local))
             target = memory[piece.slot : piece.slot + piece.stop - piece.start]
             boxes = boxes_in_line(part, rank, piece.split)
             fill_lines(target, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)

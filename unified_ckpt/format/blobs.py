@@ -126,7 +126,7 @@ def check_numpy_dtype(dtype: Any) -> None:
 
 def numpy_dtype(name: Any) -> Any:
     """numpy dtype from its `str`. Raises FormatError or TypeError for any other text."""
-    import numpy  # noqa: PLC0415
+    import numpy
 
     dtype = numpy.dtype(str(name))
     check_numpy_dtype(dtype)
@@ -140,7 +140,7 @@ def torch_name(dtype: Any) -> str:
 
 def torch_dtype(name: Any) -> Any:
     """torch dtype from its name. Raises FormatError if torch has none of this name."""
-    import torch  # noqa: PLC0415
+    import torch
 
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
@@ -149,7 +149,7 @@ def torch_dtype(name: Any) -> Any:
 
 
 def _array(stored: Buffer, name: str, shape: list[int]) -> Any:
-    import numpy  # noqa: PLC0415
+    import numpy
 
     dtype = numpy_dtype(name)
     _check_nbytes(stored, dtype.itemsize, shape)
@@ -159,7 +159,7 @@ def _array(stored: Buffer, name: str, shape: list[int]) -> Any:
 
 
 def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool) -> Any:
-    import torch  # noqa: PLC0415
+    import torch
 
     dtype = torch_dtype(name)
     _check_nbytes(stored, dtype.itemsize, shape)

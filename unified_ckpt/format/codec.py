@@ -195,7 +195,7 @@ class _Decoder:
             raise FormatError(f"{_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it")
         items = [self.decode(item, (*path, position)) for position, item in enumerate(_list(node["items"]))]
         if tag == "torch.Size":
-            import torch  # noqa: PLC0415
+            import torch
 
             return torch.Size(items)
         made = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)

@@ -43,7 +43,7 @@ def _checked(check: Any, name: str) -> str:
 
 
 def _utc(text: str) -> str:
-    offset = datetime.fromisoformat(text.replace("Z", "+00:00")).utcoffset()
+    offset = datetime.fromisoformat(text).utcoffset()
     if offset != timedelta(0):
         raise ValueError("needed a time in UTC, as in 2026-01-31T12:00:00+00:00")
     return text
@@ -188,7 +188,7 @@ def _check_version(found: dict[str, Any], file: str) -> None:
     known = FORMAT_VERSION.partition(".")[0]
     if int(major) > int(known):
         versions = found.get("versions")
-        writer = versions.get("unified_ckpt") if isinstance(versions, dict) else None
+        writer = versions.get("unified-ckpt") if isinstance(versions, dict) else None
         newer = f"unified_ckpt {writer!s:.40}, which wrote it, or newer" if writer else "a newer unified_ckpt"
         raise FormatError(f"{file}: format version is {version}, this unified_ckpt reads {known}.x; install {newer}")
     if int(major) < int(known):

@@ -120,14 +120,14 @@ def _numpy_scalar(value: list[Any]) -> Any:
 
 
 def _numpy_text(name: str, value: str) -> Any:
-    import numpy  # noqa: PLC0415
+    import numpy
 
     stored = _unbase64(value)
     return numpy.str_(stored.decode(errors="surrogatepass")) if name == "str_" else numpy.bytes_(stored)
 
 
 def _torch_device(value: str) -> Any:
-    import torch  # noqa: PLC0415
+    import torch
 
     return torch.device(str(value))
 

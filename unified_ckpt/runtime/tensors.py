@@ -83,9 +83,9 @@ def same_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def empty_like_saved(dtype: str, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Memory for a tensor of a file."""
-    return torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype], device=device)
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in row-major memory: itself where it is so, else a copy."""
+    return tensor if tensor.is_contiguous() else same_bits(tensor).contiguous().view(tensor.dtype)
 
 
 def lines_of(part: Part, *, split: int, first_line: int, lines: int) -> torch.Tensor:

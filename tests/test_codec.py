@@ -29,7 +29,7 @@ def through_json(tree: Any) -> Any:
     return json.loads(json.dumps(tree, allow_nan=False))
 
 
-def same(left: Any, right: Any) -> bool:  # noqa: PLR0911
+def same(left: Any, right: Any) -> bool:
     """Equal, of equal types, to the bits of floats."""
     if type(left) is not type(right):
         return False
@@ -88,7 +88,7 @@ SIMPLE = [
     PurePosixPath("/a/../b"),
     PureWindowsPath("C:\\a"),
     Path("x"),
-    datetime(2026, 1, 2, 3, 4, 5, 6),  # noqa: DTZ001
+    datetime(2026, 1, 2, 3, 4, 5, 6),
     datetime(2026, 1, 2, tzinfo=UTC),
     datetime(2026, 1, 2, tzinfo=timezone(timedelta(hours=5, seconds=1))),
     date(2026, 1, 2),
@@ -218,7 +218,7 @@ def test_equal_values_have_equal_trees(value: Any) -> None:
 def test_the_states_of_random_generators() -> None:
     generators = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
+        "numpy": np.random.get_state(),
         "numpy_generator": np.random.default_rng(1).bit_generator.state,
         "torch": torch.get_rng_state(),
     }

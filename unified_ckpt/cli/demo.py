@@ -25,7 +25,8 @@ from typing import Any
 
 KILL_AFTER, RESUMED_2, RESUMED_1 = 16, 32, 48  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
 SAVE_EVERY, SHOW_EVERY = 8, 4
-KILL_BYTES, KILL_SECONDS = 2_000_000, 0.03  # the kill comes when a save has written so much, or has lasted so long
+KILL_BYTES = 2_000_000  # written by a save, when the kill comes
+ATTEMPTS = 4
 TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted single process
 PATIENCE_SECONDS = 180.0
 CORPUS_BYTES = 400_000
@@ -47,13 +48,15 @@ class Run:
     read: int = 0  # lines of the log handed out so far
     pids: list[int] = field(default_factory=list)
 
-    def entries(self) -> list[dict[str, Any]]:
-        """What the log has gained since the last call."""
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """What the log has gained, each line handed out once."""
         lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
-        fresh = [json.loads(line) for line in lines[self.read :]]
-        self.read = len(lines)
-        self.pids += [entry["pid"] for entry in fresh if entry["event"] == "started"]
-        return fresh
+        for line in lines[self.read :]:
+            self.read += 1
+            entry = json.loads(line)
+            if entry["event"] == "started":
+                self.pids.append(entry["pid"])
+            yield entry
 
     def kill(self) -> int:
         """SIGKILL to torchrun and to every rank. Returns how many ranks there were."""
@@ -212,7 +215,8 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
             raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
         time.sleep(2e-4)
     folder, seen = fresh.pop(), time.monotonic()
-    while written(folder)[1] < KILL_BYTES and time.monotonic() - seen < KILL_SECONDS:
+    patience = 1.0 if resume is None else 0.0  # once that was too late, at first sight
+    while written(folder)[1] < KILL_BYTES and time.monotonic() - seen < patience:
         time.sleep(2e-4)
     ranks = run.kill()
     for _ in story.follow(run, layout, killed=True):
@@ -262,8 +266,12 @@ def tell(story: Story) -> dict[str, Any]:
     story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
     story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
     resume: Path | None = None
-    while not train_until_killed(story, resume):
+    for _ in range(ATTEMPTS):
+        if train_until_killed(story, resume):
+            break
         resume = last_good(story)
+    else:
+        raise DemoError(f"{ATTEMPTS} times the save was whole before the kill came")
     good = last_good(story)
     story.say(f"      resuming from {good.name} with 2 processes")
     two = story.start("two", dp=1, tp=2, until=RESUMED_2, save_every=SAVE_EVERY, resume=good)
@@ -318,7 +326,7 @@ def run(arguments: Any) -> int:
                 verdict = judge(story, tell(story))
             finally:
                 for job in story.running:
-                    job.entries()
+                    list(job.entries())  # for the process ids in it
                     if job.process.poll() is None:
                         job.kill()
             if as_json:

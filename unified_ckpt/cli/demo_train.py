@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
 
@@ -30,13 +30,16 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_STEPS = 6e-3, 4, 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no process group."""
+    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no process group.
+
+    `tokenizer`: on the rank that writes the log and attaches files to the checkpoints, None elsewhere.
+    """
 
     model: LlamaForCausalLM
     optimizer: torch.optim.AdamW
     scheduler: LambdaLR
     mesh: DeviceMesh | None
-    leads: bool  # whether this rank writes the log
+    tokenizer: Any
 
 
 def batch(corpus: Tensor, step: int) -> Tensor:
@@ -77,12 +80,13 @@ def build(dp: int, tp: int) -> Job:
             fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS) * max(0.1, 1 - done / DECAY_STEPS))
-    return Job(model, optimizer, scheduler, mesh, leads=mesh is None or dist.get_rank() == 0)
+    return Job(model, optimizer, scheduler, mesh, byte_tokenizer() if mesh is None or dist.get_rank() == 0 else None)
 
 
-def tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """Token i is the byte i: GPT-2's printable stand-ins for bytes, and no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -113,7 +117,7 @@ def train_step(job: Job, tokens: Tensor) -> float:
 def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
     def attach(unfinished: Path) -> None:
         job.model.config.save_pretrained(unfinished)
-        tokenizer().save_pretrained(unfinished)
+        job.tokenizer.save_pretrained(unfinished)
 
     extra = {"scheduler": job.scheduler.state_dict()}
     report = uc.save(folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach)
@@ -143,7 +147,7 @@ def main() -> None:
     with arguments.log.open("a", buffering=1) as log:
 
         def record(entry: dict[str, Any]) -> None:
-            if job.leads:
+            if job.tokenizer is not None:
                 log.write(json.dumps(entry) + "\n")
 
         log.write(json.dumps({"event": "started", "pid": os.getpid()}) + "\n")

@@ -65,9 +65,14 @@ def begin(storage: LocalStorage, name: str) -> Construction:
     save_id = secrets.token_hex(8)
     folder = names.staging_name(name, save_id)
     storage.make_folder(folder)
-    storage.write_at(f"{folder}/{PROBE}", 0, [memoryview(save_id.encode())])
+    construction = Construction(name, folder, save_id)
+    try:
+        storage.write_at(f"{folder}/{PROBE}", 0, [memoryview(save_id.encode())])
+    except CheckpointError:
+        abandon(storage, construction)
+        raise
     storage.close()
-    return Construction(name, folder, save_id)
+    return construction
 
 
 def see(storage: LocalStorage, construction: Construction) -> None:
@@ -110,13 +115,22 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool) -
     if fsync:
         storage.sync_folder("")
     if ours:
-        storage.remove_folder(aside)
+        _discard(storage, aside, fsync=fsync)
+
+
+def _discard(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
+    """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
+    if storage.size(f"{folder}/{names.MANIFEST}") is not None:
+        storage.remove_file(f"{folder}/{names.MANIFEST}")
+        if fsync:
+            storage.sync_folder(folder)
+    storage.remove_folder(folder)
 
 
 def abandon(storage: LocalStorage, construction: Construction) -> None:
     """Removes the folder under construction of a save that failed, as far as the storage lets us."""
     storage.close()
     try:
-        storage.remove_folder(construction.folder)
+        _discard(storage, construction.folder, fsync=False)
     except CheckpointError:
         return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint

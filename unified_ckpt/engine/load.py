@@ -188,7 +188,7 @@ def _read(
             targets, into = Targets([by_row[row].target for row in group.rows]), Fetched()
             number = meeting.number * _MAX_GROUPS + group.index + 1
             read_tiles(group, targets, catalog.storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
-            read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, into=into)
+            read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, ranks=meeting.world, into=into)
             targets.settle()
             fetched.append(into)
     return fetched

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -15,11 +16,10 @@ from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Location
 from unified_ckpt.engine.write import CHUNK_NBYTES, Digested, chunks
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.lane import Lane
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import Reader
 from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines, same_bits
-
-_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,10 @@ class Targets:
         self._dense = {}
 
 
-def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify: bool, rank: int, into: Fetched) -> None:
+def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify: bool, rank: int, ranks: int, into: Fetched) -> None:
     """Straight into the tensors where their memory is what the file holds; one chunk read ahead while the last is digested."""
-    turn = group.holders.index(rank)
     extents = sorted(group.reads.moves.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
-    cut = len(extents) * turn // len(group.holders)
+    cut = len(extents) * group.holders.index(rank) // len(group.holders)  # ranks meet in a file as little as may be
     pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
     ring: list[torch.Tensor] = []  # buffers for parts that bytes cannot be read into
 
@@ -78,24 +77,29 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify:
         if scratch is not None:
             _put(targets[extent.row], extent.local + start - extent.start, scratch)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="unified_ckpt-read") as pool:
+    with Lane(ranks=ranks) as lane:
         for extent in extents[cut:] + extents[:cut]:
             part, location = targets[extent.row], group.locations[extent.row]
+            into.nbytes += extent.stop - extent.start
+            if part.plain and not verify:
+                view = as_bytes(part.local)[extent.local : extent.local + extent.stop - extent.start]
+                storage.read_at(location.file, location.start + extent.start, view)
+                continue
             for start, stop in chunks(extent.start, extent.stop):
                 local = extent.local + start - extent.start
-                scratch = None if part.plain else _turned(ring)[: stop - start]
+                scratch = None if part.plain else _turned(ring, lane.ahead)[: stop - start]
                 view = as_bytes(part.local)[local : local + stop - start] if scratch is None else as_bytes(scratch)
-                pending.append((pool.submit(storage.read_at, location.file, location.start + start, view), extent, start, view, scratch))
-                into.nbytes += stop - start
-                if len(pending) > _AHEAD:
+                reading = lane.submit(partial(storage.read_at, location.file, location.start + start, view))
+                pending.append((reading, extent, start, view, scratch))
+                if len(pending) > lane.ahead:
                     finish()
         while pending:
             finish()
 
 
-def _turned(ring: list[torch.Tensor]) -> torch.Tensor:
+def _turned(ring: list[torch.Tensor], ahead: int) -> torch.Tensor:
     """A buffer that no read is pending for."""
-    if len(ring) <= _AHEAD + 1:
+    if len(ring) <= ahead + 1:
         ring.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8))
     else:
         ring.append(ring.pop(0))

@@ -204,7 +204,7 @@ def _write_parts(
         partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
     )
     wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
-    writer = Writer(storage, folder, durable=durable)
+    writer = Writer(storage, folder, durable=durable, ranks=meeting.world)
     found: list[Digested] = []
     try:
         with giving_up(opened.get(meeting.rank)):

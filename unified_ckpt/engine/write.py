@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.exchange import Extent, Tile
 from unified_ckpt.engine.plan import GroupPlan
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.lane import Lane
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, dense, fill_lines
@@ -23,16 +25,16 @@ Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
 class Writer:
     """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile."""
 
-    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool) -> None:
+    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool, ranks: int) -> None:
         self._storage, self._folder, self._durable = storage, folder, durable
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unified_ckpt-write")
+        self._lane = Lane(ranks=ranks)
         self._pending: list[Future[None]] = []
 
     def put(self, file: str, start: int, buffers: Sequence[memoryview]) -> Future[None]:
         """Queues a write; the buffers must stay as they are until it is done."""
         while len(self._pending) > 1:
             self._pending.pop(0).result()
-        future = self._pool.submit(self._write, file, start, buffers)
+        future = self._lane.submit(partial(self._write, file, start, buffers))
         self._pending.append(future)
         return future
 
@@ -47,7 +49,7 @@ class Writer:
             self._pending.pop(0).result()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._lane.close()
 
 
 def write_headers(group: GroupPlan, writer: Writer, storage: LocalStorage, folder: str, *, rank: int) -> None:

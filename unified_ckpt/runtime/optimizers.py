@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor]
+# How the optimizer runs, not what it computes: these stay as this job has them, whatever hardware the checkpoint comes from.
+_OWN = ("fused", "foreach", "capturable", "differentiable")
 MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")  # apex and TransformerEngine call it so
 
 
@@ -125,10 +128,12 @@ class OptimizerTarget:
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         current = group.get(key)
+        if key in _OWN:
+            continue
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
             current.fill_(value)  # a captured graph reads this very tensor
         else:
-            group[key] = value
+            group[key] = deepcopy(value)
 
 
 def prepare_optimizer(
@@ -161,25 +166,32 @@ def prepare_optimizer(
                 for key in states.get(fqn, ()):
                     dtype, shape = saved[key]
                     target.tensors[key] = _state_tensor(
-                        existing.get(key.rpartition("/")[2]), param, group, dtype, shape, like_param=shape == shapes.get(fqn)
+                        key.rpartition("/")[2],
+                        existing.get(key.rpartition("/")[2]),
+                        param,
+                        group,
+                        dtype,
+                        shape,
+                        like_param=shape == shapes.get(fqn),
                     )
     return target
 
 
 def _state_tensor(
-    existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...], *, like_param: bool
+    name: str, existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...], *, like_param: bool
 ) -> torch.Tensor:
     """`shape`: global; `like_param`: the parameter's own global shape is the same."""
     wanted = TORCH_DTYPES[dtype]
-    on_device = bool(group.get("fused") or group.get("capturable"))
-    follows = like_param and (len(shape) > 0 or on_device)  # a 0-d parameter's 0-d state may be a counter, which stays on the CPU
+    # As in torch's Optimizer.load_state_dict: "step" alone stays on the CPU, unless the optimizer wants it beside the parameter.
+    counts = name == "step" and not (group.get("fused") or group.get("capturable"))
+    follows = like_param and not (counts and not shape)
     here = tuple(param.shape) if follows else shape
     if isinstance(existing, torch.Tensor) and tuple(existing.shape) == here and existing.dtype == wanted:
         return existing
     if follows:
         return torch.empty_like(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
     local = param._local_tensor if isinstance(param, DTensor) else param
-    return torch.empty(shape, dtype=wanted, device=local.device if on_device or shape else "cpu")
+    return torch.empty(shape, dtype=wanted, device="cpu" if counts else local.device)
 
 
 def match_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -206,6 +218,7 @@ def match_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str], save
 
 
 def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    a, b = ({k: v for k, v in options.items() if k not in _OWN} for options in (a, b))
     if a.keys() != b.keys():
         return False
     return all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) else a[k] == b[k] for k in a)

@@ -186,12 +186,25 @@ def test_verify_names_the_tensor_of_a_flipped_bit(folder: Path, capsys: pytest.C
 def test_verify_of_a_truncated_and_of_a_missing_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
     (folder / "model.safetensors").unlink()
+    lost = [n for n, f in json.loads((folder / "ema.safetensors.index.json").read_bytes())["weight_map"].items() if "-00002-" in f]
     text = shown(capsys, "verify", folder, code=1)
-    assert "ema-00002-of-00002.safetensors" in text
-    assert "model.safetensors" in text
-    assert "model:embed" in text
+    assert lost
+    for name in [*(f"ema:{name}" for name in lost), "model:embed", "model:norm"]:
+        assert f"\n  {name}: cannot be read: " in text
+    assert f"damaged, {len(lost) + 2} problems" in text
     assert "model.safetensors with 2 tensor" in refused(capsys, "inspect", folder)
     shown(capsys, "inspect", folder, "--match", "optimizer:*")  # reads only the headers that it needs
+
+
+def test_verify_of_a_damaged_index_and_of_damaged_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = json.loads((folder / "ema.safetensors.index.json").read_bytes())
+    del index["weight_map"]["model.embed.weight"]
+    (folder / "ema.safetensors.index.json").write_text(json.dumps(index))
+    os.truncate(folder / "digests.safetensors", 100)
+    text = shown(capsys, "verify", "--deep", folder, code=1)
+    assert "ema:model.embed.weight: is in ema-00001-of-00002.safetensors and not in ema.safetensors.index.json" in text
+    assert "ema:lm_head.weight: is tied to model.embed.weight" in text
+    assert text.count("digests.safetensors: has 100 bytes") == 1
 
 
 def test_what_is_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +214,7 @@ def test_what_is_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert "there is no such folder" in refused(capsys, verb, tmp_path / "nothing")
         assert "is a file" in refused(capsys, verb, folder / "model.safetensors")
         assert "holds no checkpoint" in refused(capsys, verb, folder.parent)
+        assert "Protocol not known: nowhere" in refused(capsys, verb, "nowhere://a/b")
     folder.rename(tmp_path / f".replaced-0a-{folder.name}")
     assert f"an interrupted replacement left a copy at {tmp_path}/.replaced-0a-checkpoint-7" in refused(capsys, "inspect", folder)
 

@@ -188,6 +188,74 @@ def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
             raise error
 
 
+@pytest.mark.parametrize("way", ["get", "broadcast", "collect", "agree"])
+def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(connected: Connect, way: str) -> None:
+    ours = connected(3)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=600)
+        with meeting.phase("write"):
+            if rank == 0:
+                time.sleep(0.1)
+                raise IntegrityError("the disk is full")
+            if way == "get":
+                meeting.get("window/0")
+            elif way == "broadcast":
+                meeting.broadcast("id", None)
+            elif way == "collect":
+                meeting.collect("sizes", b"1", at=rank, ranks=range(3))
+
+    started = time.monotonic()
+    for error in in_threads(3, act):
+        with pytest.raises(IntegrityError, match=r"^rank 0: the disk is full$"):
+            raise error
+    assert time.monotonic() - started < SECONDS
+
+
+def test_a_phase_that_all_get_through() -> None:
+    ours = comms(3)
+
+    def act(rank: int) -> list[str]:
+        meeting, seen = ours[rank].meet("save", same=False, timeout_seconds=SECONDS), []
+        for name in ("plan", "write"):
+            with meeting.phase(name):
+                seen.append(name)
+        return seen
+
+    assert in_threads(3, act) == [["plan", "write"]] * 3
+
+
+def test_an_error_that_all_ranks_have_is_told_once() -> None:
+    ours = comms(2)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        with meeting.phase("outer"), meeting.phase("inner"):
+            if rank == 1:
+                raise LayoutError("oh")
+
+    for error in in_threads(2, act):
+        assert error.agreed
+        with pytest.raises(LayoutError, match=r"^rank 1: oh$"):
+            raise error
+
+
+def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
+    ours = comms(2)
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        error: CheckpointError = RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
+        error.echo = rank == 0
+        if rank == 1:
+            time.sleep(0.2)
+        meeting.agree("write", error)
+
+    for error in in_threads(2, act):
+        with pytest.raises(IntegrityError, match=r"^rank 1: the disk is full$"):
+            raise error
+
+
 def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
     ours, over = connected(3), threading.Event()
 
@@ -319,23 +387,70 @@ def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
     assert in_threads(2, act) == [1, 1]
 
 
-def test_keys_do_not_pile_up() -> None:
+@pytest.mark.parametrize("turns_of_a_comm", [200, 1, 7])
+def test_keys_do_not_pile_up(turns_of_a_comm: int) -> None:
+    """However many calls one `Comm` serves: a one-shot save makes a new one."""
     store = dist.HashStore()
-    ours, counts = comms(3, store), list[int]()
+    counts = list[int]()
 
     def act(rank: int) -> None:
         for turn in range(200):
-            meeting = ours[rank].meet("save", same=True, timeout_seconds=SECONDS)
+            if turn % turns_of_a_comm == 0:
+                comm = Comm(store, rank=rank, ranks=range(3))
+            meeting = comm.meet("save", same=True, timeout_seconds=SECONDS)
             meeting.broadcast("id", b"1" if rank == 0 else None)
             meeting.collect("sizes", b"1", at=0, ranks=range(3))
             meeting.agree("planned")
             meeting.agree("written")
             if rank == 0 and turn in (5, 199):
                 counts.append(store.num_keys())
+            if turn % turns_of_a_comm == turns_of_a_comm - 1:
+                comm.leave()
 
     assert in_threads(3, act) == [None] * 3
     assert max(counts) < 120, "the keys of two meetings"
     assert counts[1] - counts[0] < 60
+
+
+def test_keys_of_calls_that_failed_do_not_pile_up() -> None:
+    store = dist.HashStore()
+    counts = list[int]()
+    for _ in range(10):
+        one = Comm(store, rank=0, ranks=range(2))
+        with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
+            one.meet("save", same=True, timeout_seconds=0.01)
+        one.leave()
+        pair = comms(2, store)
+        in_threads(2, lambda rank, pair=pair: pair[rank].meet("save", same=True, timeout_seconds=SECONDS).agree("x", LayoutError("oh")))  # type: ignore[misc]
+        for comm in pair:
+            comm.leave()
+        counts.append(store.num_keys())
+    assert counts[-1] - counts[2] < 10
+
+
+@pytest.mark.parametrize("call", ["add", "set", "check", "get", "compare_set", "multi_get", "delete_key"])
+def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
+    gone = False
+
+    def before(name: str, arguments: tuple[Any, ...]) -> None:
+        if gone and name == call:
+            raise dist.DistNetworkError("Connection was likely closed")
+
+    store: Any = Paced(dist.HashStore(), before)
+    comm = Comm(store, rank=0, ranks=(0,))
+
+    def act() -> None:
+        meeting = comm.meet("save", same=True, timeout_seconds=SOON)
+        meeting.put("x", b"1")
+        meeting.get("x")
+        meeting.collect("sizes", b"1", at=0, ranks=(0,))
+        meeting.agree("written")
+
+    act()
+    gone = True
+    with pytest.raises(RankError, match=r"the ranks' common store cannot be reached; .*Connection was likely closed"):
+        act()
+    comm.leave()  # on the way out of an error: says nothing itself
 
 
 def test_alone() -> None:

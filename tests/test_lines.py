@@ -53,6 +53,7 @@ def test_the_shortest_run_of_an_uneven_cut_decides() -> None:
 def test_segments_are_the_bytes_of_the_outer_part(world: World) -> None:
     (one,), (array,) = world.rows, world.arrays()
     found, raw = manner(one.spec, one.sharding), array.tobytes()
+    assert found.line_nbytes % itemsize(one.spec.dtype) == 0
     for rank in world.holders:
         position = found.outer.position(rank)
         assert position is not None
@@ -93,9 +94,3 @@ def test_inner_boxes_of_an_interleaved_dim() -> None:
     sharding = Sharding((Cut(1, 2, 1, 2),))
     assert inner_boxes((4, 8), sharding, (1,), 1) == ((Box((2,), (2,)), Box((0,), (2,))), (Box((6,), (2,)), Box((2,), (2,))))
     assert inner_boxes((4, 8), sharding, (1,), 2) == ((Box((), ()), Box((), ())),), "a line of one element"
-
-
-@given(worlds(max_rows=1))
-def test_borders_fall_on_elements(world: World) -> None:
-    one = world.rows[0]
-    assert manner(one.spec, one.sharding).line_nbytes % itemsize(one.spec.dtype) == 0

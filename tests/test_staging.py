@@ -17,7 +17,6 @@ from unified_ckpt.runtime.staging import SLOTS, Wait, Window, create_window, giv
 
 TILE = 8192
 SECONDS = 30.0  # far more than any of this needs
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -111,24 +110,6 @@ def test_memory_is_given_back() -> None:
     assert "memfd:unified_ckpt" not in Path("/proc/self/maps").read_text()
 
 
-HELD = """
-import os
-from unified_ckpt.runtime.staging import create_window
-
-window, fd = create_window(world=2, tile_nbytes=8192)
-tile = window.tile(0)
-tile[:] = 3
-window.close()
-os.close(fd)
-print(int(tile.sum()))
-"""
-
-
-def test_a_view_that_is_still_held_stays_readable() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, str(3 * TILE)), done.stderr
-
-
 # the two ways of an exchange
 
 WORLD, COUNT, SHARE = 3, 7, TILE // 3
@@ -182,15 +163,19 @@ def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], Window]
 # another process
 
 CHILD = """
-import sys
+import os, sys
 from unified_ckpt.runtime.staging import Wait, create_window, open_window
+
+held, fd = create_window(world=2, tile_nbytes=8192)
+tile = held.tile(0)
+tile[:] = 3
+held.close()
+os.close(fd)
+print(int(tile.sum()), flush=True)
 
 ours, fd = create_window(world=2, tile_nbytes=8192)
 print(ours.token, flush=True)
-token = sys.stdin.readline().strip()
-if token == "sleep":
-    sys.stdin.read()
-theirs = open_window(token, world=2, tile_nbytes=8192)
+theirs = open_window(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
 wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours})
 for number in range(6):
     wait.until_progress(0, exchange=1, tiles=number - 1)
@@ -200,60 +185,64 @@ ours.serve(5)
 ours.tile(0)[:] = 99
 ours.advance(1)
 wait.until_done(ours, (0,), 1)
+print("through", flush=True)
+sys.stdin.read()
 """
 
 
-def child() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
+class Child:
+    """Another process: a rank with a window of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
 
 
-def test_another_process_shares_the_memory(make: Callable[[int], Window]) -> None:
-    window = make(2)
-    with child() as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        theirs = open_window(process.stdout.readline().strip(), world=2, tile_nbytes=TILE)
-        wait = Wait(timeout_seconds=SECONDS, windows={0: window, 1: theirs})
-        window.serve(1)
-        process.stdin.write(window.token + "\n")
-        process.stdin.flush()
-        seen = []
-        for number in range(6):
-            wait.until_done(window, (1,), number + 1)
-            seen.append(int(window.tile(number).unique()))
-            window.advance(number + 1)
-        wait.until_progress(1, exchange=5, tiles=1)
-        assert int(theirs.tile(0).unique()) == 99
-        theirs.mark(0, 1)
-        assert process.wait(SECONDS) == 0
-    assert seen == [1, 2, 3, 4, 5, 6]
-    theirs.close()
-
-
-def test_a_process_that_died_is_noticed_long_before_the_time_out() -> None:
-    with child() as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        token = process.stdout.readline().strip()
-        theirs = open_window(token, world=2, tile_nbytes=TILE)
+@pytest.fixture
+def child() -> Iterator[Child]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield Child(process)
         process.kill()
-        process.wait(SECONDS)
-        started = time.monotonic()
-        wait = Wait(timeout_seconds=600, windows={1: theirs})
-        with pytest.raises(RankError, match=rf"rank 1 \(process {process.pid}\) is gone; waited for tile 2 of exchange 1"):
-            wait.until_progress(1, exchange=1, tiles=3)
-        assert time.monotonic() - started < SECONDS
-        theirs.close()
-        with pytest.raises(
-            StorageError, match=rf"cannot open the shared memory of process {process.pid}: .*; needed ranks that share memory"
-        ):
-            open_window(token, world=2, tile_nbytes=TILE)
+
+
+def test_a_process_shares_its_memory_and_is_missed_when_it_dies(make: Callable[[int], Window], child: Child) -> None:
+    """One test, as it takes seconds to start a process that imports torch."""
+    window = make(2)
+    assert child.says() == str(3 * TILE), "a view of a closed window that is still held stays readable"
+    theirs = open_window(child.says(), world=2, tile_nbytes=TILE)
+    wait = Wait(timeout_seconds=SECONDS, windows={0: window, 1: theirs})
+    window.serve(1)
+    child.tell(window.token)
+    seen = []
+    for number in range(6):
+        wait.until_done(window, (1,), number + 1)
+        seen.append(int(window.tile(number).unique()))
+        window.advance(number + 1)
+    wait.until_progress(1, exchange=5, tiles=1)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert int(theirs.tile(0).unique()) == 99
+    theirs.mark(0, 1)
+    assert child.says() == "through"
+
+    child.process.kill()  # nobody has waited for it yet: it is a zombie
+    pid, started = child.process.pid, time.monotonic()
+    with pytest.raises(RankError, match=rf"rank 1 \(process {pid}\) is gone; waited for tile 2 of exchange 6"):
+        wait.until_progress(1, exchange=6, tiles=3)
+    assert time.monotonic() - started < SECONDS / 2, "long before the time-out"
+    theirs.close()
+    with pytest.raises(StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"):
+        open_window(theirs.token, world=2, tile_nbytes=TILE)
 
 
 # waiting

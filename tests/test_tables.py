@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import World, row, worlds
 
@@ -15,17 +15,15 @@ from unified_ckpt.errors import LayoutError, MismatchError
 TP = Cut(0, 2, 1, name="tp")
 
 
-@given(worlds())
-def test_a_table_survives_the_wire(world: World) -> None:
-    assert decode_table(encode_table(world.rows)) == world.rows
-
-
-@given(worlds(), st.randoms())
-def test_equal_tables_are_equal_bytes(world: World, rng: random.Random) -> None:
+@given(worlds(), st.integers())
+@settings(max_examples=60)
+def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(world: World, seed: int) -> None:
     shuffled = list(world.rows)
-    rng.shuffle(shuffled)
-    assert encode_table(shuffled) == encode_table(world.rows)
-    assert encode_table(decode_table(encode_table(shuffled))) == encode_table(world.rows)
+    random.Random(seed).shuffle(shuffled)
+    told = encode_table(shuffled)
+    assert told == encode_table(world.rows)
+    assert decode_table(told) == world.rows
+    assert encode_table(decode_table(told)) == told
 
 
 def test_each_rule_is_written_once() -> None:

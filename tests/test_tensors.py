@@ -154,7 +154,7 @@ def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
 @settings(max_examples=150)
 def test_lines_go_into_a_tile_and_come_back(case: tuple[Row, int, int], strided: bool, data: st.DataObject) -> None:
     row, split, world = case
-    whole = filled(row.spec)
+    whole = filled(row.spec) & 1 if row.spec.dtype == "BOOL" else filled(row.spec)  # torch's copies know but two bools
     count = prod(row.spec.shape[:split])
     first = data.draw(st.integers(0, count - 1))
     lines = data.draw(st.integers(1, count - first))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from unified_ckpt.core.layout import Layout
@@ -28,6 +27,9 @@ from unified_ckpt.runtime.placements import Placer, mesh_for_people
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
 from unified_ckpt.runtime.storage import LocalStorage, is_url, reader
 from unified_ckpt.runtime.windows import Windows
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 Path = str | os.PathLike[str]
 

@@ -141,16 +141,30 @@ class Folder:
         if not 0 <= rank < record.world_size:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
         if record.file not in self._headers:
-            self._headers[record.file] = self._parse_header(record.file, self._checked_size(record.file, record.nbytes))
-        table, stored = self._headers[record.file]["offsets"], self._headers[record.file]["blobs"]
-        pair = bytearray(16)
-        self.storage.read_at(record.file, table.start + 8 * rank, memoryview(pair))
-        low, high = struct.unpack("<2Q", pair)
+            size = self._checked_size(record.file, record.nbytes)
+            self._headers[record.file] = self._parse_header(record.file, size, crc=record.header_crc)
+        entries = self._headers[record.file]
+        where = f"{self.storage.root}/{record.file}"
+        if not {"crcs", "offsets", "blobs"} <= entries.keys():
+            raise FormatError(f"{where}: holds {', '.join(entries)}; needed crcs, offsets and blobs")
+        (crc,), (low, high) = self._words(record.file, entries["crcs"], rank, 1), self._words(record.file, entries["offsets"], rank, 2)
+        stored = entries["blobs"]
         if not low <= high <= stored.stop - stored.start:
-            raise IntegrityError(f"{self.storage.root}/{record.file}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs")
+            raise IntegrityError(f"{where}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs")
         body = bytearray(high - low)
         self.storage.read_at(record.file, stored.start + low, memoryview(body))
+        if digests.crc(body) != crc:
+            raise IntegrityError(f"{where}: entry {rank} has CRC {digests.crc(body):016x}; needed {crc:016x}")
         return codec.unpack(bytes(body), "rank_extra") if body else None
+
+    def _words(self, file: str, entry: Entry, first: int, count: int) -> tuple[int, ...]:
+        """Some of the 64-bit words of a tensor."""
+        start = entry.start + 8 * first
+        if start + 8 * count > entry.stop:
+            raise IntegrityError(f"{self.storage.root}/{file}: a table ends at byte {entry.stop}; needed {start + 8 * count}")
+        body = bytearray(8 * count)
+        self.storage.read_at(file, start, memoryview(body))
+        return struct.unpack(f"<{count}Q", body)
 
     def close(self) -> None:
         self.storage.close()

@@ -110,11 +110,12 @@ def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, rank_
     if meeting.rank == 0:
         sizes = [json.loads(text) for text in told]
         total = sum(nbytes for nbytes, _ in sizes)
-        head, _ = header.encode_header([("offsets", "U64", (meeting.world + 1,)), ("blobs", "U8", (total,))])
+        words = [("crcs", "U64", (meeting.world,)), ("offsets", "U64", (meeting.world + 1,))]
+        head, _ = header.encode_header([*words, ("blobs", "U8", (total,))])
         offsets = [0]
         for nbytes, _ in sizes:
             offsets.append(offsets[-1] + nbytes)
-        table = struct.pack(f"<{len(offsets)}Q", *offsets)
+        table = struct.pack(f"<{meeting.world + len(offsets)}Q", *(crc for _, crc in sizes), *offsets)
         for rank in range(meeting.world):
             meeting.put(f"rank-extra-at/{rank}", str(len(head) + len(table) + offsets[rank] if total else -1).encode())
         if total:

@@ -18,7 +18,7 @@ from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, group_tables, listed
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
-from unified_ckpt.engine.prove import verify_read
+from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.source import Catalog, Said, Source
 from unified_ckpt.errors import IntegrityError, MismatchError
@@ -95,6 +95,9 @@ def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windo
                 set(request.optimizer.names_held()), request.source, request.said, request.state.aliases
             )
         catalog = request.source.catalog({(match.part, match.name) for match in matches})
+        proofs = saved_digests(request.source, matches) if request.options.verify != "off" else {}
+        saved_by = request.said.rank_extras
+        rank_extra = request.source.rank_extra(comm.rank) if saved_by == comm.world else None
         groups_options = _hyperparameters(request)
     by_row = {match.target.row: match for match in matches}
     with meeting.phase("match"):
@@ -105,14 +108,14 @@ def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windo
     try:
         with meeting.phase("read"):
             fetched = _read(meeting, groups, by_row, catalog, windows, verify=request.options.verify != "off")
-            verified = verify_read(meeting, groups, fetched, by_row, request.source, catalog, how=request.options.verify)
+            verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=request.options.verify)
     except IntegrityError as error:
         spoilt = IntegrityError(f"{error}; the target holds a mix of old and new bytes and is unusable")
         spoilt.agreed = error.agreed
         raise spoilt from error
     with meeting.phase("install"):
         _install(request, groups_options)
-    return _report(request, comm, fetched, verified, differences, verdict, started, what)
+    return _report(request, comm, fetched, verified, differences, verdict, started, what, rank_extra)
 
 
 def _compare(meeting: Meeting, request: LoadRequest, own: Differences) -> _Verdict:
@@ -220,6 +223,7 @@ def _report(
     verdict: _Verdict,
     started: float,
     what: str,
+    rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
     notes = []
@@ -232,7 +236,7 @@ def _report(
     return LoadReport(
         step=request.said.step,
         extra=request.said.extra,
-        rank_extra=request.source.rank_extra(comm.rank) if saved_by == comm.world else None,
+        rank_extra=rank_extra,
         missing=tuple(verdict.missing),
         unexpected=tuple(verdict.unexpected),
         wrong=tuple(verdict.wrong),

@@ -10,9 +10,23 @@ from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.match import Match
 from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
 from unified_ckpt.engine.source import Catalog, Source
-from unified_ckpt.errors import CheckpointError, IntegrityError
+from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.comm import Meeting
+
+Proofs = Mapping[tuple[str, str], Sequence[int] | None]  # (part, name) -> CRC of each block, None where the source has none
+
+
+def saved_digests(source: Source, matches: Sequence[Match]) -> Proofs:
+    """The digests of the tensors that will be read. IntegrityError or FormatError where they are not all there."""
+    found = {}
+    for match in matches:
+        saved = source.block_digests(match.part, match.name)
+        needed = digests.block_count(match.target.row.spec.nbytes)
+        if saved is not None and len(saved) != needed:
+            raise IntegrityError(f"{match.part}:{match.name}: has {len(saved)} digests; needed {needed}")
+        found[match.part, match.name] = saved
+    return found
 
 
 def verify_read(
@@ -20,7 +34,7 @@ def verify_read(
     groups: Sequence[ReadGroup],
     fetched: Sequence[Fetched],
     by_row: Mapping[Row, Match],
-    source: Source,
+    proofs: Proofs,
     catalog: Catalog,
     *,
     how: str,
@@ -39,13 +53,13 @@ def verify_read(
         loose: list[tuple[int, digests.Piece]] = []
         for number, pieces in by_tensor.items():
             whole, partial = digests.join(pieces, nbytes=group.rows[number].spec.nbytes)
-            proved += _compare(group, number, whole, by_row, source, bad)
+            proved += _compare(group, number, whole, by_row, proofs, bad)
             loose.extend((number, piece) for piece in pieces if piece.block in set(partial))
         if how == "full":
             for number, blocks in _blocks_of_runs(group).items():
                 location, nbytes = group.locations[number], group.rows[number].spec.nbytes
                 again = {block: read_block(catalog.storage, location, block, nbytes) for block in blocks}
-                proved += _compare(group, number, again, by_row, source, bad)
+                proved += _compare(group, number, again, by_row, proofs, bad)
         if group.holders[0] != meeting.rank:
             meeting.put(f"read/{group.index}/{meeting.rank}", b"." + digests.pack(loose))
             continue
@@ -57,7 +71,7 @@ def verify_read(
             whole, partial = digests.join(partly.get(number, ()), nbytes=nbytes)
             if how == "full":
                 whole |= {block: read_block(catalog.storage, group.locations[number], block, nbytes) for block in partial}
-            proved += _compare(group, number, whole, by_row, source, bad)
+            proved += _compare(group, number, whole, by_row, proofs, bad)
     if bad:
         raise IntegrityError(listed("bytes read are not the bytes that were saved", bad))
     return proved
@@ -81,17 +95,14 @@ def _by_row(found: Sequence[tuple[int, digests.Piece]]) -> dict[int, list[digest
     return by_row
 
 
-def _compare(group: ReadGroup, number: int, whole: Mapping[int, int], by_row: Mapping[Row, Match], source: Source, bad: list[str]) -> int:
+def _compare(group: ReadGroup, number: int, whole: Mapping[int, int], by_row: Mapping[Row, Match], proofs: Proofs, bad: list[str]) -> int:
     """Bytes of the blocks whose digests are right; what is not goes to `bad`."""
     if not whole:
         return 0
     row = group.rows[number]
     match = by_row[row]
-    saved = source.block_digests(match.part, match.name)
+    saved = proofs[match.part, match.name]
     if saved is None:
-        return 0
-    if len(saved) != digests.block_count(row.spec.nbytes):
-        bad.append(f"{match.part}:{match.name}: has {len(saved)} digests; needed {digests.block_count(row.spec.nbytes)}")
         return 0
     proved = 0
     for block, crc in whole.items():
@@ -141,7 +152,8 @@ def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], objec
             try:
                 folder.check_files([file])
             except CheckpointError as error:
-                problems.extend(f"{part}:{name}: cannot be read: {error}" for name in sorted(members))
+                why = f"{file} is missing" if isinstance(error, IncompleteError) else str(error)
+                problems.extend(f"{part}:{name}: cannot be read: {why}" for name in sorted(members))
                 continue
             for name in members:
                 found, size = _check_tensor(folder, part, name, deep=digested)

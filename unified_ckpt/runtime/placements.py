@@ -55,7 +55,11 @@ class Placer:
                 padded = _padded_dims(shape, declared, cuts, self.layout.dims(pattern, len(shape)))
             shape, cuts = _global_shape(fqn, shape, cuts, declared, padded)
         sharding = _nested(fqn, cuts, inner)
-        return Placed(shape, sharding, _checked_local(fqn, local, sharding.local_shape(self.rank, shape), padded))
+        try:
+            derived = sharding.local_shape(self.rank, shape)
+        except LayoutError as error:
+            raise LayoutError(f"{fqn}: {error}; needed sections that make up the dim") from error
+        return Placed(shape, sharding, _checked_local(fqn, local, derived, padded))
 
     def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())

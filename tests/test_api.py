@@ -1,0 +1,744 @@
+"""The public calls in one process: what goes into a folder, what comes out, and who may be in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import unified_ckpt as uc
+from unified_ckpt.engine import save as save_module
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+
+class Net(nn.Module):
+    """An embedding, a block and a head, tied on demand; a buffer that is kept and one that is not."""
+
+    def __init__(self, *, tied: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(30, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.head = nn.Linear(8, 30, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(seed))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.block(self.embed(tokens)))
+        return found
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def manifest(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "unified_checkpoint.json").read_text())
+    return found
+
+
+def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
+    """Every tensor of a part, by the safetensors library."""
+    weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
+    return {name: t for file in sorted(set(weight_map.values())) for name, t in load_file(folder / file).items()}
+
+
+# one folder
+
+
+def test_a_module_goes_round(tmp_path: Path) -> None:
+    model, other = Net(), Net(seed=1)
+    report = uc.save(tmp_path / "c", model=model, step=7)
+    assert (report.path, report.step) == (str(tmp_path / "c"), 7)
+    assert report.nbytes == sum(t.nbytes for t in model.state_dict().values())
+    assert report.id == manifest(tmp_path / "c")["save_id"]
+    memory = {name: t.data_ptr() for name, t in other.state_dict().items()}
+    back = uc.load(tmp_path / "c", model=other)
+    assert same_state(model, other)
+    assert {name: t.data_ptr() for name, t in other.state_dict().items()} == memory, "filled in place"
+    assert (back.step, back.extra, back.rank_extra, back.missing, back.unexpected, back.wrong) == (7, None, None, (), (), ())
+    assert back.bytes_read == back.verified_bytes == report.nbytes
+    assert back.sources == {"model": ("model",)}
+
+
+def test_the_folder_is_what_the_format_says(tmp_path: Path) -> None:
+    model = Net()
+    uc.save(tmp_path / "c", model=model, optimizer={"embed.weight/exp_avg": torch.ones(30, 8)}, extra={"a": 1}, rank_extra=[2])
+    names = {"model.safetensors", "model.safetensors.index.json", "optimizer.safetensors", "optimizer.safetensors.index.json"}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == names | {
+        "digests.safetensors",
+        "rank_extra.safetensors",
+        "unified_checkpoint.json",
+    }
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(t.nbytes for t in model.state_dict().values())}
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert list(tmp_path.iterdir()) == [tmp_path / "c"]
+
+
+def test_a_file_is_byte_for_byte_what_the_safetensors_library_writes(tmp_path: Path) -> None:
+    tensors = {
+        f"t.{name}": torch.zeros(3, 4).to(dtype) if name != "F4" else torch.zeros(3, 4, dtype=torch.uint8).view(dtype)
+        for name, dtype in TORCH_DTYPES.items()
+    }
+    tensors |= {"große": torch.randn(300, 200), "0-d": torch.tensor(2.0), "empty": torch.zeros(0, 5), 'quo"ted\n': torch.ones(2)}
+    uc.save(tmp_path / "c", model=tensors)
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors)
+
+
+def test_files_are_bounded(tmp_path: Path) -> None:
+    model = {f"w{n:02}": torch.full((100, 50), float(n)) for n in range(10)}  # 20,000 bytes each
+    uc.save(tmp_path / "c", model=model, options=uc.SaveOptions(max_file_bytes=60_000))
+    files = sorted((tmp_path / "c").glob("model-*"))
+    assert [path.name for path in files] == [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
+    assert all(path.stat().st_size < 62_000 for path in files)
+    found = stored(tmp_path / "c")
+    assert found.keys() == model.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+
+
+def test_nothing_but_a_step(tmp_path: Path) -> None:
+    uc.save(tmp_path / "c", model={}, step=0)
+    report = uc.load(tmp_path / "c", model={})
+    assert (report.step, report.bytes_read, report.sources) == (0, 0, {})
+
+
+def test_the_step_is_said_and_never_taken_from_a_name(tmp_path: Path) -> None:
+    uc.save(tmp_path / "checkpoint-500", model=Net())
+    assert uc.load(tmp_path / "checkpoint-500", model=Net()).step is None
+
+
+def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+    model = {"w": torch.arange(60_000.0)}
+    uc.save(tmp_path / "c", model=model)
+    model["w"].zero_()
+    assert torch.equal(stored(tmp_path / "c")["w"], torch.arange(60_000.0))
+
+
+def test_memory_of_any_form(tmp_path: Path) -> None:
+    whole = torch.arange(80_000.0).reshape(400, 200)
+    model = {"turned": whole.t(), "part": whole[::2, 3:77], "broadcast": torch.tensor(3.0).expand(200, 300), "grad": nn.Parameter(whole)}
+    uc.save(tmp_path / "c", model=model)
+    found = stored(tmp_path / "c")
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+    target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype).t().contiguous().t() for name, tensor in model.items()}
+    uc.load(tmp_path / "c", model=target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in model.items())
+
+
+def test_views_that_negate(tmp_path: Path) -> None:
+    """torch keeps the sign apart from the memory."""
+    complex_ = torch.view_as_complex(torch.randn(20_000, 2))
+    model = {"conj": complex_.conj(), "neg": complex_.conj().imag, "small": complex_[:3].conj()}
+    uc.save(tmp_path / "c", model=model, extra=model)
+    extra = uc.open(tmp_path / "c").extra
+    for found in (stored(tmp_path / "c"), extra):
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+    before = complex_.clone()
+    with pytest.raises(uc.LayoutError, match=r"conj: .*conjugate"):
+        uc.load(tmp_path / "c", model={"conj": complex_.conj()}, strict=False)
+    assert torch.equal(complex_, before)
+
+
+@pytest.mark.parametrize("form", [str, Path, lambda path: f"file://{path}", os.path.relpath])
+def test_paths_of_every_form(tmp_path: Path, form: Callable[[Path], str | Path]) -> None:
+    path = form(tmp_path / "a" / "c")
+    uc.save(path, model=Net())
+    other = Net(seed=1)
+    uc.load(path, model=other)
+    assert same_state(other, Net())
+    assert uc.verify(path, deep=True).ok
+    with uc.open(path) as opened:
+        assert opened.parts == ("model",)
+
+
+def test_a_folder_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    uc.save(tmp_path / "link" / "c", model=Net())
+    (tmp_path / "latest").symlink_to(tmp_path / "disk" / "c")
+    other = Net(seed=1)
+    uc.load(tmp_path / "latest", model=other)
+    assert same_state(other, Net())
+
+
+def test_one_line_is_logged_for_each_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="unified_ckpt"):
+        uc.save(tmp_path / "c", model=Net())
+        uc.load(tmp_path / "c", model=Net())
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "saved " in caplog.text
+    assert "loaded " in caplog.text
+
+
+# tied weights
+
+
+def test_tied_weights_are_stored_once_and_load_into_tied_and_untied(tmp_path: Path) -> None:
+    model = Net(tied=True)
+    uc.save(tmp_path / "c", model=model)
+    assert "head.weight" not in stored(tmp_path / "c")
+    assert manifest(tmp_path / "c")["parts"]["model"]["aliases"] == {"head.weight": "embed.weight"}
+    for other in (Net(tied=True, seed=1), Net(seed=1)):
+        report = uc.load(tmp_path / "c", model=other)
+        assert same_state(other, model)
+        assert (report.missing, report.unexpected) == ((), ())
+    with uc.open(tmp_path / "c") as opened:
+        assert torch.equal(opened["model"]["head.weight"][...], model.embed.weight)
+        assert "head.weight" not in list(opened["model"])
+
+
+def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> None:
+    """As the first and the last pipeline stage leave them: two copies, of which none knows of the other."""
+    model = Net()
+    model.head.weight.data = model.embed.weight.data.clone()
+    uc.save(tmp_path / "c", model=model)
+    other = Net(tied=True, seed=1)
+    uc.load(tmp_path / "c", model=other)
+    assert same_state(other, model)
+
+
+# lists, parts, masters
+
+
+def stage(*numbers: int, seed: int = 0) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({f"layer{n}": nn.Linear(4, 4) for n in numbers})
+
+
+def test_lists_of_modules_and_optimizers(tmp_path: Path) -> None:
+    """Virtual pipeline stages save what one module loads, and the reverse."""
+    stages = [stage(0, 2), stage(1, 3, seed=1)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1 + n) for n, one in enumerate(stages)]
+    for one, optimizer in zip(stages, optimizers, strict=True):
+        sum((p**2).sum() for p in one.parameters()).backward()
+        optimizer.step()
+    uc.save(tmp_path / "c", model=stages, optimizer=optimizers)
+    whole = stage(0, 1, 2, 3, seed=5)
+    fresh = torch.optim.AdamW([{"params": whole[f"layer{n}"].parameters()} for n in range(4)])
+    uc.load(tmp_path / "c", model=whole, optimizer=fresh)
+    for one, optimizer in zip(stages, optimizers, strict=True):
+        for name, param in one.named_parameters():
+            theirs = dict(whole.named_parameters())[name]
+            assert torch.equal(theirs, param)
+            assert torch.equal(fresh.state[theirs]["exp_avg"], optimizer.state[param]["exp_avg"])
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 1.1, 0.1, 1.1]
+    uc.save(tmp_path / "d", model=whole, optimizer=fresh)
+    again = [stage(3, 1, seed=8), stage(2, 0, seed=9)]
+    uc.load(tmp_path / "d", model=again, optimizer=[torch.optim.AdamW(one.parameters()) for one in again])
+    assert all(
+        torch.equal(dict(again[0].named_parameters())[n], dict(whole.named_parameters())[n]) for n in ("layer1.bias", "layer3.weight")
+    )
+
+
+def test_two_modules_with_one_name(tmp_path: Path) -> None:
+    with pytest.raises(uc.LayoutError, match=r"layer0\.weight: two modules of the model have this name for different tensors"):
+        uc.save(tmp_path / "c", model=[stage(0), stage(0, seed=1)])
+
+
+def test_further_parts(tmp_path: Path) -> None:
+    model, ema = Net(), Net(seed=1)
+    uc.save(tmp_path / "c", model=model, parts={"ema": ema, "stats": {"norm": torch.tensor([1.5])}})
+    other, stats = Net(seed=2), {"norm": torch.zeros(1)}
+    report = uc.load(tmp_path / "c", parts={"ema": other, "stats": stats})
+    assert same_state(other, ema)
+    assert stats["norm"].item() == 1.5
+    assert report.sources == {"ema": ("ema",), "stats": ("stats",)}
+    assert (tmp_path / "c" / "ema.safetensors.index.json").exists()
+    with pytest.raises(uc.MismatchError, match=r"old:embed\.weight: is not in the checkpoint"):
+        uc.load(tmp_path / "c", parts={"old": other})
+
+
+@pytest.mark.parametrize("gone", ["optimizer", "ema", "model"])
+def test_a_part_may_be_deleted_alone(tmp_path: Path, gone: str) -> None:
+    moments = {"embed.weight/exp_avg": torch.ones(30, 8)}
+    uc.save(tmp_path / "c", model=Net(), optimizer=moments, parts={"ema": Net(seed=1)})
+    for path in (tmp_path / "c").glob(f"{gone}*"):
+        path.unlink()
+    kept = {
+        "model": {"model": Net(seed=3)},
+        "optimizer": {"optimizer": {"embed.weight/exp_avg": torch.zeros(30, 8)}},
+        "ema": {"parts": {"ema": Net(seed=3)}},
+    }
+    for part, target in kept.items():
+        if part == gone:
+            with pytest.raises(uc.MismatchError, match=rf"{part}:embed\.weight.* is not in the checkpoint"):
+                uc.load(tmp_path / "c", **target)
+        else:
+            uc.load(tmp_path / "c", **target)
+    assert uc.verify(tmp_path / "c", deep=True).ok
+
+
+def mixed() -> Net:
+    """Training weights in fp32, but for a norm that is kept in bf16."""
+    model = Net()
+    model.block[1].bfloat16()
+    return model
+
+
+def test_masters_are_made_from_the_model(tmp_path: Path) -> None:
+    model = mixed()
+    uc.save(tmp_path / "c", model=model, options=uc.SaveOptions(model_dtype="bfloat16"))
+    weights, masters = stored(tmp_path / "c"), stored(tmp_path / "c", "master_weights")
+    for name, tensor in model.state_dict().items():
+        kept = tensor.is_floating_point() and tensor.dtype != torch.bfloat16
+        assert torch.equal(weights[name], tensor.to(torch.bfloat16) if kept else tensor)
+        assert (name in masters) == kept
+        assert not kept or torch.equal(masters[name], tensor)
+    other = mixed()
+    nn.init.zeros_(other.embed.weight)
+    report = uc.load(tmp_path / "c", model=other)
+    assert same_state(other, model), "an fp32 trainer gets its fp32 weights back"
+    assert report.sources == {"model": ("master_weights", "model")}
+    small = Net().bfloat16()
+    report = uc.load(tmp_path / "c", model=small)
+    assert torch.equal(small.embed.weight, model.embed.weight.bfloat16())
+    assert report.sources == {"model": ("model",)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, torch.float16])
+def test_model_dtype_by_name_or_object(tmp_path: Path, dtype: object) -> None:
+    uc.save(tmp_path / "c", model=Net(), options=uc.SaveOptions(model_dtype=dtype))
+    wanted = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    assert stored(tmp_path / "c")["embed.weight"].dtype == wanted
+
+
+def test_only_the_model_is_saved(tmp_path: Path) -> None:
+    """PaddleNLP's `remove_master_weight`: what is left loads with a cast that was asked for."""
+    model = Net()
+    uc.save(tmp_path / "c", model=model, optimizer={}, options=uc.SaveOptions(model_dtype="bfloat16", parts=("model",)))
+    assert set(manifest(tmp_path / "c")["parts"]) == {"model"}
+    other = Net(seed=1)
+    with pytest.raises(
+        uc.MismatchError, match=r"model:embed\.weight: checkpoint has dtype BF16, target has F32; LoadOptions\(cast=True\) casts"
+    ):
+        uc.load(tmp_path / "c", model=other)
+    assert same_state(other, Net(seed=1))
+    report = uc.load(tmp_path / "c", model=other, options=uc.LoadOptions(cast=True))
+    assert torch.equal(other.embed.weight, model.embed.weight.bfloat16().float())
+    assert report.sources == {"model": ("model",)}
+
+
+def test_only_masters_and_optimizer_are_saved(tmp_path: Path) -> None:
+    """PaddleNLP's `skip_save_model_weight`: the model is read from its masters, whatever dtype it has."""
+    model = {name: t for name, t in Net().state_dict().items() if t.is_floating_point()}
+    moments = {"embed.weight/exp_avg": torch.ones(30, 8)}
+    options = uc.SaveOptions(model_dtype="bfloat16", parts=("master_weights", "optimizer"))
+    uc.save(tmp_path / "c", model=model, optimizer=moments, options=options)
+    assert set(manifest(tmp_path / "c")["parts"]) == {"master_weights", "optimizer"}
+    for dtype in (torch.float32, torch.bfloat16):
+        other = {name: torch.zeros_like(t, dtype=dtype) for name, t in model.items()}
+        report = uc.load(tmp_path / "c", model=other, optimizer={"embed.weight/exp_avg": torch.zeros(30, 8)})
+        assert all(torch.equal(other[name], t.to(dtype)) for name, t in model.items())
+        assert report.sources["model"] == ("master_weights",)
+
+
+def test_masters_are_read_from_a_model_without_them(tmp_path: Path) -> None:
+    model = {"w": torch.randn(300, 100)}
+    uc.save(tmp_path / "c", model=model)
+    masters = {"w": torch.zeros(300, 100)}
+    report = uc.load(tmp_path / "c", model={"w": torch.zeros(300, 100)}, master_weights=masters)
+    assert torch.equal(masters["w"], model["w"])
+    assert report.sources == {"model": ("model",), "master_weights": ("model",)}
+
+
+def test_masters_are_taken_as_they_are_given(tmp_path: Path) -> None:
+    model = {"w": torch.randn(300, 100).bfloat16(), "count": torch.tensor(3)}
+    masters = {"w": torch.randn(300, 100)}
+    uc.save(tmp_path / "c", model=model, master_weights=masters, options=uc.SaveOptions(model_dtype="bfloat16"))
+    assert torch.equal(stored(tmp_path / "c", "master_weights")["w"], masters["w"])
+    small, large = {"w": torch.zeros(300, 100).bfloat16(), "count": torch.tensor(0)}, {"w": torch.zeros(300, 100)}
+    uc.load(tmp_path / "c", model=small, master_weights=large)
+    assert torch.equal(small["w"], model["w"])
+    assert torch.equal(large["w"], masters["w"])
+
+
+# extra
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    extra = {
+        "tuple": (1, [2, (3,)]),
+        4: {"int keys": {5: 6, -7: 8}},
+        "counter": Counter("abca"),
+        "ordered": OrderedDict(b=1, a=2),
+        "bytes": bytes(range(256)) * 30,
+        "floats": [math.inf, -math.inf, 1e-300, 0.1],
+        "big": 2**80,
+        "numpy": np.arange(6, dtype="<u2").reshape(2, 3),
+        "scalar": np.float32(0.5),
+        "tensor": torch.randn(40, 30).bfloat16(),
+        "none": None,
+        "flags": {True, False},
+        "complex": 1 + 2j,
+        "dtype": torch.bfloat16,
+    }
+    uc.save(tmp_path / "c", model=Net(), extra={**extra, "nan": math.nan})
+    for found in (uc.load(tmp_path / "c", model=Net()).extra, uc.open(tmp_path / "c").extra):
+        assert math.isnan(found.pop("nan"))
+        assert found.keys() == extra.keys()
+        for key, value in extra.items():
+            assert type(found[key]) is type(value)
+            same = torch.equal if key == "tensor" else np.array_equal if key == "numpy" else lambda a, b: a == b
+            assert same(found[key], value), key
+
+
+def test_a_scheduler_goes_on(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, extra={"scheduler": scheduler.state_dict()})
+    fresh = torch.optim.SGD(model.parameters(), lr=0.5)
+    other = CosineAnnealingLR(fresh, 10)
+    other.load_state_dict(uc.load(tmp_path / "c", model=model, optimizer=fresh).extra["scheduler"])
+    for _ in range(3):
+        for one, schedule in ((optimizer, scheduler), (fresh, other)):
+            one.step()
+            schedule.step()
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+
+
+def test_random_states_go_on(tmp_path: Path) -> None:
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    uc.save(tmp_path / "c", model=Net(), rank_extra=state)
+    drawn = torch.rand(3), np.random.rand(3), random.random()
+    found = uc.load(tmp_path / "c", model={}, strict=False).rank_extra
+    torch.set_rng_state(found["torch"])
+    np.random.set_state(found["numpy"])
+    random.setstate(found["python"])
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert np.array_equal(np.random.rand(3), drawn[1])
+    assert random.random() == drawn[2]
+    with uc.open(tmp_path / "c") as opened:
+        assert len(opened.rank_extra) == 1
+        assert opened.rank_extra[-1]["python"] == state["python"]
+        with pytest.raises(IndexError, match=r"rank_extra\[1\]: the checkpoint has 1 entries"):
+            opened.rank_extra[1]
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        amax = (0.0,)
+
+        def get_extra_state(self) -> object:
+            return {"amax": self.amax, "history": torch.ones(3)}
+
+        def set_extra_state(self, state: dict[str, object]) -> None:
+            self.amax = state["amax"]
+
+    model, other = nn.Sequential(Scaled(2, 2)), nn.Sequential(Scaled(2, 2))
+    model[0].amax = (1.5, 2.5)
+    uc.save(tmp_path / "c", model=model)
+    uc.load(tmp_path / "c", model=other)
+    assert other[0].amax == (1.5, 2.5)
+
+
+# attach
+
+
+def test_attached_files_are_committed_with_the_rest(tmp_path: Path) -> None:
+    def attach(folder: str) -> None:
+        assert not (tmp_path / "c").exists()
+        (Path(folder) / "config.json").write_text("{}")
+        (Path(folder) / "code" / "deep").mkdir(parents=True)
+        (Path(folder) / "code" / "deep" / "model.py").write_text("x = 1")
+
+    uc.save(tmp_path / "c", model=Net(), attach=attach)
+    assert (tmp_path / "c" / "config.json").read_text() == "{}"
+    assert (tmp_path / "c" / "code" / "deep" / "model.py").read_text() == "x = 1"
+    assert uc.verify(tmp_path / "c", deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["unified_checkpoint.json", "model.safetensors.index.json"])
+def test_attached_files_may_not_be_ours(tmp_path: Path, name: str) -> None:
+    with pytest.raises(uc.StorageError, match=rf"`attach` changed {name}, which is the checkpoint's own; needed another name"):
+        uc.save(tmp_path / "c", model=Net(), attach=lambda folder: (Path(folder) / name).write_text("{}"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "digests.safetensors"])
+def test_attached_files_may_not_replace_ours(tmp_path: Path, name: str) -> None:
+    with pytest.raises(uc.CheckpointError, match=rf"{name}"):
+        uc.save(tmp_path / "c", model=Net(), attach=lambda folder: (Path(folder) / name).write_bytes(b"x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attach_that_fails(tmp_path: Path) -> None:
+    def attach(folder: str) -> None:
+        raise ValueError("no tokenizer")
+
+    with pytest.raises(Exception, match="no tokenizer"):
+        uc.save(tmp_path / "c", model=Net(), attach=attach)
+    assert list(tmp_path.iterdir()) == []
+
+
+# what is in the way
+
+
+def test_a_committed_folder_is_kept_or_replaced_or_an_error(tmp_path: Path) -> None:
+    old, new = Net(), Net(seed=1)
+    first = uc.save(tmp_path / "c", model=old, step=1)
+    with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
+        uc.save(tmp_path / "c", model=new, step=2)
+    kept = uc.save(tmp_path / "c", model=new, step=2, options=uc.SaveOptions(if_exists="keep"))
+    assert (kept.id, kept.step, kept.path) == (first.id, 1, first.path)
+    assert torch.equal(stored(tmp_path / "c")["embed.weight"], old.embed.weight)
+    replaced = uc.save(tmp_path / "c", model=new, step=2, options=uc.SaveOptions(if_exists="replace"))
+    assert replaced.id != first.id
+    assert torch.equal(stored(tmp_path / "c")["embed.weight"], new.embed.weight)
+    assert list(tmp_path.iterdir()) == [tmp_path / "c"]
+
+
+@pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
+def test_a_folder_without_a_manifest_is_moved_aside(tmp_path: Path, if_exists: str) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "results.csv").write_text("mine")
+    uc.save(tmp_path / "c", model=Net(), options=uc.SaveOptions(if_exists=if_exists))
+    (aside,) = tmp_path.glob(".replaced-*-c")
+    assert (aside / "results.csv").read_text() == "mine"
+    assert not (tmp_path / "c" / "results.csv").exists()
+    assert uc.verify(tmp_path / "c", deep=True).ok
+
+
+# loads that need not fit
+
+
+def test_what_does_not_fit_is_skipped_on_demand(tmp_path: Path) -> None:
+    uc.save(tmp_path / "c", model={"same": torch.ones(3), "shape": torch.ones(3), "dtype": torch.ones(3), "old": torch.ones(3)})
+    target = {"same": torch.zeros(3), "shape": torch.zeros(4), "dtype": torch.zeros(3).half(), "new": torch.zeros(3)}
+    report = uc.load(tmp_path / "c", model=target, strict=False)
+    assert report.missing == ("model:new",)
+    assert report.unexpected == ("model:old",)
+    assert [text.partition(": ")[0] for text in report.wrong] == ["model:dtype", "model:shape"]
+    assert {name: tensor.sum().item() for name, tensor in target.items()} == {"same": 3, "shape": 0, "dtype": 0, "new": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float64"), ("int64", "int32")]
+)
+@pytest.mark.parametrize("shape", [(), (7,), (300, 100)])
+def test_a_cast_that_is_asked_for(tmp_path: Path, saved: str, wanted: str, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 100).to(getattr(torch, saved))
+    uc.save(tmp_path / "c", model={"w": tensor})
+    plain = torch.zeros(shape, dtype=getattr(torch, wanted))
+    for target in (plain, plain.mT.contiguous().mT if len(shape) == 2 else plain.clone()):
+        uc.load(tmp_path / "c", model={"w": target}, options=uc.LoadOptions(cast=True))
+        assert torch.equal(target, tensor.to(getattr(torch, wanted)))
+
+
+def test_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
+    model = Net()
+    model.embed.to("meta")
+    text = r"embed\.weight: is on the meta device and has no bytes; call `to_empty\(device=\.\.\.\)` first"
+    with pytest.raises(uc.LayoutError, match=text):
+        uc.save(tmp_path / "c", model=model)
+    uc.save(tmp_path / "c", model=Net())
+    with pytest.raises(uc.LayoutError, match=text):
+        uc.load(tmp_path / "c", model=model)
+    model.embed.to_empty(device="cpu")
+    uc.load(tmp_path / "c", model=model)
+    assert same_state(model, Net())
+
+
+# wrappers
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "data parallel": nn.DataParallel,
+    "compile": torch.compile,
+    "activation checkpointing": checkpoint_wrapper,
+    "all of them": lambda model: nn.DataParallel(torch.compile(checkpoint_wrapper(model))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_wrappers_leave_no_trace(tmp_path: Path, wrap: str) -> None:
+    model = Net()
+    model.block[0] = checkpoint_wrapper(model.block[0])
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    sum((p**2).sum() for p in model.parameters()).backward()
+    optimizer.step()
+    uc.save(tmp_path / "c", model=WRAPPERS[wrap](model), optimizer=optimizer)
+    assert set(stored(tmp_path / "c")) == set(Net().state_dict())
+    plain, wrapped = Net(seed=1), Net(seed=2)
+    fresh = torch.optim.SGD(plain.parameters(), momentum=0.9)
+    uc.load(tmp_path / "c", model=plain, optimizer=fresh)
+    assert torch.equal(fresh.state[plain.embed.weight]["momentum_buffer"], optimizer.state[model.embed.weight]["momentum_buffer"])
+    uc.load(tmp_path / "c", model=WRAPPERS[wrap](wrapped))
+    assert same_state(plain, wrapped)
+    assert torch.equal(plain.embed.weight, model.embed.weight)
+
+
+# Hugging Face folders
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
+    state = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+    halves = [dict(list(state.items())[:3]), dict(list(state.items())[3:])] if sharded else [state]
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] if sharded else ["model.safetensors"]
+    for file, half in zip(files, halves, strict=True):
+        save_file(half, tmp_path / file, metadata={"format": "pt"})
+    if sharded:
+        weight_map = {name: file for file, half in zip(files, halves, strict=True) for name in half}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+    other = Net(seed=1)
+    report = uc.load(tmp_path, model=other)
+    assert same_state(other, Net())
+    assert (report.step, report.extra, report.verified_bytes) == (None, None, 0)
+    assert report.bytes_read == sum(t.nbytes for t in state.values())
+    with uc.open(tmp_path) as opened:
+        assert (opened.format, opened.parts) == ("huggingface", ("model",))
+    optimizer = torch.optim.AdamW(other.parameters())
+    with pytest.raises(uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"):
+        uc.load(tmp_path, model=other, optimizer=optimizer)
+    masters = {name: torch.zeros_like(t) for name, t in state.items() if t.is_floating_point()}
+    report = uc.load(tmp_path, master_weights=masters, strict=False)
+    assert all(torch.equal(masters[name], state[name]) for name in masters)
+    assert report.sources == {"master_weights": ("model",)}
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    other = transformers.LlamaForCausalLM(config)
+    uc.load(tmp_path / "theirs", model=other)
+    assert same_state(other, model)
+    uc.save(tmp_path / "ours", model=model, attach=config.save_pretrained)
+    third = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    assert same_state(third, model)
+
+
+# uc.open
+
+
+def test_open_reads_what_is_asked_for(tmp_path: Path) -> None:
+    tensor = torch.randn(70, 40, 3).bfloat16()
+    uc.save(tmp_path / "c", model={"w": tensor, "b": torch.tensor(3), "none": torch.zeros(0, 2)}, step=4)
+    with uc.open(tmp_path / "c") as opened:
+        assert (opened.format, opened.parts, opened.step) == ("unified", ("model",), 4)
+        view = opened["model"]["w"]
+        assert (view.shape, view.dtype) == ((70, 40, 3), torch.bfloat16)
+        for index in (
+            (slice(None),),
+            (3,),
+            (slice(10, 20), slice(5, 6)),
+            (..., 1),
+            (-1, ..., slice(1, 3)),
+            (slice(60, 900), 0, 2),
+            (slice(9, 3),),
+        ):
+            assert torch.equal(view[index], tensor[index]), index
+        assert torch.equal(view[5:7], tensor[5:7])
+        assert opened["model"]["b"][...].item() == 3
+        assert opened["model"]["none"][...].shape == (0, 2)
+        assert list(opened["model"]) == ["b", "none", "w"]
+        assert len(opened["model"]) == 3
+        with pytest.raises(IndexError, match=r"model:w: slice step 2; needed 1"):
+            view[::2]
+        with pytest.raises(IndexError, match=r"model:w: index 70 is out of range for a dim of 70"):
+            view[70]
+        with pytest.raises(IndexError, match=r"model:w: 4 indices for 3 dims"):
+            view[0, 0, 0, 0]
+        with pytest.raises(KeyError, match="model:x"):
+            opened["model"]["x"]
+        with pytest.raises(uc.NotFoundError, match=r"part 'optimizer': the checkpoint has model"):
+            opened["optimizer"]
+
+
+# verify
+
+
+def test_verify_counts_what_it_looked_at(tmp_path: Path) -> None:
+    model = {f"w{n}": torch.randn(600, 500) for n in range(3)}
+    uc.save(tmp_path / "c", model=model, optimizer={"w0/m": torch.zeros(5)})
+    seen: list[int] = []
+    report = uc.verify(tmp_path / "c", deep=True, progress=seen.append)
+    assert report.ok
+    assert (report.tensors, report.nbytes, report.deep) == (4, 3 * 1_200_000 + 20, True)
+    assert sum(seen) == report.nbytes
+
+
+# a Checkpointer between calls
+
+
+def test_a_checkpointer_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    plan = save_module.make_plan
+    monkeypatch.setattr(save_module, "make_plan", lambda *a, **k: made.append(1) or plan(*a, **k))
+    model = Net()
+    with uc.Checkpointer(root=tmp_path, options=uc.SaveOptions(if_exists="replace")) as checkpointer:
+        for step in range(3):
+            with torch.no_grad():
+                model.embed.weight += 1
+            assert checkpointer.save("latest", model=model, step=step).path == str(tmp_path / "latest")
+        assert len(made) == 1, "one layout, one plan"
+        other = Net(seed=1)
+        assert checkpointer.load("latest", model=other).step == 2
+        assert same_state(other, model)
+        checkpointer.save("elsewhere", model=model, optimizer={"embed.weight/m": torch.zeros(30, 8)})
+        assert len(made) == 2
+        with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
+            checkpointer.save("latest", model=model, options=uc.SaveOptions())
+        checkpointer.close()
+        checkpointer.save(tmp_path / "latest", model=model, step=9)
+        assert len(made) == 3
+    assert uc.load(tmp_path / "latest", model=Net()).step == 9
+
+
+def test_a_checkpointer_goes_on_after_an_error(tmp_path: Path) -> None:
+    with uc.Checkpointer(root=tmp_path) as checkpointer:
+        checkpointer.save("a", model=Net())
+        with pytest.raises(uc.FormatError, match=r"extra: found an object"):
+            checkpointer.save("b", model=Net(), extra=object())
+        with pytest.raises(uc.NotFoundError, match="no such folder"):
+            checkpointer.load("b", model=Net())
+        shutil.rmtree(tmp_path / "a")
+        checkpointer.save("b", model=Net())
+        assert uc.verify(tmp_path / "b", deep=True).ok
+
+
+def test_options_are_checked() -> None:
+    for wrong in ({"model_dtype": "int8"}, {"if_exists": "maybe"}, {"max_file_bytes": 0}, {"timeout_seconds": 0}, {"typo": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            uc.SaveOptions(**wrong)
+    for wrong in ({"verify": "some"}, {"max_over_read": 0.9}, {"typo": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            uc.LoadOptions(**wrong)
+
+
+def test_the_safetensors_library_reads_slices_too(tmp_path: Path) -> None:
+    tensor = torch.randn(500, 70)
+    uc.save(tmp_path / "c", model={"w": tensor})
+    with safe_open(tmp_path / "c" / "model.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_slice("w")[100:200, 3:9], tensor[100:200, 3:9])

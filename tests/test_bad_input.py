@@ -1,0 +1,534 @@
+"""Bad folders and targets that do not fit: one error of the tree, the same text on every rank, no hang, and a target as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from refusals import HARD, same_error
+from safetensors.torch import save_file
+
+import unified_ckpt as uc
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import checkpointer_of, try_ranks
+
+SHAPES = {"embed": (302, 256), "heads": (302, 256), "norm": (257,)}
+STATES = {"embed/exp_avg": (302, 256), "embed/step": ()}
+RULES = {"*embed*": {"tp": 0}, "heads": {"tp": 1}}
+EXTRA = {"step": 3, "seen": bytes(5000)}
+
+Tensors = dict[str, torch.Tensor]
+
+
+# a sound checkpoint, and targets for it
+
+
+def layout(world: int) -> uc.Layout | None:
+    """Two ranks cut `embed` by rows and `heads` by columns."""
+    return uc.Layout({"tp": world}, RULES) if world > 1 else None
+
+
+def share(tensors: Tensors, rank: int, world: int) -> Tensors:
+    """What a rank holds of whole tensors."""
+    dims = {"embed": 0, "heads": 1, "embed/exp_avg": 0}
+    return {n: t.chunk(world, dims[n])[rank].clone() if n in dims and world > 1 else t for n, t in tensors.items()}
+
+
+def filled(shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> Tensors:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by two ranks; `embed` and `heads` in files of one size."""
+    folder = tmp_path_factory.mktemp("sound") / "checkpoint-3"
+    model, optimizer = filled(SHAPES, seed=1), filled(STATES, seed=2)
+    options = uc.SaveOptions(max_file_bytes=1, fsync=False)
+
+    def act(comm: Comm) -> None:
+        mine, state = (share(of, comm.rank, 2) for of in (model, optimizer))
+        ours = layout(2)
+        checkpointer_of(comm).save(
+            folder, model=mine, optimizer=state, layout=ours, step=3, extra=EXTRA, rank_extra={"rng": comm.rank}, options=options
+        )
+
+    assert try_ranks(2, act, timeout_seconds=HARD) == [None, None]
+    assert file_of(folder, "embed").stat().st_size == file_of(folder, "heads").stat().st_size
+    return folder
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sound, tmp_path / sound.name)
+
+
+def file_of(folder: Path, name: str, part: str = "model") -> Path:
+    return folder / json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"][name]
+
+
+def edit_json(path: Path, edit: Callable[[dict[str, object]], object]) -> None:
+    found = json.loads(path.read_text())
+    edit(found)
+    path.write_text(json.dumps(found))
+
+
+def flip(path: Path, at: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[at] ^= 0x40
+    path.write_bytes(body)
+
+
+def targets(rank: int, world: int) -> tuple[Tensors, Tensors]:
+    return share(filled(SHAPES, seed=7), rank, world), share(filled(STATES, seed=8), rank, world)
+
+
+def load_fails(
+    folder: Path,
+    kind: type[uc.CheckpointError],
+    match: str,
+    *,
+    world: int,
+    touched: bool = False,
+    only_model: bool = False,
+    **options: object,
+) -> uc.CheckpointError:
+    """A load by ranks of which none gets anything: same error everywhere, targets byte for byte as they were."""
+    held = [targets(rank, world) for rank in range(world)]
+
+    def act(comm: Comm) -> None:
+        model, optimizer = held[comm.rank]
+        chosen = uc.LoadOptions(timeout_seconds=HARD, **options)
+        what = {} if only_model else {"optimizer": optimizer}
+        checkpointer_of(comm).load(folder, model=model, layout=layout(world), options=chosen, **what)
+
+    error = same_error(list(try_ranks(world, act, timeout_seconds=HARD)), kind, match)
+    if not touched:
+        for rank in range(world):
+            for now, before in zip(held[rank], targets(rank, world), strict=True):
+                assert all(torch.equal(now[name], before[name]) for name in before), "the target was touched"
+    return error
+
+
+def both_ways(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("world", [1, 2])(test)
+
+
+@both_ways
+def test_the_checkpoint_is_sound(sound: Path, world: int) -> None:
+    def act(comm: Comm) -> None:
+        model, optimizer = targets(comm.rank, world)
+        report = checkpointer_of(comm).load(sound, model=model, optimizer=optimizer, layout=layout(world))
+        for found, seed, shapes in ((model, 1, SHAPES), (optimizer, 2, STATES)):
+            assert all(torch.equal(found[name], t) for name, t in share(filled(shapes, seed=seed), comm.rank, world).items())
+        assert (report.step, report.extra) == (3, EXTRA)
+        assert report.rank_extra == ({"rng": comm.rank} if world == 2 else None)
+
+    assert try_ranks(world, act, timeout_seconds=HARD) == [None] * world
+    assert uc.verify(sound, deep=True).ok
+
+
+# damaged folders of ours
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(file_of(folder, "heads"), 1000)
+
+
+def one_byte_short(folder: Path) -> None:
+    os.truncate(file_of(folder, "embed"), file_of(folder, "embed").stat().st_size - 1)
+
+
+def one_byte_more(folder: Path) -> None:
+    with file_of(folder, "embed").open("ab") as file:
+        file.write(b"\0")
+
+
+def emptied(folder: Path) -> None:
+    file_of(folder, "norm").write_bytes(b"")
+
+
+def swapped(folder: Path) -> None:
+    a, b = file_of(folder, "embed"), file_of(folder, "heads")
+    assert a != b
+    c = a.rename(a.with_name("c"))
+    b.rename(a)
+    c.rename(b)
+
+
+def header_bit(folder: Path) -> None:
+    flip(file_of(folder, "embed"), 20)
+
+
+def file_gone(folder: Path) -> None:
+    file_of(folder, "heads").unlink()
+
+
+def index_gone(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def index_of_a_stranger(folder: Path) -> None:
+    (folder / "stranger.safetensors").write_bytes(file_of(folder, "embed").read_bytes())
+    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="stranger.safetensors"))
+
+
+def index_of_a_missing_file(folder: Path) -> None:
+    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="model-00009-of-00009.safetensors"))
+
+
+def index_of_the_wrong_file(folder: Path) -> None:
+    other = file_of(folder, "heads").name
+    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed=other))
+
+
+def index_leads_out(folder: Path) -> None:
+    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="../../../etc/passwd"))
+
+
+def manifest_leads_out(folder: Path) -> None:
+    edit_json(
+        folder / "unified_checkpoint.json",
+        lambda m: m["parts"]["model"]["files"].update({"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}),
+    )
+
+
+def index_is_no_json(folder: Path) -> None:
+    (folder / "optimizer.safetensors.index.json").write_text('{"weight_map": {')
+
+
+def manifest_from_the_future(folder: Path) -> None:
+    edit_json(folder / "unified_checkpoint.json", lambda m: m.update(format_version="2.0"))
+
+
+def manifest_torn(folder: Path) -> None:
+    path = folder / "unified_checkpoint.json"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def manifest_of_nothing(folder: Path) -> None:
+    (folder / "unified_checkpoint.json").write_bytes(b"")
+
+
+def manifest_gone(folder: Path) -> None:
+    (folder / "unified_checkpoint.json").unlink()
+
+
+def extra_bit(folder: Path) -> None:
+    flip(folder / "extra.safetensors", -1)
+
+
+def extra_gone(folder: Path) -> None:
+    (folder / "extra.safetensors").unlink()
+
+
+def rank_extra_bit(folder: Path) -> None:
+    """In the entry of rank 1."""
+    path = folder / "rank_extra.safetensors"
+    flip(path, path.read_bytes().rindex(b"UCPACK01"))
+
+
+def rank_extra_cut(folder: Path) -> None:
+    os.truncate(folder / "rank_extra.safetensors", 60)
+
+
+def digests_gone(folder: Path) -> None:
+    (folder / "digests.safetensors").unlink()
+
+
+DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
+    (truncated, uc.IntegrityError, r"model-\d+-of-\d+\.safetensors: has 1000 bytes; the manifest says \d+"),
+    (one_byte_short, uc.IntegrityError, r"safetensors: has \d+ bytes; the manifest says \d+"),
+    (one_byte_more, uc.IntegrityError, r"safetensors: has \d+ bytes; the manifest says \d+"),
+    (emptied, uc.IntegrityError, r"safetensors: has 0 bytes; the manifest says \d+"),
+    (swapped, uc.IntegrityError, r"safetensors: .*header"),
+    (header_bit, uc.IntegrityError, r"safetensors: .*header"),
+    (file_gone, uc.IncompleteError, r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): model:heads"),
+    (index_gone, uc.IncompleteError, r"model\.safetensors\.index\.json: is missing"),
+    (index_of_a_stranger, uc.IntegrityError, r"index\.json: names stranger\.safetensors, which the manifest does not"),
+    (index_of_a_missing_file, uc.IntegrityError, r"index\.json: names model-00009-of-00009\.safetensors, which the manifest does not"),
+    (index_of_the_wrong_file, uc.IntegrityError, r"has no tensor 'embed', which the index of model puts there"),
+    (index_leads_out, uc.FormatError, r"index\.json: file name '\.\./\.\./\.\./etc/passwd' leads out of the folder"),
+    (manifest_leads_out, uc.FormatError, r"unified_checkpoint\.json: parts\.model\.files.*'/etc/passwd' leads out of the folder"),
+    (index_is_no_json, uc.FormatError, r"optimizer\.safetensors\.index\.json: not valid JSON"),
+    (manifest_from_the_future, uc.FormatError, r"unified_checkpoint\.json: format version is 2\.0, this unified_ckpt reads 1\.x"),
+    (manifest_torn, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
+    (manifest_of_nothing, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
+    (manifest_gone, uc.FormatError, r"checkpoint-3: is an unfinished save: it has no unified_checkpoint\.json"),
+    (extra_bit, uc.IntegrityError, r"extra\.safetensors: is not the file that was written"),
+    (extra_gone, uc.IncompleteError, r"extra\.safetensors: is missing"),
+    (digests_gone, uc.IncompleteError, r"digests\.safetensors: is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED])
+@both_ways
+def test_a_damaged_folder(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str, world: int) -> None:
+    damage(folder)
+    load_fails(folder, kind, match, world=world)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "match"),
+    [
+        (rank_extra_bit, uc.FormatError, r"rank 1: .*rank_extra.*: not a packed value"),
+        (rank_extra_cut, uc.IntegrityError, r"rank_extra\.safetensors: has 60 bytes; the manifest says \d+"),
+    ],
+)
+def test_damaged_rank_extra(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str) -> None:
+    """It is given back to the world that left it, so only that world minds; and all of it, if one rank's is damaged."""
+    damage(folder)
+    load_fails(folder, kind, match, world=2)
+
+
+@pytest.mark.parametrize(("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED])
+def test_verify_finds_the_damage(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str) -> None:
+    damage(folder)
+    try:
+        report = uc.verify(folder)
+    except uc.CheckpointError as error:
+        with pytest.raises(kind, match=match):
+            raise error
+        return
+    assert not report.ok
+
+
+def test_a_newer_minor_version_passes(folder: Path) -> None:
+    edit_json(folder / "unified_checkpoint.json", lambda m: m.update(format_version="1.9", mood="fine"))
+    model = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    uc.load(folder, model=model)
+    assert torch.equal(model["embed"], filled(SHAPES, seed=1)["embed"])
+
+
+# a bit that has turned
+
+
+@both_ways
+def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
+    flip(file_of(folder, "heads"), -1000)
+    text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}; needed \w{16}"
+    load_fails(
+        folder, uc.IntegrityError, rf"(?s){text}.*the target holds a mix of old and new bytes and is unusable", world=world, touched=True
+    )
+    report = uc.verify(folder, deep=True)
+    assert len(report.problems) == 1
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(report.problems[0])
+    assert uc.verify(folder).ok
+
+
+def test_a_turned_bit_passes_unverified(folder: Path) -> None:
+    flip(file_of(folder, "heads"), -1000)
+    model, _ = targets(0, 1)
+    report = uc.load(folder, model=model, options=uc.LoadOptions(verify="off"))
+    assert report.verified_bytes == 0
+    assert not torch.equal(model["heads"], filled(SHAPES, seed=1)["heads"])
+
+
+def test_full_verification_reads_the_rest_of_the_blocks(folder: Path) -> None:
+    """The turned bit is in the last rows, the rank wants the first, of the same block."""
+    flip(file_of(folder, "embed"), -1000)
+    rows = uc.Layout({"tp": 2}, {"embed": {"tp": 0}})
+    rest = {name: torch.zeros(shape) for name, shape in SHAPES.items() if name != "embed"}
+
+    def act(comm: Comm, verify: str) -> None:
+        model = {"embed": torch.zeros(151, 256), **rest} if comm.rank == 0 else {}
+        options = uc.LoadOptions(verify=verify, timeout_seconds=HARD)
+        checkpointer_of(comm).load(folder, model=model, layout=rows, options=options)
+
+    assert try_ranks(2, lambda comm: act(comm, "read"), timeout_seconds=HARD) == [None, None]
+    same_error(try_ranks(2, lambda comm: act(comm, "full"), timeout_seconds=HARD), uc.IntegrityError, r"model:embed: block 0 .* has CRC")
+
+
+# Hugging Face folders, which have no manifest to know better
+
+
+def raw_file(path: Path, header: object, body: bytes = b"", *, claims: int | None = None) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes((len(text) if claims is None else claims).to_bytes(8, "little") + text + body)
+
+
+def entry(low: int, high: int, *, dtype: str = "F32", shape: list[int] | None = None) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [2] if shape is None else shape, "data_offsets": [low, high]}
+
+
+HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
+    "negative": ({"a": entry(-8, 0)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are \[-8, 0\]"),
+    "backward": ({"a": entry(8, 0)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are \[8, 0\]; needed start <= stop"),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), uc.FormatError, r"tensor 'b' overlaps tensor 'a'"),
+    "twice the same": ({"a": entry(0, 8), "b": entry(0, 8)}, bytes(8), uc.FormatError, r"tensor 'b' overlaps tensor 'a'"),
+    "gap": ({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20), uc.FormatError, r"tensor 'b' leaves a gap after tensor 'a'"),
+    "wrong length": ({"a": entry(0, 12)}, bytes(12), uc.FormatError, r"tensor 'a': F32 of shape \(2,\) needs 8 bytes"),
+    "past the end": ({"a": entry(0, 8)}, bytes(7), uc.IntegrityError, r"file is truncated"),
+    "more at the end": ({"a": entry(0, 8)}, bytes(9), uc.FormatError, r"1 bytes belong to no tensor"),
+    "huge offsets": ({"a": entry(2**63, 2**63 + 8)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are"),
+    "huge shape": ({"a": entry(0, 8, shape=[2**62, 2**62])}, bytes(8), uc.FormatError, r"tensor 'a': F32 of shape"),
+    "unknown dtype": ({"a": entry(0, 8, dtype="F128")}, bytes(8), uc.FormatError, r"tensor 'a': unknown dtype 'F128'"),
+    "no object": ([1, 2], b"", uc.FormatError, r"header is a JSON list"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_bad_header(tmp_path: Path, case: str, indexed: bool) -> None:
+    header, body, kind, match = HEADERS[case]
+    raw_file(tmp_path / "model.safetensors", header, body)
+    if indexed:
+        names = header if isinstance(header, dict) else {"a": 0}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    target = {"a": torch.full((2,), 5.0), "b": torch.full((2,), 6.0)}
+    with pytest.raises(kind, match=match):
+        uc.load(tmp_path, model=target)
+    assert target["a"].tolist() == [5, 5]
+    with pytest.raises(kind, match=match):
+        uc.open(tmp_path)["model"]["a"]
+
+
+@pytest.mark.parametrize("claims", [100_000_001, 2**63, 2**64 - 1])
+def test_a_header_that_claims_too_much(tmp_path: Path, claims: int) -> None:
+    raw_file(tmp_path / "model.safetensors", {"a": entry(0, 8)}, bytes(8), claims=claims)
+    os.truncate(tmp_path / "model.safetensors", 200_000_000)  # sparse
+    with pytest.raises(uc.FormatError, match=rf"model\.safetensors: header claims {claims} bytes; needed 100000000 or fewer"):
+        uc.load(tmp_path, model={"a": torch.zeros(2)})
+
+
+def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
+    raw_file(tmp_path / "model.safetensors", {"a": entry(0, 8)}, bytes(8), claims=99_999_999)
+    with pytest.raises(uc.FormatError, match=r"header claims 99999999 bytes, file has \d+; the file is cut off"):
+        uc.load(tmp_path, model={"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "a\\b.safetensors", "C:x", ""])
+def test_an_index_that_leads_out(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(uc.FormatError, match=r"leads out of the folder; needed a plain file name"):
+        uc.load(tmp_path, model={"a": torch.zeros(2)})
+
+
+def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    target = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(
+        uc.IncompleteError, match=r"files are missing \(1\):\n  model-00002-of-00002\.safetensors with 1 tensor\(s\): model:b"
+    ):
+        uc.load(tmp_path, model=target)
+    assert target["a"].tolist() == [1, 1]
+
+
+def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
+    with pytest.raises(uc.IntegrityError, match=r"model\.safetensors: has no tensor 'b', which the index of model puts there"):
+        uc.load(tmp_path, model={"a": torch.zeros(2), "b": torch.zeros(2)})
+
+
+# no checkpoint there
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda path: None, r"there is no such folder"),
+        (lambda path: path.mkdir(), r"holds no checkpoint: neither unified_checkpoint\.json nor"),
+        (lambda path: path.write_bytes(b"x"), r"is a file; needed a checkpoint folder"),
+    ],
+)
+@both_ways
+def test_nothing_to_load(tmp_path: Path, make: Callable[[Path], object], match: str, world: int) -> None:
+    make(tmp_path / "checkpoint-3")
+    load_fails(tmp_path / "checkpoint-3", uc.NotFoundError, rf"checkpoint-3: {match}", world=world)
+
+
+def test_a_folder_under_construction_is_refused(folder: Path) -> None:
+    left = folder.rename(folder.with_name(".unified-0123-checkpoint-3"))
+    manifest_gone(left)
+    (left / "digests.safetensors").unlink()
+    for call in (lambda: uc.load(left, model={}), lambda: uc.open(left), lambda: uc.verify(left)):
+        with pytest.raises(
+            uc.FormatError, match=r"is an unfinished save: it has no unified_checkpoint\.json; needed a committed checkpoint"
+        ):
+            call()
+
+
+# targets that do not fit
+
+
+@both_ways
+def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> None:
+    """Each rank has other faults; all get all of them, and a tensor that fits is not loaded either."""
+    held = [targets(rank, world)[0] for rank in range(world)]
+    held[0]["lm_head"] = torch.zeros(3)
+    held[-1]["norm"] = torch.zeros(258)
+    held[-1]["heads"] = held[-1]["heads"].to(torch.float16)
+    for mine in held:
+        del mine["embed"]
+    before = [{name: tensor.clone() for name, tensor in mine.items()} for mine in held]
+
+    def act(comm: Comm) -> None:
+        ours = uc.Layout({"tp": world}, {"heads": {"tp": 1}}) if world > 1 else None
+        checkpointer_of(comm).load(sound, model=held[comm.rank], layout=ours)
+
+    error = same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.MismatchError, r"checkpoint and target differ \(4\):")
+    assert isinstance(error, uc.MismatchError)
+    assert error.missing == ("model:lm_head",)
+    assert error.unexpected == ("model:embed",)
+    assert error.wrong == (
+        "model:heads: checkpoint has dtype F32, target has F16; LoadOptions(cast=True) casts",
+        "model:norm: checkpoint has shape (257,), target has (258,)",
+    )
+    for text in (
+        *error.wrong,
+        "model:lm_head: is not in the checkpoint",
+        "model:embed: is in the checkpoint, wanted by no rank",
+        "strict=False",
+    ):
+        assert text in str(error)
+    for mine, old in zip(held, before, strict=True):
+        assert all(torch.equal(mine[name], old[name]) for name in old)
+
+
+@both_ways
+def test_no_optimizer_in_the_checkpoint(sound: Path, tmp_path: Path, world: int) -> None:
+    uc.save(tmp_path / "weights", model=filled(SHAPES, seed=1))
+    error = load_fails(tmp_path / "weights", uc.MismatchError, r"optimizer:embed/exp_avg: is not in the checkpoint", world=world)
+    assert isinstance(error, uc.MismatchError)
+    assert error.missing == ("optimizer:embed/exp_avg", "optimizer:embed/step")
+
+
+def test_no_optimizer_for_an_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    uc.save(tmp_path / "weights", model=model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    with pytest.raises(uc.MismatchError, match=r"(?s)optimizer:bias: is not in the checkpoint.*optimizer:weight: is not in the checkpoint"):
+        uc.load(tmp_path / "weights", model=model, optimizer=optimizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_an_optimizer_of_another_model(sound: Path) -> None:
+    model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    with pytest.raises(uc.LayoutError, match=r"optimizer group 0 holds a parameter of shape \(3, 4\) that the model given does not have"):
+        uc.load(sound, model=model, optimizer=torch.optim.SGD(other.parameters()))
+
+
+# ranks that do not come
+
+
+def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
+    def act(comm: Comm) -> None:
+        if comm.rank == 1:
+            checkpointer_of(comm).load(sound, model=targets(0, 1)[0], options=uc.LoadOptions(timeout_seconds=0.5))
+
+    same_error([try_ranks(2, act, timeout_seconds=HARD)[1]], uc.RankError, r"load of .*: rank\(s\) 0 did not come within 0\.5 s")

@@ -455,11 +455,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("tensors", [2, 40])
-def test_the_second_save_of_a_layout_plans_nothing(
-    tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch, tensors: int
-) -> None:
-    met: list[Meeting] = []
+def test_the_second_save_of_a_layout_plans_nothing(tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""
+    met: list[Meeting] = []  # of rank 1
     meet = Comm.meet
 
     def counted(comm: Comm, *what: object, **how: object) -> Meeting:
@@ -469,12 +467,14 @@ def test_the_second_save_of_a_layout_plans_nothing(
         return meeting
 
     monkeypatch.setattr(Comm, "meet", counted)
-    case = case_of(arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)}))
-    assert save_states(tmp_path, [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
-    assert sorted(planned) == [0, 1, 2, 3]
-    assert all(len(meeting.keys) <= 25 for meeting in met[1:]), "words between ranks grow with the tensors"
-    for number in range(3):
-        assert uc.verify(tmp_path / f"turn-{number}", deep=True).ok
+    for tensors in (2, 40):
+        case = case_of(arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)}))
+        assert save_states(tmp_path / str(tensors), [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
+        assert all(uc.verify(tmp_path / str(tensors) / f"turn-{n}", deep=True).ok for n in range(3))
+    assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
+    # Who settles a step is chance: the last to come.
+    said = [{key.partition("/")[2] for key in meeting.keys if "/done/" not in key} for meeting in met]
+    assert said[1] == said[2] == said[4] == said[5] < said[0] | {"n/same"}
 
 
 def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(tmp_path: Path, planned: list[int]) -> None:

@@ -279,6 +279,9 @@ def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window])
         wait.until_progress(1, exchange=1, tiles=1)
     with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
         wait.until_done(windows[0], (1,), 1)
+    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange") as caught:
+        wait.until_done(windows[0], (1,), 1)
+    assert caught.value.echo, "the rank that gave up says why"
     assert time.monotonic() - started < SECONDS / 2
 
 

@@ -209,19 +209,19 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
     for entry in story.follow(run, layout):
         if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (entry["event"] == "step"):
             break
+    cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (fresh := unfinished(story.root) - older):
-        if time.monotonic() > deadline or run.process.poll() is not None:
+    while not (fresh := unfinished(story.root) - older) and not cut_off.exists():
+        if time.monotonic() > deadline or (run.process.poll() is not None and not cut_off.exists()):
             raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
         time.sleep(2e-4)
-    folder, seen = fresh.pop(), time.monotonic()
+    folder, seen = fresh.pop() if fresh else cut_off, time.monotonic()
     patience = 1.0 if resume is None else 0.0  # once that was too late, at first sight
     while written(folder)[1] < KILL_BYTES and time.monotonic() - seen < patience:
         time.sleep(2e-4)
     ranks = run.kill()
     for _ in story.follow(run, layout, killed=True):
         pass
-    cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
     if cut_off.exists():
         story.say(f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before")
         shutil.rmtree(cut_off)
@@ -265,6 +265,7 @@ def tell(story: Story) -> dict[str, Any]:
     warm.start()  # for the end of the story; importing it takes seconds
     story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
     story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
+    story.uninterrupted(KILL_AFTER + SAVE_EVERY)  # the table then never waits for it, and the kill is not late
     resume: Path | None = None
     for _ in range(ATTEMPTS):
         if train_until_killed(story, resume):

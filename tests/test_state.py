@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.core.sharding import Cut, Sharding
+from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.runtime.placements import Placer
+from unified_ckpt.runtime.state import State, flatten_state, place_targets
+from unified_ckpt.runtime.tensors import Part
+
+TP = Sharding((Cut(0, 2, 1),))
+
+
+def model(rows: int = 4) -> nn.Module:
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(torch.randn(rows, 3)))
+    module.register_parameter("b", nn.Parameter(torch.randn(3)))
+    module.register_buffer("count", torch.tensor(7))
+    return module
+
+
+def stepped(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters())
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def layout(shape: tuple[int, ...] | None = None) -> Layout:
+    return Layout(mesh={"tp": 2}, rules={"w": {"tp": 0}}, shapes={} if shape is None else {"w": shape})
+
+
+def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> State:
+    asked = {"model": None, "optimizer": None, "master_weights": None, "further": None, "model_dtype": None, **given}
+    return flatten_state(Placer(rank, range(2), rules), **asked)
+
+
+def by_key(parts: list[Part]) -> Mapping[tuple[str, str], Part]:
+    found = {part.row.key: part for part in parts}
+    assert len(found) == len(parts)
+    return found
+
+
+def test_parts_of_a_model_and_its_optimizer() -> None:
+    module = model()
+    optimizer = stepped(module)
+    state = flatten(model=module, optimizer=optimizer)
+    found = by_key(state.parts)
+    states = [("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert set(found) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
+    assert state.asked == {"model", "optimizer"}
+    assert found["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
+    assert found["model", "count"].row.spec.dtype == "I64"
+
+
+def test_nothing_asked_nothing_found() -> None:
+    state = flatten()
+    assert (state.parts, state.asked) == ([], set())
+
+
+def test_state_follows_its_parameter() -> None:
+    module = model()
+    found = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).parts)
+    assert {key for key, part in found.items() if part.row.sharding == TP} == {
+        ("model", "w"),
+        ("optimizer", "w/exp_avg"),
+        ("optimizer", "w/exp_avg_sq"),
+    }
+    assert found["optimizer", "w/exp_avg"].row.spec.shape == (8, 3)
+    assert found["optimizer", "w/step"].row.spec.shape == ()
+
+
+def test_state_of_a_padded_parameter_is_cut_off_like_it() -> None:
+    for rank, rows in enumerate((8, 2)):
+        module = model(8)
+        found = by_key(flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).parts)
+        for key in (("model", "w"), ("optimizer", "w/exp_avg"), ("optimizer", "w/exp_avg_sq")):
+            assert found[key].row.spec.shape == (10, 3)
+            assert tuple(found[key].local.shape) == (rows, 3)
+
+
+def test_state_of_another_shape_of_a_sharded_parameter_is_refused() -> None:
+    module = model()
+    optimizer = stepped(module)
+    optimizer.state[module.get_parameter("w")]["row_var"] = torch.ones(4, 1)
+    with pytest.raises(LayoutError, match=r"w/row_var: plain state of shape \(4, 1\) of a sharded parameter whose part here is \(4, 3\)"):
+        flatten(0, layout(), model=module, optimizer=optimizer)
+    assert ("optimizer", "w/row_var") in by_key(flatten(0, None, model=module, optimizer=optimizer).parts), "fine where nothing is cut"
+
+
+def test_masters_follow_too() -> None:
+    module = model().to(torch.bfloat16)
+    masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
+    found = by_key(flatten(1, layout(), model=module, master_weights=masters).parts)
+    assert found["master_weights", "w"].row.sharding == found["model", "w"].row.sharding == TP
+    assert (found["model", "w"].row.spec.dtype, found["master_weights", "w"].row.spec.dtype) == ("BF16", "F32")
+
+
+def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
+    module = model()
+    module.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
+    module.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+    found = by_key(flatten(model=module, model_dtype="bfloat16").parts)
+    assert {fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "model"} == {
+        "w": "BF16",
+        "b": "BF16",
+        "count": "I64",
+        "short": "BF16",
+        "small": "F8_E4M3",
+    }
+    assert {fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"} == {"w": "F32", "b": "F32"}
+    assert found["model", "w"].casts
+    assert found["model", "w"].local.data_ptr() == found["master_weights", "w"].local.data_ptr(), "cast on the way, not before"
+
+
+def test_tied_weights_have_masters_once() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    module["head"].weight = module["embed"].weight
+    state = flatten(model=module, model_dtype="bfloat16")
+    assert set(by_key(state.parts)) == {("model", "embed.weight"), ("master_weights", "embed.weight")}
+    assert state.aliases == {"model": {"head.weight": "embed.weight"}, "master_weights": {"head.weight": "embed.weight"}}
+
+
+def test_an_optimizer_without_masters_has_none_to_give() -> None:
+    module = model()
+    with pytest.raises(LayoutError, match=r"^master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that"):
+        flatten(model=module, master_weights=stepped(module))
+
+
+def test_further_parts() -> None:
+    module = model()
+    average = {"w": torch.ones(4, 3)}
+    state = flatten(1, layout(), model=module, further={"ema": average})
+    assert by_key(state.parts)["ema", "w"].row.sharding == TP, "a Layout is of names, whatever the part"
+    assert state.asked == {"model", "ema"}
+    for name in ("model", "optimizer", "master_weights"):
+        with pytest.raises(LayoutError, match=rf"parts=\{{'{name}': …\}}: this part has an argument of its own; needed another name"):
+            flatten(model=module, further={name: average})
+
+
+def test_targets_are_placed_like_state() -> None:
+    module = model()
+    state = flatten(1, layout(), model=module)
+    placer = Placer(1, range(2), layout())
+    tensors = {"w/exp_avg": torch.empty(4, 3), "w/step": torch.empty(()), "b/exp_avg": torch.empty(3)}
+    found = by_key(place_targets(placer, "optimizer", tensors, state.model))
+    assert {key[1]: part.row.spec.shape for key, part in found.items()} == {"w/exp_avg": (8, 3), "w/step": (), "b/exp_avg": (3,)}
+    assert found["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
+
+
+def test_dtypes_that_a_file_cannot_hold_are_named() -> None:
+    with pytest.raises(MismatchError, match=r"^ema:z: dtype torch.complex128 has no name in safetensors"):
+        flatten(further={"ema": {"z": torch.ones(1, dtype=torch.complex128)}})

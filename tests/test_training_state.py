@@ -1,0 +1,309 @@
+"""Optimizers through the public calls: saved, loaded into fresh objects, and the next steps are those of a run that was not interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_optimizers import MAKERS, model, same, states, step
+from torch import nn
+from torch.optim import Optimizer
+
+import unified_ckpt as uc
+
+
+def trained(kind: str, steps: int = 3) -> tuple[nn.Module, Optimizer]:
+    module = model()
+    optimizer = MAKERS[kind](list(module.parameters()))
+    for number in range(steps):
+        step(module, optimizer, number)
+    return module, optimizer
+
+
+def load_quietly(path: Path, module: nn.Module, optimizer: Optimizer, **more: object) -> uc.LoadReport:
+    """A load during which a step is an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(optimizer), "step", lambda *_: pytest.fail("the optimizer was stepped"))
+        return uc.load(path, model=module, optimizer=optimizer, **more)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("stale", [False, True])
+def test_training_goes_on_bit_by_bit(tmp_path: Path, kind: str, stale: bool) -> None:
+    module, optimizer = trained(kind)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer, step=3)
+    other = model()
+    fresh = MAKERS[kind](list(other.parameters()))
+    for number in range(2 * stale):
+        step(other, fresh, 50 + number)
+    load_quietly(tmp_path / "c", other, fresh)
+    assert same(states(other, fresh), states(module, optimizer))
+    for number in range(3, 6):
+        step(module, optimizer, number)
+        step(other, fresh, number)
+    for (name, ours), theirs in zip(other.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert same(states(other, fresh), states(module, optimizer))
+    assert same(fresh.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
+
+
+def test_state_is_named_after_its_parameter(tmp_path: Path) -> None:
+    module, optimizer = trained("AdamW amsgrad")
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    found = load_file(tmp_path / "c" / "optimizer.safetensors")
+    names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+    assert set(found) == {f"{fqn}/{name}" for fqn, _ in module.named_parameters() for name in names}
+    for fqn, param in module.named_parameters():
+        for name in names:
+            assert torch.equal(found[f"{fqn}/{name}"], optimizer.state[param][name])
+    groups = json.loads((tmp_path / "c" / "unified_checkpoint.json").read_text())["optimizer"]["groups"]
+    assert [group["names"] for group in groups] == [[fqn for fqn, _ in module.named_parameters()]]
+
+
+def test_state_that_is_no_tensor_goes_to_extra(tmp_path: Path) -> None:
+    """LBFGS keeps its history in lists."""
+    module, optimizer = trained("LBFGS")
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    assert (tmp_path / "c" / "extra.safetensors").exists()
+    assert uc.open(tmp_path / "c").extra is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch lets no optimizer be capturable on the CPU")
+@pytest.mark.parametrize("how", [{"capturable": True}, {"fused": True}, {"fused": True, "capturable": True}, {"foreach": True}])
+def test_training_goes_on_bit_by_bit_on_a_device(tmp_path: Path, how: dict[str, bool]) -> None:
+    module, other = model().cuda(), model().cuda()
+    optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1, device="cuda"), **how) for m in (module, other))
+    for number in range(3):
+        step(module, optimizer, number)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    load_quietly(tmp_path / "c", other, fresh)
+    assert same(states(other, fresh), states(module, optimizer))
+    for number in range(3, 6):
+        step(module, optimizer, number)
+        step(other, fresh, number)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_how_an_optimizer_runs_stays_as_it_is(tmp_path: Path) -> None:
+    """A checkpoint of a capturable optimizer goes on in one that is not, and the reverse: state is the same, options are the job's."""
+    module, optimizer = trained("AdamW fused")
+    optimizer.param_groups[0]["capturable"] = True
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    other = model()
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.7, foreach=False)
+    load_quietly(tmp_path / "c", other, fresh)
+    group = fresh.param_groups[0]
+    assert (group["lr"], group["fused"], group["foreach"], group["capturable"]) == (0.1, None, False, False)
+    step(other, fresh, 3)
+
+
+# groups
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+
+def grouped(module: Two, *, first_lr: float, second_lr: float, swapped: bool = False) -> torch.optim.AdamW:
+    groups = [
+        {"params": list(module.first.parameters()), "lr": first_lr, "weight_decay": 0.5},
+        {"params": list(module.second.parameters()), "lr": second_lr, "tag": "mine"},
+    ]
+    return torch.optim.AdamW(groups[::-1] if swapped else groups)
+
+
+def stepped(module: Two, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    sum((p**2).sum() for p in module.parameters() if p.requires_grad).backward()
+    optimizer.step()
+
+
+def test_groups_are_matched_by_name_and_not_by_position(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    stepped(module, optimizer)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    fresh = grouped(other, first_lr=7, second_lr=8, swapped=True)
+    uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    second, first = fresh.param_groups
+    assert (first["lr"], first["weight_decay"], second["lr"], second["tag"]) == (0.1, 0.5, 0.2, "mine")
+    stepped(module, optimizer)
+    stepped(other, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def test_hyperparameters_of_the_job_are_kept_on_demand(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    stepped(module, optimizer)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    fresh = grouped(other, first_lr=7, second_lr=8)
+    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(hyperparameters="current"))
+    assert [group["lr"] for group in fresh.param_groups] == [7, 8]
+    assert torch.equal(fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"])
+
+
+def test_groups_that_join_what_was_apart(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    fresh = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=9)
+    with pytest.raises(uc.MismatchError, match=r'(?s)param group of first\.weight joins parameters .* differ.*hyperparameters="current"'):
+        uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    assert fresh.param_groups[0]["lr"] == 9
+    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(hyperparameters="current"))
+
+
+# parameters without state
+
+
+def test_frozen_parameters_are_in_the_model_only(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    nn.init.zeros_(other.frozen.weight)
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    stepped(module, optimizer)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    assert not any(name.startswith("frozen") for name in load_file(tmp_path / "c" / "optimizer.safetensors"))
+    fresh = grouped(other, first_lr=0.1, second_lr=0.2)
+    uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert torch.equal(other.frozen.weight, module.frozen.weight)
+    assert other.frozen.weight not in fresh.state
+
+
+def test_a_parameter_without_state_is_a_fact_to_restore(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    module.first(torch.ones(4)).sum().backward()  # nothing reaches `second`
+    optimizer.step()
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    fresh = grouped(other, first_lr=0.1, second_lr=0.2)
+    stepped(other, fresh)
+    assert other.second.weight in fresh.state
+    uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert not fresh.state.get(other.second.weight)
+    assert set(fresh.state[other.first.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    uc.save(tmp_path / "c", model=module, optimizer=grouped(module, first_lr=0.1, second_lr=0.2))
+    fresh = grouped(other, first_lr=7, second_lr=8)
+    stepped(other, fresh)
+    uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert not any(fresh.state.values())
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+
+
+def test_a_parameter_that_the_saved_optimizer_did_not_have(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = torch.optim.AdamW(module.first.parameters())
+    stepped_grads = [p.fill_(0.5) for p in (torch.empty_like(p) for p in module.first.parameters())]
+    for param, grad in zip(module.first.parameters(), stepped_grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    fresh = torch.optim.AdamW([*other.first.parameters(), *other.second.parameters()])
+    with pytest.raises(uc.MismatchError, match=r"(?s)optimizer:second\.bias: is not in the checkpoint.*optimizer:second\.weight: is not"):
+        uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    report = uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
+    assert report.missing == ("optimizer:second.bias", "optimizer:second.weight")
+    assert torch.equal(fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"])
+
+
+def test_state_that_nobody_wants_any_more(tmp_path: Path) -> None:
+    module, other = Two(), Two()
+    optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
+    stepped(module, optimizer)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    fresh = torch.optim.AdamW(other.first.parameters())
+    with pytest.raises(uc.MismatchError, match=r"optimizer:second\.weight/exp_avg: is in the checkpoint, wanted by no rank"):
+        uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    report = uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
+    assert {name.rpartition("/")[0] for name in report.unexpected} == {"optimizer:second.bias", "optimizer:second.weight"}
+
+
+# forms of state
+
+
+def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+    module, other = Tied(), Tied()
+    optimizer, fresh = (torch.optim.AdamW(one.parameters()) for one in (module, other))
+    (module.head.weight**2).sum().backward()
+    optimizer.step()
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    assert {name.rpartition("/")[0] for name in load_file(tmp_path / "c" / "optimizer.safetensors")} == {"embed.weight"}
+    load_quietly(tmp_path / "c", other, fresh)
+    assert torch.equal(fresh.state[other.head.weight]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"])
+    untied = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
+    apart = torch.optim.AdamW(untied.parameters())
+    load_quietly(tmp_path / "c", untied, apart)
+    for param in untied.parameters():
+        assert torch.equal(apart.state[param]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"])
+
+
+def test_state_in_the_dtype_that_it_was_saved_in(tmp_path: Path) -> None:
+    """fp32 moments of a bf16 parameter, into an optimizer that has none yet."""
+    module = nn.Linear(40, 30).bfloat16()
+    optimizer = torch.optim.AdamW(module.parameters())
+    for param in module.parameters():
+        optimizer.state[param] = {"step": torch.tensor(4.0), "exp_avg": torch.randn(param.shape), "exp_avg_sq": torch.rand(param.shape)}
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    other = nn.Linear(40, 30).bfloat16()
+    fresh = torch.optim.AdamW(other.parameters())
+    load_quietly(tmp_path / "c", other, fresh)
+    assert fresh.state[other.weight]["exp_avg"].dtype == torch.float32
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("key", ["master_param", "master_weights"])
+def test_masters_that_an_optimizer_holds(tmp_path: Path, key: str) -> None:
+    module, other = nn.Linear(40, 30).bfloat16(), nn.Linear(40, 30).bfloat16()
+    optimizer, fresh = (torch.optim.SGD(one.parameters(), momentum=0.9) for one in (module, other))
+    for one, of in ((optimizer, module), (fresh, other)):
+        for param in of.parameters():
+            one.state[param] = {"momentum_buffer": torch.rand(param.shape), key: torch.randn(param.shape)}
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer, master_weights=optimizer)
+    assert set(load_file(tmp_path / "c" / "optimizer.safetensors")) == {"weight/momentum_buffer", "bias/momentum_buffer"}
+    assert torch.equal(load_file(tmp_path / "c" / "master_weights.safetensors")["weight"], optimizer.state[module.weight][key])
+    memory = fresh.state[other.weight][key].data_ptr()
+    load_quietly(tmp_path / "c", other, fresh, master_weights=fresh)
+    for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert same(dict(fresh.state[ours]), dict(optimizer.state[theirs]))
+    assert fresh.state[other.weight][key].data_ptr() == memory
+    with pytest.raises(uc.LayoutError, match=r"master_weights: this optimizer keeps none in its state"):
+        uc.save(tmp_path / "d", model=module, master_weights=torch.optim.SGD(module.parameters()))
+
+
+def test_optimizer_state_as_a_dict(tmp_path: Path) -> None:
+    module, optimizer = trained("AdamW")
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    target = {f"{fqn}/{name}": torch.zeros_like(t) for fqn, p in module.named_parameters() for name, t in optimizer.state[p].items()}
+    uc.load(tmp_path / "c", optimizer=target)
+    for fqn, param in module.named_parameters():
+        assert all(torch.equal(target[f"{fqn}/{name}"], tensor) for name, tensor in optimizer.state[param].items())
+
+
+def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
+    module, optimizer = trained("AdamW")
+    with pytest.raises(uc.LayoutError, match=r"optimizer.*parameter"):
+        uc.save(tmp_path / "c", optimizer=optimizer)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    with pytest.raises(uc.LayoutError, match=r"optimizer: parameters have no names without their model; needed `model` too"):
+        uc.load(tmp_path / "c", optimizer=optimizer)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from unified_ckpt.errors import RankError
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.staging import Window
+from unified_ckpt.runtime.windows import Windows
+
+WORLD, TILE = 3, 8192
+
+
+class Ranks:
+    """Ranks as threads, each with its windows."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        self.comms = [Comm(store, rank=rank, ranks=range(WORLD)) for rank in range(WORLD)]
+        self.windows = [Windows() for _ in range(WORLD)]
+
+    def ready(self, *, tile_nbytes: int, partners: dict[int, set[int]]) -> list[dict[int, Window]]:
+        def act(rank: int) -> dict[int, Window]:
+            meeting = self.comms[rank].meet("save", same=False, timeout_seconds=20)
+            found = self.windows[rank].ready(meeting, tile_nbytes=tile_nbytes, partners=partners.get(rank, set()))
+            meeting.agree("ready")
+            return found
+
+        with ThreadPoolExecutor(WORLD) as pool:
+            return list(pool.map(act, range(WORLD)))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    for windows in made.windows:
+        windows.close()
+
+
+def mapped() -> int:
+    """Windows in this process, own ones and opened ones."""
+    return Path("/proc/self/maps").read_text().count("memfd:unified_ckpt")
+
+
+ALL = {rank: set(range(WORLD)) for rank in range(WORLD)}
+
+
+def test_partners_see_each_others_memory(ranks: Ranks) -> None:
+    found = ranks.ready(tile_nbytes=TILE, partners=ALL)
+    assert [set(one) for one in found] == [{0, 1, 2}] * WORLD
+    for rank in range(WORLD):
+        found[rank][rank].tile(0)[:] = rank + 1
+    for one in found:
+        assert [int(one[rank].tile(0)[-1]) for rank in range(WORLD)] == [1, 2, 3]
+
+
+def test_windows_are_kept_for_the_next_call(ranks: Ranks) -> None:
+    first = ranks.ready(tile_nbytes=TILE, partners=ALL)
+    again = ranks.ready(tile_nbytes=TILE // 2, partners=ALL)
+    assert all(again[r][p] is first[r][p] for r in range(WORLD) for p in range(WORLD))
+
+
+def test_a_window_that_is_too_small_is_replaced_everywhere(ranks: Ranks) -> None:
+    ranks.ready(tile_nbytes=TILE, partners=ALL)
+    found = ranks.ready(tile_nbytes=2 * TILE, partners=ALL)
+    for rank in range(WORLD):
+        found[rank][rank].tile(1)[:] = 40 + rank
+    for one in found:
+        assert [one[p].tile_nbytes for p in range(WORLD)] == [2 * TILE] * WORLD
+        assert [int(one[p].tile(1)[-1]) for p in range(WORLD)] == [40, 41, 42]
+    assert mapped() == WORLD * WORLD, "the old ones are given back"
+
+
+def test_ranks_without_partners_have_no_window(ranks: Ranks) -> None:
+    found = ranks.ready(tile_nbytes=TILE, partners={0: {0, 2}, 2: {0, 2}})
+    assert [set(one) for one in found] == [{0, 2}, set(), {0, 2}]
+    assert mapped() == 4
+
+
+def test_a_window_that_gave_up_serves_again(ranks: Ranks) -> None:
+    first = ranks.ready(tile_nbytes=TILE, partners=ALL)
+    first[1][1].fail()
+    assert first[0][1].failed()
+    assert not any(one[1].failed() for one in ranks.ready(tile_nbytes=TILE, partners=ALL))
+
+
+def test_a_partner_without_a_window_is_missed(ranks: Ranks) -> None:
+    meeting = Meeting(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
+    with pytest.raises(RankError, match=r"rank 0 waited 0.2 s for 'window/1', which no rank set"):
+        ranks.windows[0].ready(meeting, tile_nbytes=TILE, partners={0, 1})
+
+
+def test_everything_is_given_back(ranks: Ranks) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ranks.ready(tile_nbytes=TILE, partners=ALL)
+    for windows in ranks.windows:
+        windows.close()
+        windows.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert mapped() == 0

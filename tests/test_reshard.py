@@ -37,6 +37,7 @@ from unified_ckpt.testing import Arrangement, Held, arrangements, run_ranks, spe
 SECONDS = 20.0
 NAME = "checkpoint-1"
 GARBAGE = 0xA5
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # from numpy to what the engine takes, and back
@@ -55,7 +56,8 @@ def tensor_of(array: Array, dtype: str, *, turned: bool) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    """Row-major, whatever the memory's order is."""
+    return tensor.view(INTS[tensor.element_size()]).numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int,
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=400)
+@settings(max_examples=700)
 def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
@@ -472,8 +474,8 @@ def test_the_second_save_of_a_layout_plans_nothing(tmp_path: Path, planned: list
         assert save_states(tmp_path / str(tensors), [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
         assert all(uc.verify(tmp_path / str(tensors) / f"turn-{n}", deep=True).ok for n in range(3))
     assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
-    # Who settles a step is chance: the last to come.
-    said = [{key.partition("/")[2] for key in meeting.keys if "/done/" not in key} for meeting in met]
+    last_to_come = {"go", "n/closed"}  # is chance, and says when a step is done
+    said = [{key.partition("/")[2] for key in meeting.keys if "/done/" not in key} - last_to_come for meeting in met]
     assert said[1] == said[2] == said[4] == said[5] < said[0] | {"n/same"}
 
 

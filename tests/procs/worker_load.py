@@ -65,7 +65,7 @@ def case(folder: Path, source: str, target: Built, reference: dict[str, Tensor],
         wrong += [f"from the formula: {text}" for text in compare(target, reference.get)] if reference else []
     except Exception:
         wrong.append(traceback.format_exc())
-    if not target.tied and turn % 3 == 0 and all_well(wrong):  # a third of the pairs trains on
+    if not target.tied and turn % 5 == 0 and all_well(wrong):  # a fifth of the pairs trains on
         losses = [train_step(target, step) for step in range(BEFORE, BEFORE + AFTER)]
     kind = "formula" if target.tied else "trained"
     return {"kind": kind, "source": source, "target": target.row, "rank": rank, "wrong": wrong, "losses": losses}

@@ -56,7 +56,7 @@ class Comm:
             meeting.count("same")
         if meeting.count("in") == self.world:
             self._close(meeting, "same" if meeting.count("same", 0) == self.world else "new")
-        if not meeting.wait(["go"]):
+        if not meeting.wait(["go"], heedless=True):
             late = meeting.absent([f"in/{r}" for r in range(self.world)])
             needed = f"needed the same call on all {self.world} ranks"
             self._close(meeting, f"late: {what}: rank(s) {late} did not come within {timeout_seconds:g} s; {needed}")
@@ -70,17 +70,23 @@ class Comm:
     def leave(self) -> None:
         """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
         left = [key for keys in self._keys for key in keys]
-        if left:
-            self._store.set(f"left/{self.rank}", "\n".join(left))
+        try:
+            self._store.set(f"left/{self.rank}", "\n".join([*self._past(), *left]))
+        except dist.DistNetworkError:
+            return  # the store is gone, and the keys with it
+
+    def _past(self) -> list[str]:
+        """Keys that earlier `Comm`s of this rank left."""
+        if not self._store.check([f"left/{self.rank}"]):
+            return []
+        return [key for key in self._store.get(f"left/{self.rank}").decode().split("\n") if key]
 
     def _forget(self) -> None:
         """Deletes this rank's keys of all meetings but the last: everybody has left them."""
-        old = [key for keys in self._keys[:-1] for key in keys]
-        if self._store.check([f"left/{self.rank}"]):
-            old += self._store.get(f"left/{self.rank}").decode().split("\n")
+        with _reaching():
+            for key in [*self._past(), *(key for keys in self._keys[:-1] for key in keys)]:
+                self._store.delete_key(key)
             self._store.delete_key(f"left/{self.rank}")
-        for key in old:
-            self._store.delete_key(key)
         self._keys = self._keys[-1:]
 
     def _close(self, meeting: Meeting, verdict: str) -> None:
@@ -123,6 +129,8 @@ class Meeting:
                 if self._store.check(names):
                     return True
                 if not heedless and self._store.check([self._prefix + "failed"]):
+                    if self._store.check(names):  # set between the two looks
+                        return True
                     raise self._failure()
             waited = time.monotonic() - began
             left = (self.timeout_seconds if seconds is None else seconds) - waited
@@ -174,7 +182,8 @@ class Meeting:
         keys = [f"{key}/{rank}" for rank in ranks]
         if not self.wait(keys):
             raise RankError(f"rank(s) {self.absent(keys)} did not get to {key!r} within {self.timeout_seconds:g} s")
-        return [bytes(value) for value in self._store.multi_get([self._prefix + k for k in keys])]
+        with _reaching():
+            return [bytes(value) for value in self._store.multi_get([self._prefix + k for k in keys])]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

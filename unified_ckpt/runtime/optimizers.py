@@ -189,7 +189,9 @@ def _state_tensor(
     if isinstance(existing, torch.Tensor) and tuple(existing.shape) == here and existing.dtype == wanted:
         return existing
     if follows:
-        return torch.empty_like(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
+        padded = not isinstance(param, DTensor) and tuple(param.shape) != shape  # a Layout's slice; what it has beyond it stays zero
+        make = torch.zeros_like if padded else torch.empty_like
+        return make(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
     local = param._local_tensor if isinstance(param, DTensor) else param
     return torch.empty(shape, dtype=wanted, device="cpu" if counts else local.device)
 

@@ -17,11 +17,15 @@ from unified_ckpt.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor seen from one rank: its global shape, its rule, and the memory of this rank's part."""
+    """A tensor seen from one rank: its global shape, its rule, and the memory of this rank's part, without padding.
+
+    `held`: the shape of what the rank has, padding included.
+    """
 
     shape: tuple[int, ...]
     sharding: Sharding
     local: torch.Tensor
+    held: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -59,7 +63,7 @@ class Placer:
             derived = sharding.local_shape(self.rank, shape)
         except LayoutError as error:
             raise LayoutError(f"{fqn}: {error}; needed sections that make up the dim") from error
-        return Placed(shape, sharding, _checked_local(fqn, local, derived, padded))
+        return Placed(shape, sharding, _checked_local(fqn, local, derived, padded), tuple(local.shape))
 
     def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())
@@ -176,6 +180,8 @@ def _refuse_unreal(fqn: str, local: torch.Tensor) -> None:
         raise LayoutError(f"{fqn}: is on the meta device and has no bytes; call `to_empty(device=...)` first")
     if local.layout is not torch.strided or local.is_quantized:
         raise LayoutError(f"{fqn}: is a {local.layout if not local.is_quantized else 'quantized'} tensor; needed a dense one")
+    if local.is_conj() or local.is_neg():
+        raise LayoutError(f"{fqn}: is a conjugate or negative view; needed its own values: call `resolve_conj().resolve_neg()`")
     if type(local) is not torch.Tensor:
         raise LayoutError(f"{fqn}: is a {type(local).__name__}; needed a torch.Tensor, a Parameter or a DTensor of one")
 

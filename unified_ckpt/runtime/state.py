@@ -119,8 +119,9 @@ def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | Non
     if not plain:
         # With a Layout, the DTensor is a slice of the outer cut, as the parameter is.
         return (alone if tensor.numel() == 1 and tensor.dim() == 0 else placer).place(fqn, tensor)
-    if tensor.shape == leader.local.shape and leader.sharding.cuts and tensor.dim() > 0:
-        return Placed(leader.shape, leader.sharding, tensor.detach())
+    is_slice = bool(leader.sharding.cuts) or leader.held != tuple(leader.local.shape)
+    if tuple(tensor.shape) == leader.held and is_slice and tensor.dim() > 0:
+        return Placed(leader.shape, leader.sharding, tensor.detach()[tuple(slice(n) for n in leader.local.shape)], leader.held)
     if tensor.numel() == 1 or not leader.sharding.cuts:
         return alone.place(key, tensor)
     raise LayoutError(

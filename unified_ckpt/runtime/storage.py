@@ -150,19 +150,21 @@ class LocalStorage:
                 self.sync_tree(f"{name}/{entry}")
             self.sync_folder(name)
         elif self.kind(name) == "file":
-            self.sync(name)
+            self._sync_path(name, os.O_RDONLY)  # it may be a file that others made, and made read-only
 
     def sync_folder(self, name: str) -> None:
         """Returns once the folder's entries are on the disk."""
+        self._sync_path(name, os.O_RDONLY | os.O_DIRECTORY)
 
+    def _sync_path(self, name: str, flags: int) -> None:
         def sync() -> None:
-            fd = os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(self.path(name), flags | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
 
-        self._call("fsync folder", name, sync)
+        self._call("fsync", name, sync)
 
     def rename(self, old: str, new: str) -> None:
         """Gives a folder another name in one step. StorageError where the new name is taken."""

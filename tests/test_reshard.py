@@ -285,7 +285,7 @@ def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int,
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
-@settings(max_examples=700)
+@settings(max_examples=500)
 def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 

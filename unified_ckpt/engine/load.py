@@ -21,7 +21,7 @@ from unified_ckpt.engine.match import Differences, Match, match_all, unknown_par
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.source import Catalog, Said, Source
-from unified_ckpt.errors import IntegrityError, MismatchError
+from unified_ckpt.errors import CheckpointError, MismatchError
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
@@ -109,8 +109,8 @@ def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windo
         with meeting.phase("read"):
             fetched = _read(meeting, groups, by_row, catalog, windows, verify=request.options.verify != "off")
             verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=request.options.verify)
-    except IntegrityError as error:
-        spoilt = IntegrityError(f"{error}; the target holds a mix of old and new bytes and is unusable")
+    except CheckpointError as error:
+        spoilt = type(error)(f"{error}; the target holds a mix of old and new bytes and is unusable")
         spoilt.agreed = error.agreed
         raise spoilt from error
     with meeting.phase("install"):

@@ -71,12 +71,14 @@ class Book:
 
 @dataclass(slots=True)
 class SavePlan:
-    """`speaks`: whether this rank tells what is not tensors for the ranks of its table. `replicas_checked`: at this layout, once."""
+    """`speaks`: whether this rank tells what is not tensors for the ranks of its table. `nbytes`: tensor bytes of the checkpoint.
+    `replicas_checked`: at this layout, once."""
 
     fingerprint: str
     groups: list[GroupPlan]
     book: Book | None
     speaks: bool
+    nbytes: int
     replicas_checked: bool = False
 
 
@@ -105,10 +107,13 @@ def make_plan(
     if led:
         meeting.put(f"files/{meeting.rank}", json.dumps(led).encode())
     if census is None:
-        return SavePlan(mark, groups, None, speaks)
+        return SavePlan(mark, groups, None, speaks, int(meeting.get("nbytes")))
     leads = {page.holders[0] for page in pages}
     records = {name: told for lead in leads for name, told in json.loads(meeting.get(f"files/{lead}")).items()}
-    return SavePlan(mark, groups, write_book(pages, records, [ranks[0] for ranks in census.roll.values()]), speaks)
+    book = write_book(pages, records, [ranks[0] for ranks in census.roll.values()])
+    nbytes = sum(book.part_nbytes.values())
+    meeting.put("nbytes", str(nbytes).encode())
+    return SavePlan(mark, groups, book, speaks, nbytes)
 
 
 @dataclass(frozen=True, slots=True)

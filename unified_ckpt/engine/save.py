@@ -138,7 +138,7 @@ def _begin(meeting: Meeting, storage: LocalStorage, name: str, options: SaveOpti
 
 
 def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, request: SaveRequest, kept: Kept, mark: str) -> int:
-    """Collective. Fills the folder and publishes it; returns the tensor bytes of the checkpoint on rank 0, this rank's elsewhere."""
+    """Collective. Fills the folder and publishes it; returns the tensor bytes of the checkpoint."""
     options, folder, parts, started = request.options, construction.folder, request.parts(), time.monotonic()
     if not meeting.all_same or kept.plan is None:
         kept.plan = None
@@ -184,7 +184,7 @@ def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Constru
                 rank_extra=rank_extra,
             )
             _publish(storage, construction, request, plan, manifest)
-    return sum(plan.book.part_nbytes.values()) if plan.book is not None else sum(part.row.spec.nbytes for part in parts)
+    return plan.nbytes
 
 
 def _write_parts(

@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from refusals import HARD, same_error
 import unified_ckpt as uc
 from unified_ckpt import api
 from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FullStorage, checkpointer_of, try_ranks
 
-SOON = 0.5  # a time-out that a test waits out
+SOON = 1.5  # a time-out that a test waits out
 BIG = torch.zeros(8, 40_000)
 BY_ROW = uc.Layout({"tp": 2}, {"w": {"tp": 0}})
 
@@ -132,7 +132,7 @@ def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
             checkpointer_of(comm).save(tmp_path / "c", model={"w": BIG}, options=uc.SaveOptions(timeout_seconds=SOON))
 
     found = list(try_ranks(4, act, timeout_seconds=HARD))
-    text = r"save to .*/c: rank\(s\) 1, 3 did not come within 0\.5 s; needed the same call on all 4 ranks"
+    text = r"save to .*/c: rank\(s\) 1, 3 did not come within 1\.5 s; needed the same call on all 4 ranks"
     same_error([found[0], found[2]], uc.RankError, text)
     assert list(tmp_path.iterdir()) == []
 
@@ -168,6 +168,32 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path, monk
 
         same_error(list(try_ranks(3, act, timeout_seconds=HARD / 2)), uc.StorageError, rf"rank {rank}: .*No space left on device")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write does not come back, as on a file system that is gone."""
+    here, back = threading.local(), threading.Event()
+
+    class Hanging(LocalStorage):
+        def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
+            back.wait(HARD)
+            super().write_at(name, start, buffers)
+
+    def storage(root: str) -> LocalStorage:
+        return Hanging(root) if getattr(here, "hangs", False) else LocalStorage(root)
+
+    monkeypatch.setattr(api, "LocalStorage", storage)
+
+    def act(comm: Comm) -> None:
+        here.hangs = comm.rank == 1
+        try:
+            options = uc.SaveOptions(timeout_seconds=2, max_file_bytes=1)
+            checkpointer_of(comm).save(tmp_path / "c", model={f"w{n}": BIG for n in range(3)}, options=options)
+        finally:
+            back.set()
+
+    same_error(try_ranks(3, act, timeout_seconds=HARD), uc.RankError, r"rank\(?s?\)? ?1 did not (get through|get to|come)")
+    assert not (tmp_path / "c").exists()
 
 
 # what the caller gives
@@ -252,6 +278,16 @@ def test_a_committed_checkpoint_in_the_way(folder: Path) -> None:
     text = r'checkpoint-3: holds a committed checkpoint \(save \w+, step 3\); needed a free name, if_exists="replace" or if_exists="keep"'
     saves_fail(folder.parent, uc.StorageError, text, mine, mine, path=lambda _: folder)
     assert (folder / "unified_checkpoint.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
+def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str) -> None:
+    manifest = folder / "unified_checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": "1.', '"format_version": "2.'))
+    before = manifest.read_bytes()
+    mine = {"model": {"w": BIG}, "options": uc.SaveOptions(if_exists=if_exists)}
+    saves_fail(folder.parent, uc.FormatError, r"unified_checkpoint\.json: format version is 2\.\d", mine, mine, path=lambda _: folder)
+    assert manifest.read_bytes() == before
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/c", "memory://c", "gs://bucket/c"])

@@ -34,7 +34,7 @@ def manifest(**changes: Any) -> Manifest:
         "step": 7,
         "created": "2026-01-31T12:00:00+00:00",
         "world_size": 8,
-        "versions": {"unified_ckpt": "1.2.3", "torch": "2.13.0"},
+        "versions": {"unified-ckpt": "1.2.3", "torch": "2.13.0"},
         "mesh": {"dp": 4, "tp": 2},
         "parts": {
             "model": Part(

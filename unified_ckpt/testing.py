@@ -65,17 +65,18 @@ def try_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: fl
 def run_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0) -> list[_Result]:
     """What `act` returns on each rank. An ExceptionGroup with the errors of all that raise; the error itself where all raise one."""
     results: list[_Result] = []
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
     for rank, found in enumerate(try_ranks(world, act, timeout_seconds=timeout_seconds)):
         if isinstance(found, BaseException):
-            found.add_note(f"raised on rank {rank} of {world}")
-            errors.append(found)
+            errors[rank] = found
         else:
             results.append(found)
-    if len(errors) == world and len({(type(error), str(error)) for error in errors}) == 1:
+    if len(errors) == world and len({(type(error), str(error)) for error in errors.values()}) == 1:
         raise errors[0]
+    for rank, error in errors.items():
+        error.add_note(f"raised on rank {rank} of {world}")
     if errors:
-        raise BaseExceptionGroup(f"{len(errors)} of {world} ranks failed", errors)
+        raise BaseExceptionGroup(f"{len(errors)} of {world} ranks failed", list(errors.values()))
     return results
 
 
@@ -141,6 +142,10 @@ class FaultyStorage(LocalStorage):
     def sync(self, name: str) -> None:
         self._step("sync", name)
         super().sync(name)
+
+    def sync_tree(self, name: str) -> None:
+        self._step("sync_tree", name)
+        super().sync_tree(name)
 
     def sync_folder(self, name: str) -> None:
         self._step("sync_folder", name)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
 
 PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
@@ -28,10 +28,20 @@ class Construction:
 
 
 def committed(storage: LocalStorage, name: str) -> Manifest | None:
-    """The manifest of a checkpoint beside others, None where there is no valid one."""
+    """The manifest of a checkpoint beside others, None where there is no valid one.
+
+    FormatError for one of another major version, StorageError for one that cannot be read: neither is rubbish.
+    """
+    file = f"{name}/{names.MANIFEST}"
     try:
-        return parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=storage.path(f"{name}/{names.MANIFEST}"))
-    except CheckpointError:
+        body = storage.read(file)
+    except NotFoundError:
+        return None
+    try:
+        return parse_manifest(body, file=storage.path(file))
+    except FormatError:
+        if is_other_version(body):
+            raise
         return None
 
 
@@ -94,9 +104,12 @@ def check_room(storage: LocalStorage, construction: Construction, nbytes: int) -
         raise StorageError(f"{storage.path(construction.folder)}: {free} bytes free; needed {nbytes + _HEADROOM_NBYTES}")
 
 
-def publish(storage: LocalStorage, construction: Construction, *, fsync: bool) -> None:
+def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, if_exists: str) -> None:
     """Gives the finished folder its name. What is in the way without a valid manifest is moved aside and kept; a checkpoint that is
-    replaced is deleted only after the new one is in its place and durable."""
+    replaced is deleted only after the new one is in its place and durable.
+
+    StorageError where another job has committed this name meanwhile and `if_exists` is not "replace".
+    """
     name, folder = construction.name, construction.folder
     if fsync:
         storage.sync_folder(folder)
@@ -106,7 +119,12 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool) -
         if fsync:
             storage.sync_folder("")
         return
-    ours = committed(storage, name) is not None
+    found = committed(storage, name)
+    if found is not None and if_exists != "replace":
+        raise StorageError(
+            f"{storage.path(name)}: holds a committed checkpoint (save {found.save_id}, step {found.step}) that came while this save ran; "
+            'needed a free name, or if_exists="replace"'
+        )
     if storage.exchange(folder, name):
         storage.rename(folder, aside)
     else:
@@ -114,7 +132,7 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool) -
         storage.rename(folder, name)
     if fsync:
         storage.sync_folder("")
-    if ours:
+    if found is not None:
         _discard(storage, aside, fsync=fsync)
 
 

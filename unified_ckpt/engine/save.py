@@ -246,7 +246,7 @@ def _publish(storage: LocalStorage, construction: commit.Construction, request: 
             storage.sync_tree(f"{folder}/{name}")
     storage.remove_file(f"{folder}/{commit.PROBE}")
     seal.write_manifest(storage, folder, manifest, fsync=fsync)
-    commit.publish(storage, construction, fsync=fsync)
+    commit.publish(storage, construction, fsync=fsync, if_exists=request.options.if_exists)
 
 
 def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException) -> None:

@@ -26,10 +26,11 @@ def write_digests(
     """Collective. Each group's lead joins what its members digested and writes it at its place; returns the record on rank 0."""
     for group, own in zip(groups, found, strict=True):
         if group.lead != meeting.rank:
-            meeting.put(f"digests/{group.index}/{meeting.rank}", b"." + digests.pack(own))
+            meeting.collect(f"digests/{group.index}", b"." + digests.pack(own), at=group.lead, ranks=group.holders)
     for group, own in zip(groups, found, strict=True):
         if group.lead == meeting.rank:
-            theirs = [meeting.get(f"digests/{group.index}/{rank}")[1:] for rank in group.holders[1:]]
+            told = meeting.collect(f"digests/{group.index}", b".", at=group.lead, ranks=group.holders)
+            theirs = [packed[1:] for packed in told]
             section = _join(group, [*own, *(piece for packed in theirs for piece in digests.unpack(packed))])
             storage.write_at(f"{folder}/{names.DIGESTS}", group.digest_start, [memoryview(section)])
             meeting.put(f"section/{group.index}", json.dumps([digests.crc(section), len(section)]).encode())

@@ -180,6 +180,17 @@ def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
         raise FormatError(f"{file}: {_reasons(error)}") from None
 
 
+def is_other_version(encoded: bytes) -> bool:
+    """Whether this is a manifest that another major version of the format wrote: a checkpoint, though not one that we can read."""
+    try:
+        found = json.loads(encoded)
+    except (ValueError, RecursionError):
+        return False
+    version = found.get("format_version") if isinstance(found, dict) else None
+    major = version.partition(".")[0] if isinstance(version, str) else ""
+    return major.isdecimal() and major != FORMAT_VERSION.partition(".")[0] and "save_id" in found
+
+
 def _check_version(found: dict[str, Any], file: str) -> None:
     version = found.get("format_version")
     major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")

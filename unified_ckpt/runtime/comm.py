@@ -148,7 +148,9 @@ class Meeting:
     def get(self, key: str) -> bytes:
         """A key's value, once some rank has set it."""
         if not self.wait([key]):
-            raise RankError(f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
+            late = RankError(f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
+            late.echo = True  # whoever should have set it waits for somebody else, or is named by who collects from it
+            raise late
         with _reaching():
             return bytes(self._store.get(self._prefix + key))
 

@@ -105,7 +105,12 @@ def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tenso
 def _memory(tensor: torch.Tensor) -> object:
     """Equal for two tensors that are one piece of memory seen in one way."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.numel() == 0 or local.device.type == "meta" or type(local) not in (torch.Tensor, nn.Parameter):
+    if (
+        local.layout is not torch.strided
+        or local.numel() == 0
+        or local.device.type == "meta"
+        or type(local) not in (torch.Tensor, nn.Parameter)
+    ):
         return id(tensor)
     return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape)
 

@@ -11,6 +11,7 @@ import torch
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Row
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
 from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, flatten_optimizer
 from unified_ckpt.runtime.placements import Placed, Placer
@@ -62,6 +63,7 @@ def flatten_state(
             if at is not None:
                 state.parts.append(_part(OPTIMIZER, key, at, None))
     for name, one in (further or {}).items():
+        check_part_name(name)
         if name in (MODEL, MASTER, OPTIMIZER):
             raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
         flat = flatten_model(one)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.checkpoint import Folder, open_folder, whereabouts
+from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.match import saved_state
@@ -18,14 +18,14 @@ from unified_ckpt.engine.prove import VerifyReport, verify_folder
 from unified_ckpt.engine.save import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import FormatError, LayoutError, NotFoundError, StorageError
+from unified_ckpt.errors import FormatError, LayoutError, StorageError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
-from unified_ckpt.runtime.storage import LocalStorage, is_url, reader
+from unified_ckpt.runtime.storage import LocalStorage, is_url
 from unified_ckpt.runtime.windows import Windows
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Checkpointer:
         folder: Folder | None = None
         request: LoadRequest | Exception
         try:
-            folder = _open(self._resolve(path))
+            folder = open_path(self._resolve(path))
             request = _load_request(
                 folder, _placer(comm, layout), model, optimizer, master_weights, parts, layout, strict=strict, options=options
             )
@@ -217,19 +217,6 @@ def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
     return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in names}
 
 
-def _open(path: str) -> Folder:
-    """The checkpoint at a path. NotFoundError says what is there instead."""
-    storage = reader(path)
-    if isinstance(storage, LocalStorage):
-        kind = storage.kind("")
-        if kind is None:
-            parent, name = os.path.split(path)
-            raise NotFoundError(f"{path}: there is no such folder{whereabouts(LocalStorage(parent), name)}")
-        if kind == "file":
-            raise NotFoundError(f"{path}: is a file; needed a checkpoint folder")
-    return open_folder(storage)
-
-
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
     """One-shot form of `Checkpointer.save`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
@@ -244,8 +231,7 @@ def load(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> 
 
 def open(path: Path) -> SourceView:  # noqa: A001  # uc.open, never imported bare
     """A checkpoint, lazily: no process group, nothing read but what is asked for. Raises NotFoundError or FormatError."""
-    text = os.fspath(path)
-    return SourceView(_open(text if is_url(text) else os.path.abspath(text.removeprefix("file://"))))
+    return SourceView(open_path(os.fspath(path)))
 
 
 def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None) -> VerifyReport:
@@ -253,8 +239,7 @@ def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] 
 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
     """
-    text = os.fspath(path)
-    folder = _open(text if is_url(text) else os.path.abspath(text.removeprefix("file://")))
+    folder = open_path(os.fspath(path))
     try:
         return verify_folder(folder, deep=deep, progress=progress)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,10 +11,8 @@ from typing import Any
 from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tree
 from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.engine.checkpoint import Folder, open_folder, whereabouts
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.runtime.storage import LocalStorage, is_url, reader
 
 _FIRST = ("model", "master_weights", "optimizer")  # then the others by name
 
@@ -53,19 +50,6 @@ def run(arguments: Namespace) -> int:
     finally:
         folder.close()
     return 0
-
-
-def open_path(path: str) -> Folder:
-    """The checkpoint at a path or URL. NotFoundError says what is there instead."""
-    storage = reader(path if is_url(path) else os.path.abspath(path.removeprefix("file://")))
-    if isinstance(storage, LocalStorage):
-        kind = storage.kind("")
-        if kind is None:
-            parent, name = os.path.split(storage.root)
-            raise NotFoundError(f"{storage.root}: there is no such folder{whereabouts(LocalStorage(parent), name)}")
-        if kind == "file":
-            raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
-    return open_folder(storage)
 
 
 def _rank(part: str) -> tuple[int, str]:

@@ -9,9 +9,8 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from unified_ckpt.cli.inspect import open_path
 from unified_ckpt.cli.words import count, human
-from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.prove import VerifyReport, verify_folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, I
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, parse_manifest
-from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage
+from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage, is_url, reader
 
 _MODEL = "model"
 
@@ -210,6 +211,19 @@ class Folder:
         return header.parse_header(bytes(head), file_size=size, file=where)
 
 
+def open_path(path: str) -> Folder:
+    """The checkpoint at a local path or an fsspec URL. NotFoundError says what is there instead."""
+    storage = reader(path if is_url(path) else os.path.abspath(path.removeprefix("file://")))
+    if isinstance(storage, LocalStorage):
+        kind = storage.kind("")
+        if kind is None:
+            parent, name = os.path.split(storage.root)
+            raise NotFoundError(f"{storage.root}: there is no such folder{_whereabouts(LocalStorage(parent), name)}")
+        if kind == "file":
+            raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
+    return open_folder(storage)
+
+
 def open_folder(storage: LocalStorage | RemoteStorage) -> Folder:
     """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
     if storage.size(names.MANIFEST) is not None:
@@ -248,7 +262,7 @@ def _weight_map(storage: LocalStorage | RemoteStorage, part: str, files: Mapping
     return weight_map
 
 
-def whereabouts(parent: LocalStorage, name: str) -> str:
+def _whereabouts(parent: LocalStorage, name: str) -> str:
     """A hint for an error: where an interrupted replacement left the checkpoint, if it did."""
     try:
         aside = [entry for entry in parent.names() if names.is_replaced(entry, name)]

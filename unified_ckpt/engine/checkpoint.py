@@ -9,6 +9,7 @@ from typing import Any
 
 from unified_ckpt.core.dtypes import packed
 from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.ranges import coalesce
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.commit import PROBE
@@ -20,6 +21,7 @@ from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage, is_url, reader
 
 _MODEL = "model"
+_DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
 
 
 class Folder:
@@ -90,18 +92,26 @@ class Folder:
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)
 
-    def block_digests(self, part: str, name: str) -> Sequence[int] | None:
+    def block_digests(self, wanted: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Sequence[int] | None]:
         record = self.manifest.digests if self.manifest is not None else None
         if record is None or record.algorithm != digests.ALGORITHM or record.block_nbytes != digests.BLOCK_NBYTES:
-            return None
+            return dict.fromkeys(wanted)
         if record.file not in self._headers:
             self._headers[record.file] = self._parse_header(record.file, self._checked_size(record.file, record.nbytes))
-        entry = self._headers[record.file].get(f"{part}:{name}")
-        if entry is None:
-            raise IntegrityError(f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor")
-        body = bytearray(entry.stop - entry.start)
-        self.storage.read_at(record.file, entry.start, memoryview(body))
-        return struct.unpack(f"<{len(body) // 8}Q", body)
+        entries: dict[tuple[str, str], Entry] = {}
+        for part, name in wanted:
+            entry = self._headers[record.file].get(f"{part}:{name}")
+            if entry is None:
+                raise IntegrityError(f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor")
+            entries[part, name] = entry
+        found: dict[tuple[str, str], Sequence[int] | None] = {}
+        for start, stop, members in coalesce({key: (entry.start, entry.stop) for key, entry in entries.items()}, gap=_DIGEST_GAP_NBYTES):
+            body = bytearray(stop - start)
+            self.storage.read_at(record.file, start, memoryview(body))
+            for key in members:
+                entry = entries[key]
+                found[key] = struct.unpack_from(f"<{(entry.stop - entry.start) // 8}Q", body, entry.start - start)
+        return found
 
     def said(self) -> Said:
         manifest = self.manifest

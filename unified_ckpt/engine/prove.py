@@ -19,13 +19,12 @@ Proofs = Mapping[tuple[str, str], Sequence[int] | None]  # (part, name) -> CRC o
 
 def saved_digests(source: Source, matches: Sequence[Match]) -> Proofs:
     """The digests of the tensors that will be read. IntegrityError or FormatError where they are not all there."""
-    found = {}
+    found = source.block_digests({(match.part, match.name) for match in matches})
     for match in matches:
-        saved = source.block_digests(match.part, match.name)
+        saved = found[match.part, match.name]
         needed = digests.block_count(match.target.row.spec.nbytes)
         if saved is not None and len(saved) != needed:
             raise IntegrityError(f"{match.part}:{match.name}: has {len(saved)} digests; needed {needed}")
-        found[match.part, match.name] = saved
     return found
 
 
@@ -194,7 +193,7 @@ def _by_file(folder: Folder, part: str) -> dict[str, list[str]]:
 def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[list[str], int]:
     try:
         spec = folder.specs(part, [name])[name]
-        saved = folder.block_digests(part, name) if deep else None
+        saved = folder.block_digests([(part, name)])[part, name] if deep else None
         if saved is None:
             return [], spec.nbytes
         if len(saved) != digests.block_count(spec.nbytes):

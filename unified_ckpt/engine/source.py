@@ -65,8 +65,8 @@ class Source(Protocol):
     def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
         """Where the wanted tensors lie. Same errors as `specs`."""
 
-    def block_digests(self, part: str, name: str) -> Sequence[int] | None:
-        """CRC64NVME of each 1 MiB block of the tensor, None where the source has none."""
+    def block_digests(self, wanted: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Sequence[int] | None]:
+        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has none."""
 
     def said(self) -> Said:
         """What it holds beside tensors. IntegrityError or FormatError where that is damaged."""

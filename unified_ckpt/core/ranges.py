@@ -1,0 +1,22 @@
+"""Half-open ranges of bytes of one file or tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+Range = tuple[int, int]
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def coalesce(ranges: Mapping[_Key, Range], *, gap: int) -> list[tuple[int, int, list[_Key]]]:
+    """Ranges joined where at most `gap` bytes lie between them: (start, stop, keys of the members), ascending. Empty ranges join too."""
+    found: list[tuple[int, int, list[_Key]]] = []
+    for key, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        if found and start <= found[-1][1] + gap:
+            first, last, members = found[-1]
+            members.append(key)
+            found[-1] = (first, max(last, stop), members)
+        else:
+            found.append((start, stop, [key]))
+    return found

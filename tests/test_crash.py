@@ -84,7 +84,7 @@ def save_step(storages: Storages, world: int, name: str, step: int, **options: o
     def act(comm: Comm) -> None:
         kept = Kept(Windows())
         extra = {"step": step, "seen": bytes(2000)}
-        request = SaveRequest(state_of(comm, step), extra, f"rank {comm.rank}", None, set(), {}, step, None, chosen)
+        request = SaveRequest(state_of(comm, step), extra, f"rank {comm.rank}", None, set(), {}, step, {}, None, chosen)
         try:
             save(comm, storages(comm.rank), name, request, kept, timeout_seconds=SECONDS)
         finally:

@@ -129,7 +129,7 @@ class Recorded(LocalStorage):
 
 
 def request_of(state: State, **options: object) -> SaveRequest:
-    return SaveRequest(state, None, None, None, set(), {}, 7, None, uc.SaveOptions(fsync=False, **options))
+    return SaveRequest(state, None, None, None, set(), {}, 7, {}, None, uc.SaveOptions(fsync=False, **options))
 
 
 def save_case(case: Case, root: Path, **options: object) -> Writes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -71,6 +72,7 @@ class Checkpointer:
         rank_extra: Any = None,
         layout: Layout | None = None,
         step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
         attach: Callable[[str], object] | None = None,
         options: SaveOptions | None = None,
     ) -> SaveReport:
@@ -78,7 +80,8 @@ class Checkpointer:
 
         `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's parameters, a list, or
         {"fqn/state": tensor}. `master_weights`: a dict, or an optimizer that holds them. `parts`: further parts by name. `extra`:
-        rank 0's is stored; `rank_extra`: every rank's. `attach(folder)` adds files on rank 0 before the commit.
+        rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's, finite numbers by name, for people and retention.
+        `attach(folder)` adds files on rank 0 before the commit.
 
         Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every rank; what was at `path` is
         then as it was.
@@ -90,6 +93,7 @@ class Checkpointer:
             storage, name = self._place(path)
             if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
                 raise FormatError(f"step is {step!r}; needed an int of 0 or more")
+            measured = _metrics(metrics)
             placer = _placer(comm, layout)
             state = flatten_state(
                 placer,
@@ -99,7 +103,9 @@ class Checkpointer:
                 further=parts,
                 model_dtype=options.model_dtype,
             )
-            request = SaveRequest(state, extra, rank_extra, layout, placer.matched, mesh_for_people(placer), step, attach, options)
+            request = SaveRequest(
+                state, extra, rank_extra, layout, placer.matched, mesh_for_people(placer), step, measured, attach, options
+            )
         except Exception as error:  # told to every rank in the save
             request = error
         return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds)
@@ -165,6 +171,14 @@ class Checkpointer:
         except OSError as error:
             raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
         return LocalStorage(os.path.realpath(parent)), name
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    found = {str(name): float(value) for name, value in (metrics or {}).items()}
+    wrong = [name for name, value in found.items() if not math.isfinite(value)]
+    if wrong:
+        raise FormatError(f"metrics[{wrong[0]!r}] is {found[wrong[0]]}; needed a finite number")
+    return found
 
 
 def _placer(comm: comms.Comm, layout: Layout | None) -> Placer:

@@ -53,6 +53,7 @@ class SaveRequest:
     matched: set[str]
     mesh: Mapping[str, object]
     step: int | None
+    metrics: Mapping[str, float]
     attach: Callable[[str], object] | None
     options: SaveOptions
 
@@ -174,6 +175,8 @@ def _build(meeting: Meeting, storage: LocalStorage, construction: commit.Constru
             manifest = seal.make_manifest(
                 save_id=construction.save_id,
                 step=request.step,
+                seconds=time.monotonic() - started,
+                metrics=request.metrics,
                 world_size=meeting.world,
                 mesh=request.mesh,
                 asked=sorted({*request.asked(), *plan.book.records}),

@@ -16,7 +16,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.names import check_part_name, check_save_id
 
-FORMAT_VERSION = "1.0"  # a new field raises the minor version; a change that old readers would misread raises the major
+FORMAT_VERSION = "1.1"  # a new field raises the minor version; a change that old readers would misread raises the major
 
 _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
@@ -121,13 +121,16 @@ class OptimizerRecord(_Record):
 
 class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
-    the modules' own extra state by name; `mesh` is for people and never needed to load."""
+    the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
+    the caller's, by which retention knows the best."""
 
     format_version: str = FORMAT_VERSION
     save_id: Annotated[str, AfterValidator(_save_id)]
     step: Annotated[int, Field(ge=0)] | None = None
     created: Annotated[str, AfterValidator(_utc)]
     world_size: Annotated[int, Field(ge=1)]
+    seconds: Annotated[float, Field(ge=0)] | None = None
+    metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
     parts: dict[Annotated[str, AfterValidator(_part_name)], Part]

@@ -13,14 +13,14 @@ import torch
 import unified_ckpt as uc
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Row
-from unified_ckpt.engine.save import Kept, SaveRequest, save
+from unified_ckpt.engine.build import Kept, SaveRequest
+from unified_ckpt.engine.save import save
 from unified_ckpt.errors import RankError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
-from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, try_ranks
 
 SECONDS = 20.0
@@ -82,7 +82,7 @@ def save_step(storages: Storages, world: int, name: str, step: int, **options: o
     chosen = uc.SaveOptions(max_file_bytes=FILE_NBYTES, **options)
 
     def act(comm: Comm) -> None:
-        kept = Kept(Windows())
+        kept = Kept()
         extra = {"step": step, "seen": bytes(2000)}
         request = SaveRequest(state_of(comm, step), extra, f"rank {comm.rank}", None, set(), {}, step, {}, None, chosen)
         try:

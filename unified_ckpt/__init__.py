@@ -21,30 +21,37 @@ from unified_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from unified_ckpt.api import Checkpointer, load, open, save, verify  # noqa: A004
+    from unified_ckpt.api import Checkpointer, load, open, save, save_async, verify  # noqa: A004
     from unified_ckpt.core.layout import Layout, Strided
+    from unified_ckpt.engine.build import SaveReport
     from unified_ckpt.engine.load import LoadReport
+    from unified_ckpt.engine.pending import PendingSave
     from unified_ckpt.engine.prove import VerifyReport
-    from unified_ckpt.engine.save import SaveReport
-    from unified_ckpt.options import LoadOptions, SaveOptions
+    from unified_ckpt.manager.manager import CheckpointManager
+    from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 
 _LAZY = {
+    "CheckpointManager": "manager.manager",
     "Checkpointer": "api",
     "Layout": "core.layout",
     "LoadOptions": "options",
     "LoadReport": "engine.load",
+    "ManagerOptions": "options",
+    "PendingSave": "engine.pending",
     "SaveOptions": "options",
-    "SaveReport": "engine.save",
+    "SaveReport": "engine.build",
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
     "load": "api",
     "open": "api",
     "save": "api",
+    "save_async": "api",
     "verify": "api",
 }
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "Checkpointer",
     "FormatError",
     "IncompleteError",
@@ -53,8 +60,10 @@ __all__ = [
     "LayoutError",
     "LoadOptions",
     "LoadReport",
+    "ManagerOptions",
     "MismatchError",
     "NotFoundError",
+    "PendingSave",
     "RankError",
     "SaveOptions",
     "SaveReport",
@@ -64,6 +73,7 @@ __all__ = [
     "load",
     "open",
     "save",
+    "save_async",
     "verify",
 ]
 

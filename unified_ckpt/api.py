@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
 from unified_ckpt.core.layout import Layout
+from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
-from unified_ckpt.engine.match import saved_state
+from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.engine.prove import VerifyReport, verify_folder
-from unified_ckpt.engine.save import Kept, SaveReport, SaveRequest
+from unified_ckpt.engine.request import Targets, What, load_request, save_request
+from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import FormatError, LayoutError, StorageError
+from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
-from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
-from unified_ckpt.runtime.placements import Placer, mesh_for_people
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
+from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.storage import LocalStorage, is_url
-from unified_ckpt.runtime.windows import Windows
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,7 +32,7 @@ Path = str | os.PathLike[str]
 
 
 class Checkpointer:
-    """Saves and loads for one set of ranks. Keeps the plan of the last layout and the shared buffers between calls.
+    """Saves and loads for one set of ranks. Keeps the plan of the last layout, the buffers and the save in flight between calls.
 
     `root`: what relative paths are relative to. `group`: the ranks of every call, None for all; a single process needs no group.
     `options`: for saves, where a call gives none. A context manager; `close` gives the buffers back.
@@ -45,7 +41,8 @@ class Checkpointer:
     def __init__(self, root: Path | None = None, *, group: dist.ProcessGroup | None = None, options: SaveOptions | None = None) -> None:
         self._root, self._group, self._options = root, group, options or SaveOptions()
         self._comm: comms.Comm | None = None
-        self._kept = Kept(Windows())
+        self._kept = Kept()
+        self._pending: PendingSave | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -54,11 +51,20 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Gives back the shared buffers and forgets the plan. The next call makes them anew."""
-        self._kept.windows.close()
+        """Waits for the save in flight, gives back the buffers and forgets the plan. The next call makes them anew.
+
+        Raises the error of that save, if it has not been told yet.
+        """
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._kept.close()
         if self._comm is not None:
             self._comm.leave()
-        self._kept, self._comm = Kept(Windows()), None
+        self._kept, self._comm = Kept(), None
 
     def save(
         self,
@@ -84,31 +90,81 @@ class Checkpointer:
         `attach(folder)` adds files on rank 0 before the commit.
 
         Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every rank; what was at `path` is
-        then as it was.
+        then as it was. Waits for an earlier `save_async`, and raises its error.
         """
-        options = options or self._options
-        comm = self._ranks()
-        storage, name, request = LocalStorage("/"), "", None  # type: LocalStorage, str, SaveRequest | Exception | None
-        try:
-            storage, name = self._place(path)
-            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-                raise FormatError(f"step is {step!r}; needed an int of 0 or more")
-            measured = _metrics(metrics)
-            placer = _placer(comm, layout)
-            state = flatten_state(
-                placer,
-                model=model,
-                optimizer=optimizer,
-                master_weights=master_weights,
-                further=parts,
-                model_dtype=options.model_dtype,
-            )
-            request = SaveRequest(
-                state, extra, rank_extra, layout, placer.matched, mesh_for_people(placer), step, measured, attach, options
-            )
-        except Exception as error:  # told to every rank in the save
-            request = error
+        self.wait()
+        what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
+        comm, options = self._ranks(), options or self._options
+        storage, name, request = self._request(path, what, options)
         return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds)
+
+    def save_async(
+        self,
+        path: Path,
+        *,
+        model: Model | None = None,
+        optimizer: Optimizers | None = None,
+        master_weights: Optimizers | None = None,
+        parts: Mapping[str, Model] | None = None,
+        extra: Any = None,
+        rank_extra: Any = None,
+        layout: Layout | None = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        attach: Callable[[str], object] | None = None,
+        options: SaveOptions | None = None,
+        lazy: bool = False,
+        after_commit: Callable[[SaveReport], object] | None = None,
+    ) -> PendingSave:
+        """`save` that returns once this rank's bytes are copied; a thread writes and commits them. Same arguments and errors.
+
+        Errors of the thread come with the next call of this Checkpointer, or with `PendingSave.result`. One save is in flight: this
+        call waits for an earlier one; `idle` tells all ranks alike whether it would. `attach` and `after_commit` run in the thread;
+        the latter on every rank, once the checkpoint is there.
+
+        `lazy`: parameters and optimizer state are copied by the thread, beside the next forward and backward pass; a step of the
+        optimizer waits for it. Nothing else may change them, or call a collective of this Checkpointer, until `staged()`.
+        """
+        self.wait()
+        what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
+        self._pending = self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
+        return self._pending
+
+    def _begin(
+        self,
+        path: Path,
+        what: What,
+        *,
+        options: SaveOptions | None,
+        lazy: bool,
+        after_commit: Callable[[SaveReport], object] | None,
+        at_end: Callable[[], object] | None,
+    ) -> PendingSave:
+        options = options or self._options
+        storage, name, request = self._request(path, what, options)
+        steppers = as_list(what.optimizer) if lazy else []
+        if lazy and not steppers and isinstance(request, SaveRequest):
+            request = LayoutError(
+                "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
+            )
+        staged = begin_save(self._ranks(), storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, lazy=lazy)
+        return PendingSave(staged, optimizers=steppers, after_commit=after_commit, at_end=at_end)
+
+    def idle(self) -> bool:
+        """Whether no rank has a save in flight; the same answer on every rank, all of which call. Waits for none."""
+        busy = self._pending is not None and not self._pending.done()
+        return not self._ranks().meet("idle", same=False, timeout_seconds=self._options.timeout_seconds, busy=busy).any_busy
+
+    def wait(self) -> None:
+        """Returns once no save is in flight. Raises the error of the one that was, if it has not been told yet."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Host memory held for snapshots and for what ranks put together."""
+        return self._kept.buffers.nbytes + self._kept.windows.nbytes
 
     def load(
         self,
@@ -129,15 +185,15 @@ class Checkpointer:
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
         the first byte is written, but for an IntegrityError of a digest, which says that the target is unusable.
         """
+        self.wait()
         options = options or LoadOptions()
         comm = self._ranks()
         folder: Folder | None = None
         request: LoadRequest | Exception
         try:
             folder = open_path(self._resolve(path))
-            request = _load_request(
-                folder, _placer(comm, layout), model, optimizer, master_weights, parts, layout, strict=strict, options=options
-            )
+            targets = Targets(model, optimizer, master_weights, parts, layout)
+            request = load_request(comm, folder, targets, strict=strict, options=options)
         except Exception as error:  # told to every rank in the load
             request = error
         try:
@@ -145,6 +201,15 @@ class Checkpointer:
         finally:
             if folder is not None:
                 folder.close()
+
+    def _request(self, path: Path, what: What, options: SaveOptions) -> tuple[LocalStorage, str, SaveRequest | Exception]:
+        """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
+        storage, name = LocalStorage("/"), ""
+        try:
+            storage, name = self._place(path)
+            return storage, name, save_request(self._ranks(), what, options)
+        except Exception as error:
+            return storage, name, error
 
     def _ranks(self) -> comms.Comm:
         if self._comm is None:
@@ -173,68 +238,22 @@ class Checkpointer:
         return LocalStorage(os.path.realpath(parent)), name
 
 
-def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    found = {str(name): float(value) for name, value in (metrics or {}).items()}
-    wrong = [name for name, value in found.items() if not math.isfinite(value)]
-    if wrong:
-        raise FormatError(f"metrics[{wrong[0]!r}] is {found[wrong[0]]}; needed a finite number")
-    return found
-
-
-def _placer(comm: comms.Comm, layout: Layout | None) -> Placer:
-    if layout is not None:
-        layout.check_world(comm.world)
-    return Placer(comm.rank, comm.ranks, layout)
-
-
-def _load_request(
-    folder: Folder,
-    placer: Placer,
-    model: Model | None,
-    optimizer: Optimizers | None,
-    master_weights: Optimizers | None,
-    parts: Mapping[str, Model] | None,
-    layout: Layout | None,
-    *,
-    strict: bool,
-    options: LoadOptions,
-) -> LoadRequest:
-    """The targets of a load. Nothing of the caller's is changed."""
-    objects = as_list(optimizer)
-    state = flatten_state(
-        placer,
-        model=model,
-        optimizer=None if objects else optimizer,
-        master_weights=None if isinstance(master_weights, Optimizer) else master_weights,
-        further=parts,
-        model_dtype=None,
-    )
-    target = None
-    if objects or isinstance(master_weights, Optimizer):
-        if model is None:
-            raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
-        of = objects or as_list(master_weights)
-        names = state.model.names()
-        saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
-        shapes = {part.row.fqn: part.row.spec.shape for part in state.parts if part.row.part == MODEL}
-        target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
-        if objects:
-            state.asked.add(OPTIMIZER)
-            state.parts += place_targets(placer, OPTIMIZER, target.tensors, state.model)
-        if isinstance(master_weights, Optimizer):
-            state.asked.add(MASTER)
-            state.parts += place_targets(placer, MASTER, target.masters, state.model)
-    return LoadRequest(folder, state, folder.said(), target, layout, placer.matched, strict, options)
-
-
-def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
-    return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in names}
-
-
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
     """One-shot form of `Checkpointer.save`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.save(path, **what)
+
+
+def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> PendingSave:
+    """One-shot form of `Checkpointer.save_async`. Its buffers go with the save: for more than one, a Checkpointer keeps them."""
+    checkpointer = Checkpointer(group=group)
+    options, lazy, after_commit = what.pop("options", None), what.pop("lazy", False), what.pop("after_commit", None)
+    try:
+        request = What(**what)
+        return checkpointer._begin(path, request, options=options, lazy=lazy, after_commit=after_commit, at_end=checkpointer._release)
+    except BaseException:
+        checkpointer._release()
+        raise
 
 
 def load(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:

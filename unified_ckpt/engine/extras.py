@@ -26,6 +26,23 @@ class Told:
     has_optimizer: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What the caller gave beside tensors. `rank_extra`: packed, or empty."""
+
+    extra: Any
+    rank_extra: bytes
+
+
+def words_of(extra: Any, rank_extra: Any, *, freeze: bool) -> Words:
+    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`: copy what the caller may change."""
+    if freeze:
+        extra = codec.unpack(codec.pack(extra, "extra"), "extra")
+    else:
+        codec.encode(extra, "extra")
+    return Words(extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"))
+
+
 def tell(state: State) -> bytes:
     """What this rank says for all ranks that hold the same tensors."""
     return codec.pack(
@@ -102,9 +119,8 @@ def _write_blobs(storage: LocalStorage, folder: str, found: Mapping[str, Any]) -
     return NamedFile(file=names.EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}")
 
 
-def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, rank_extra: Any) -> RankExtraFile | None:
+def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, packed: bytes) -> RankExtraFile | None:
     """Collective. Each rank's value to its place in one file; returns its record on rank 0, None where no rank has one."""
-    packed = b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra")
     told = meeting.collect("rank-extra", json.dumps([len(packed), digests.crc(packed)]).encode(), at=0, ranks=range(meeting.world))
     record = None
     if meeting.rank == 0:
@@ -133,9 +149,3 @@ def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, rank_
     if packed and start >= 0:
         storage.write_at(f"{folder}/{names.RANK_EXTRA}", start, [memoryview(packed)])
     return record
-
-
-def check_extra(extra: Any, rank_extra: Any) -> None:
-    """FormatError naming the path, before anything is written, for what could not be stored."""
-    codec.encode(extra, "extra")
-    codec.encode(rank_extra, "rank_extra")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -25,13 +25,14 @@ Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
 class Writer:
     """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile."""
 
-    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool, ranks: int) -> None:
-        self._storage, self._folder, self._durable = storage, folder, durable
+    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool, ranks: int, beat: Callable[[], None]) -> None:
+        self._storage, self._folder, self._durable, self._beat = storage, folder, durable, beat
         self._lane = Lane(ranks=ranks)
         self._pending: list[Future[None]] = []
 
     def put(self, file: str, start: int, buffers: Sequence[memoryview]) -> Future[None]:
         """Queues a write; the buffers must stay as they are until it is done."""
+        self._beat()
         while len(self._pending) > 1:
             self._pending.pop(0).result()
         future = self._lane.submit(partial(self._write, file, start, buffers))
@@ -48,15 +49,18 @@ class Writer:
         while self._pending:
             self._pending.pop(0).result()
 
+    def resize(self, file: str, nbytes: int) -> None:
+        self._storage.resize(f"{self._folder}/{file}", nbytes)
+
     def close(self) -> None:
         self._lane.close()
 
 
-def write_headers(group: GroupPlan, writer: Writer, storage: LocalStorage, folder: str, *, rank: int) -> None:
+def write_headers(group: GroupPlan, writer: Writer, *, rank: int) -> None:
     """Makes the files whose header is this rank's, at their full length."""
     for file in group.files:
         if file.writer == rank:
-            storage.resize(f"{folder}/{file.name}", file.nbytes)
+            writer.resize(file.name, file.nbytes)
             writer.put(file.name, 0, [memoryview(file.head)])
 
 
@@ -137,18 +141,20 @@ def write_tiles(
         for tile in (t for t in group.moves.shared if t.number == number):
             if tile.mover != rank:
                 wait.until_progress(tile.mover, exchange=exchange, tiles=number - SLOTS + 1)
-            _fill(windows[tile.mover].tile(number), tile, parts, made, rank=rank)
+            fill_tile(windows[tile.mover].tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
             windows[tile.mover].mark(rank, number + 1)
         if number in mine and own is not None:
             wait.until_done(own, [r for r in mine[number].parties if r != rank], number + 1)
-            found.extend(_write_tile(own.tile(number), mine[number], group, writer))
+            found.extend(put_tile(own.tile(number), mine[number], group, writer))
+            writer.drain()
             own.advance(number + 1)
     return found
 
 
-def _fill(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int) -> None:
+def fill_tile(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int, rows: Collection[int]) -> None:
+    """Copies this rank's pieces of some rows into a tile. `made`: row-major copies of parts that are not, by row."""
     for piece in tile.pieces:
-        if rank in piece.parties:
+        if rank in piece.parties and piece.row in rows:
             part = parts[piece.row]
             if not part.local.is_contiguous():
                 part = made[piece.row] = made.get(piece.row) or Part(part.row, dense(part.local))
@@ -157,8 +163,8 @@ def _fill(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[in
             fill_lines(target, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
 
 
-def _write_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writer) -> Digested:
-    """Digests and writes a tile that is full; neighbours in the file in one call."""
+def put_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writer) -> Digested:
+    """Digests a tile that is full and queues its writes; neighbours in the file in one call."""
     found: Digested = []
     view = as_bytes(memory)
     run: list[memoryview] = []
@@ -176,5 +182,4 @@ def _write_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writ
         run.append(held)
     if run:
         writer.put(where[0], where[1], run)
-    writer.drain()
     return found

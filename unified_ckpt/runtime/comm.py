@@ -20,6 +20,7 @@ from unified_ckpt.core.tables import short
 from unified_ckpt.errors import CheckpointError, MismatchError, RankError
 
 _ECHO_SECONDS = 10.0
+_BEATS = 20  # signs of life in the time that silence is allowed to last
 
 
 @contextmanager
@@ -40,22 +41,26 @@ class Comm:
         self.rank, self.ranks, self.world = rank, tuple(ranks), len(ranks)
         self._store = store
         self._number = -1
-        self._keys: list[list[str]] = []  # of past meetings, deleted once everybody has come to the next
+        self._past: list[Meeting] = []  # whose keys are still in the store
 
-    def meet(self, what: str, *, same: bool, timeout_seconds: float) -> Meeting:
-        """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`.
+    def meet(self, what: str, *, same: bool, timeout_seconds: float, busy: bool = False) -> Meeting:
+        """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`; `.any_busy`: whether one said `busy`,
+        which it is while an earlier meeting of its own is not over.
 
         Raises RankError naming the ranks that did not come in time.
         """
         with _reaching():  # a rank that is back before the others have left must not join their meeting again
             self._number = max(self._store.add("meetings", 0), self._number + 1)
         meeting = Meeting(self._store, self._number, rank=self.rank, ranks=self.ranks, timeout_seconds=timeout_seconds)
-        self._keys.append(meeting.keys)
+        self._past.append(meeting)
         meeting.put(f"in/{self.rank}", what.encode())
         if same:
             meeting.count("same")
+        if busy:
+            meeting.count("busy")
         if meeting.count("in") == self.world:
-            self._close(meeting, "same" if meeting.count("same", 0) == self.world else "new")
+            verdict = "same" if meeting.count("same", 0) == self.world else "new"
+            self._close(meeting, verdict + " busy" * (meeting.count("busy", 0) > 0))
         if not meeting.wait(["go"], heedless=True):
             late = meeting.absent([f"in/{r}" for r in range(self.world)])
             needed = f"needed the same call on all {self.world} ranks"
@@ -63,31 +68,42 @@ class Comm:
         verdict = meeting.get("go").decode()
         if verdict.startswith("late: "):
             raise RankError(verdict[6:])
-        meeting.all_same = verdict == "same"
+        meeting.all_same, meeting.any_busy = verdict.startswith("same"), verdict.endswith(" busy")
         self._forget()
         return meeting
 
     def leave(self) -> None:
         """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
-        left = [key for keys in self._keys for key in keys]
         try:
-            self._store.set(f"left/{self.rank}", "\n".join([*self._past(), *left]))
+            self._store.set(f"left/{self.rank}", "\n".join([*self._left(), *(meeting.leftovers() for meeting in self._past)]))
         except dist.DistNetworkError:
             return  # the store is gone, and the keys with it
 
-    def _past(self) -> list[str]:
-        """Keys that earlier `Comm`s of this rank left."""
+    def _left(self) -> list[str]:
+        """What earlier `Comm`s of this rank left: a line for each meeting, as `Meeting.leftovers` gives it."""
         if not self._store.check([f"left/{self.rank}"]):
             return []
-        return [key for key in self._store.get(f"left/{self.rank}").decode().split("\n") if key]
+        return [line for line in self._store.get(f"left/{self.rank}").decode().split("\n") if line]
 
     def _forget(self) -> None:
-        """Deletes this rank's keys of all meetings but the last: everybody has left them."""
+        """Deletes this rank's keys of the meetings that every rank has left: being here, of all but those in the background."""
         with _reaching():
-            for key in [*self._past(), *(key for keys in self._keys[:-1] for key in keys)]:
-                self._store.delete_key(key)
-            self._store.delete_key(f"left/{self.rank}")
-        self._keys = self._keys[-1:]
+            lines = self._left()
+            stay = [line for line in lines if not self._delete(line)]
+            self._past = [meeting for meeting in self._past[:-1] if not self._delete(meeting.leftovers())] + self._past[-1:]
+            if stay:
+                self._store.set(f"left/{self.rank}", "\n".join(stay))
+            elif lines:
+                self._store.delete_key(f"left/{self.rank}")
+
+    def _delete(self, leftovers: str) -> bool:
+        """Deletes the keys unless some rank is still in that meeting. Whoever sees first that all are out deletes the count too."""
+        count, _, keys = leftovers.partition("\t")
+        if count and self._store.check([count]) and self._store.add(count, 0) < self.world:
+            return False
+        for key in keys.split():
+            self._store.delete_key(key)
+        return True
 
     def _close(self, meeting: Meeting, verdict: str) -> None:
         """One rank closes a roll call. It opens the next meeting before it tells, so that no one comes to this one again."""
@@ -97,14 +113,28 @@ class Comm:
 
 
 class Meeting:
-    """One collective call of all ranks. Whatever waits raises RankError after `timeout_seconds`."""
+    """One collective call of all ranks. Whatever waits raises RankError after `timeout_seconds` in which no rank gave a sign of life."""
 
     def __init__(self, store: Store, number: int, *, rank: int, ranks: Sequence[int], timeout_seconds: float) -> None:
         self.number, self.rank, self.world, self.timeout_seconds = number, rank, len(ranks), timeout_seconds
         self.ranks = ranks  # as the caller counts them; texts name these
-        self.all_same = False
+        self.all_same = self.any_busy = False
+        self._last_beat = time.monotonic()
+        self._background = False
         self.keys: list[str] = []  # that this rank has set, as the store knows them
         self._store, self._prefix = store, f"{number}/"
+
+    def to_background(self) -> None:
+        """This rank may come to other meetings before it leaves this one, which it says by `leave`."""
+        self._background = True
+
+    def leave(self) -> None:
+        """This rank is through with a meeting in the background."""
+        self.count("left")
+
+    def leftovers(self) -> str:
+        """This rank's keys to delete, after a tab; before it, the counter that must reach the number of ranks first, if any."""
+        return f"{self._prefix}n/left\t{' '.join(self.keys)}" if self._background else "\t" + " ".join(self.keys)
 
     def put(self, key: str, value: bytes) -> None:
         """Sets a key of this meeting; `value` must not be empty."""
@@ -121,9 +151,12 @@ class Meeting:
         return short(self.ranks[int(key.rpartition("/")[2])] for key in keys if not self.has(key))
 
     def wait(self, keys: Sequence[str], *, seconds: float | None = None, heedless: bool = False) -> bool:
-        """Whether all keys were set in time. Raises at once the error of a rank that has failed meanwhile, unless `heedless`."""
+        """Whether all keys were set in time, which begins anew with each rank's sign of life, unless `seconds` bounds it.
+
+        Raises at once the error of a rank that has failed meanwhile, unless `heedless`.
+        """
         # Looks again after a tenth of the time waited so far: torch's own `wait` cannot be interrupted, and logs each time-out.
-        names, began = [self._prefix + key for key in keys], time.monotonic()
+        names, began, beats = [self._prefix + key for key in keys], time.monotonic(), 0
         while True:
             with _reaching():
                 if self._store.check(names):
@@ -135,8 +168,23 @@ class Meeting:
             waited = time.monotonic() - began
             left = (self.timeout_seconds if seconds is None else seconds) - waited
             if left <= 0:
-                return False
+                heard = 0 if seconds is not None else self._beats()
+                if heard <= beats:
+                    return False
+                began, beats = time.monotonic(), heard
+                continue
             time.sleep(min(max(waited / 10, 0.001), 1.0, left))
+
+    def beat(self) -> None:
+        """A sign of life, for those who wait: this rank is getting on. Cheap: most calls do nothing."""
+        now = time.monotonic()
+        if now - self._last_beat > self.timeout_seconds / _BEATS:
+            self._last_beat = now
+            self.count("beats")
+
+    def _beats(self) -> int:
+        with _reaching():
+            return int(self._store.add(f"{self._prefix}n/beats", 0))
 
     def _failure(self, cause: BaseException | None = None) -> CheckpointError:
         """The first error of this meeting, the same on every rank."""

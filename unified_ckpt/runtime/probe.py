@@ -1,4 +1,4 @@
-"""Which ranks share a machine. A machine is what shares a kernel: the same boot id."""
+"""What the machine is: which ranks share it (the same boot id: one kernel), and how much of its memory is free."""
 
 from __future__ import annotations
 
@@ -24,3 +24,21 @@ def check_one_machine(meeting: Meeting) -> None:
         raise StorageError(
             f"rank(s) {short(elsewhere)} are on another machine than rank 0; this version saves and loads from the ranks of one machine"
         )
+
+
+def free_memory_nbytes() -> int | None:
+    """Bytes that this process may still take: the machine's, or its container's where that is less. None where nobody says."""
+    found = []
+    try:
+        with open("/proc/meminfo") as file:
+            found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
+    except OSError:
+        pass  # no such file: nobody says
+    group = "/sys/fs/cgroup/memory"
+    try:
+        with open(f"{group}.max") as limit, open(f"{group}.current") as used, open(f"{group}.stat") as stat:
+            cached = sum(int(line.split()[1]) for line in stat if line.startswith("file "))  # the kernel gives it back when asked
+            found.append(max(int(limit.read()) - int(used.read()) + cached, 0))
+    except (OSError, ValueError):
+        pass  # no container, or one without a limit ("max")
+    return min(found, default=None)

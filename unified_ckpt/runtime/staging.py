@@ -1,4 +1,4 @@
-"""Host buffers that ranks of one machine share: each rank owns a window of two tiles, and its parties fill or empty them.
+"""Host buffers that ranks of one machine share: each rank owns a window of tiles, and its parties fill or empty them.
 
 The memory is a memfd, found through /proc: `/dev/shm` has 64 MB in containers. A window starts with counters. Each has one writer and
 only rises during one serving, so no locks are needed: data is written before its counter, and the interpreter's own lock orders them.
@@ -17,25 +17,25 @@ import torch
 
 from unified_ckpt.errors import RankError, StorageError
 
-SLOTS = 2
+SLOTS = 2  # tiles of a window that is filled and emptied in turn
 _PAGE = 4096
 _SERVING, _PROGRESS, _FAILED, _CELLS = range(4)  # counters: which exchange, tiles moved, gave up; then one per rank
 
 
 class Window:
-    """One rank's shared buffer: `world` counters and two tiles of `tile_nbytes`. `token` lets the others open it."""
+    """One rank's shared buffer: `world` counters and `slots` tiles of `tile_nbytes`. `token` lets the others open it."""
 
-    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, token: str) -> None:
-        self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
+    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, slots: int, token: str) -> None:
+        self.token, self.tile_nbytes, self.slots, self._world = token, tile_nbytes, slots, world
         self._memory = memory
         self._counters = np.frombuffer(memory, dtype=np.int64, count=_CELLS + world)
         # By way of numpy, which keeps the mapping in place as long as a view of it lives; torch.frombuffer does not.
-        self.bytes = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))  # [header + 2 tiles]
+        self.bytes = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))  # [header + tiles]
         self._first = _header_nbytes(world)
 
     def tile(self, number: int) -> torch.Tensor:
         """The memory of tile `number`, uint8 [tile_nbytes]."""
-        start = self._first + number % SLOTS * self.tile_nbytes
+        start = self._first + number % self.slots * self.tile_nbytes
         return self.bytes[start : start + self.tile_nbytes]
 
     def serve(self, exchange: int) -> None:
@@ -72,6 +72,11 @@ class Window:
     def failed(self) -> bool:
         return bool(self._counters[_FAILED])
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tiles; pages that were never touched take no memory."""
+        return self.slots * self.tile_nbytes
+
     def close(self) -> None:
         """Gives the memory back once no view of it is left."""
         del self._counters, self.bytes
@@ -85,20 +90,21 @@ def _header_nbytes(world: int) -> int:
     return -(-(_CELLS + world) * 8 // _PAGE) * _PAGE
 
 
-def create_window(*, world: int, tile_nbytes: int) -> tuple[Window, int]:
+def create_window(*, world: int, tile_nbytes: int, slots: int = SLOTS) -> tuple[Window, int]:
     """A new window of this process and its file descriptor, which must stay open as long as others may open it."""
     fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
-    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+    nbytes = _header_nbytes(world) + slots * tile_nbytes
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
     # The inode tells a window from an older one that had the same descriptor.
-    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"), fd
+    token = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
+    return Window(memory, world=world, tile_nbytes=tile_nbytes, slots=slots, token=token), fd
 
 
-def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
+def open_window(token: str, *, world: int, tile_nbytes: int, slots: int = SLOTS) -> Window:
     """Another rank's window. StorageError where its memory cannot be reached: then the ranks are not on one machine."""
     pid, fd, inode = token.split(":")
-    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+    nbytes = _header_nbytes(world) + slots * tile_nbytes
     try:
         found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -106,7 +112,7 @@ def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
     try:
         if os.fstat(found).st_ino != int(inode):
             raise StorageError(f"the shared memory of process {pid} is no longer there; needed ranks that stay until all are through")
-        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, token=token)
+        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, slots=slots, token=token)
     finally:
         os.close(found)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
@@ -142,3 +142,10 @@ def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
 def _part(part: str, fqn: str, at: Placed, dtype: str | None) -> Part:
     spec = TensorSpec(dtype or dtype_name(at.local.dtype, fqn=f"{part}:{fqn}"), at.shape)
     return Part(Row(part, fqn, spec, at.sharding), at.local)
+
+
+def steady_keys(state: State) -> frozenset[Key]:
+    """The tensors that nothing but an optimizer's step changes: parameters, their masters, optimizer state. Not buffers, not parts."""
+    parameters = {fqn for fqn, tensor in state.model.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    rows = (part.row for part in state.parts)
+    return frozenset(row.key for row in rows if row.part == OPTIMIZER or (row.part in (MODEL, MASTER) and row.fqn in parameters))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from unified_ckpt.runtime.comm import Meeting
-from unified_ckpt.runtime.staging import Window, create_window, open_window
+from unified_ckpt.runtime.staging import SLOTS, Window, create_window, open_window
 
 
 class Windows:
@@ -17,8 +17,11 @@ class Windows:
         self._fd: int | None = None
         self._opened: dict[int, Window] = {}
 
-    def ready(self, meeting: Meeting, *, tile_nbytes: int, partners: Iterable[int]) -> dict[int, Window]:
-        """The windows of `partners`, by rank, and this rank's own when it is one of them: at least `tile_nbytes` a tile.
+    def ready(
+        self, meeting: Meeting, *, tile_nbytes: int, partners: Iterable[int], slots: int = SLOTS, exchange: int | None = None
+    ) -> dict[int, Window]:
+        """The windows of `partners`, by rank, and this rank's own when it is one of them: at least `slots` tiles of
+        `tile_nbytes`. `exchange`: what the own one serves from the start.
 
         A rank that only fills or empties has one too, by which the others see that it lives. StorageError where the memory of one
         cannot be reached.
@@ -26,22 +29,29 @@ class Windows:
         found: dict[int, Window] = {}
         wanted = set(partners)
         if meeting.rank in wanted:
-            own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes)
+            own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes, slots)
             own.revive()
-            meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
+            if exchange is not None:
+                own.serve(exchange)
+            meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes} {own.slots}".encode())
         for rank in sorted(wanted - {meeting.rank}):
-            token, theirs = meeting.get(f"window/{rank}").decode().split()
+            token, *sizes = meeting.get(f"window/{rank}").decode().split()
             if rank not in self._opened or self._opened[rank].token != token:
                 if rank in self._opened:
                     self._opened.pop(rank).close()
-                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=int(theirs))
+                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=int(sizes[0]), slots=int(sizes[1]))
             found[rank] = self._opened[rank]
         return found
 
-    def _ensure(self, world: int, tile_nbytes: int) -> Window:
-        if self._own is None or self._own.tile_nbytes < tile_nbytes:
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's own window."""
+        return self._own.nbytes if self._own is not None else 0
+
+    def _ensure(self, world: int, tile_nbytes: int, slots: int) -> Window:
+        if self._own is None or self._own.tile_nbytes < tile_nbytes or self._own.slots < slots:
             self._close_own()
-            self._own, self._fd = create_window(world=world, tile_nbytes=tile_nbytes)
+            self._own, self._fd = create_window(world=world, tile_nbytes=tile_nbytes, slots=slots)
         return self._own
 
     def _close_own(self) -> None:

@@ -1,0 +1,259 @@
+"""From a job to a checkpoint: begin a folder, write, make durable, publish; or leave everything as it was.
+
+A `Job` is a save that all ranks have come to, planned and checked. Its bytes come from the tensors, or from a snapshot of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.engine import commit, extras, seal
+from unified_ckpt.engine.plan import SavePlan
+from unified_ckpt.engine.snapshot import Buffers, Snapshot
+from unified_ckpt.engine.snapshot import write as write_snapshot
+from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers, write_tiles
+from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.options import SaveOptions
+from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.staging import Wait, giving_up
+from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.tensors import Part
+from unified_ckpt.runtime.windows import Windows
+
+_LOG = logging.getLogger("unified_ckpt")
+_STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed save is cleared away
+_MAX_GROUPS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did. `nbytes`: tensor bytes of the whole checkpoint; `seconds`: on this rank, from call to commit."""
+
+    path: str
+    step: int | None
+    id: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What a rank wants saved. `matched`: the Layout rules that applied here; `mesh`: for people."""
+
+    state: State
+    extra: Any
+    rank_extra: Any
+    layout: Layout | None
+    matched: set[str]
+    mesh: Mapping[str, object]
+    step: int | None
+    metrics: Mapping[str, float]
+    attach: Callable[[str], object] | None
+    options: SaveOptions
+
+    def parts(self) -> list[Part]:
+        """The chosen parts, in the order of tables."""
+        chosen = self.options.parts
+        kept = [p for p in self.state.parts if chosen is None or p.row.part in chosen]
+        return sorted(kept, key=lambda part: part.row.key)
+
+    def asked(self) -> list[str]:
+        chosen = self.options.parts
+        return sorted(name for name in self.state.asked if chosen is None or name in chosen)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one save leaves for the next of the same ranks. `slowest`: in words, on rank 0."""
+
+    windows: Windows = field(default_factory=Windows)
+    buffers: Buffers = field(default_factory=Buffers)
+    plan: SavePlan | None = None
+    slowest: str = ""
+
+    def close(self) -> None:
+        self.windows.close()
+        self.buffers.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A save that all ranks have come to, planned and checked: what is left is to write it. `held`: by group of the plan. `told`: what is
+    not tensors, for all ranks that hold the same ones; None where it is still to be put in words."""
+
+    meeting: Meeting
+    storage: LocalStorage
+    name: str
+    request: SaveRequest
+    plan: SavePlan
+    held: Sequence[Sequence[Part]]
+    words: extras.Words
+    started: float
+    told: bytes | None = None
+
+
+def finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
+    """Collective. From a job to a checkpoint; the bytes come from the snapshot where there is one."""
+    meeting, storage, request = job.meeting, job.storage, job.request
+    with storage:
+        construction, stays = _begin(job)
+        if construction is None:
+            return SaveReport(storage.path(job.name), stays["step"], stays["id"], 0, time.monotonic() - job.started)
+        try:
+            _build(job, construction, kept, snapshot)
+        except BaseException as error:
+            _abandon(meeting, storage, construction, error)
+            raise
+    seconds, nbytes = time.monotonic() - job.started, job.plan.nbytes
+    if meeting.rank == 0:
+        speed = nbytes / 1e9 / max(seconds, 1e-9)
+        _LOG.info("saved %s: %.3f GB in %.2f s, %.2f GB/s; %s", storage.path(job.name), nbytes / 1e9, seconds, speed, kept.slowest)
+    return SaveReport(storage.path(job.name), request.step, construction.save_id, nbytes, seconds)
+
+
+def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
+    """Collective. The folder under construction, seen by every rank; or what is said of the checkpoint that stays."""
+    meeting, storage, name, options = job.meeting, job.storage, job.name, job.request.options
+    said: dict[str, Any] = {"options": options.model_dump(mode="json"), "name": name}
+    with meeting.phase("begin"):
+        if meeting.rank == 0:
+            stays = commit.check_target(storage, name, if_exists=options.if_exists)
+            if stays is None:
+                begun = commit.begin(storage, name)
+                said |= {"folder": begun.folder, "id": begun.save_id}
+            else:
+                said |= {"id": stays.save_id, "step": stays.step}
+            meeting.put("begun", json.dumps(said).encode())
+    told = json.loads(meeting.get("begun"))
+    construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
+    try:
+        with meeting.phase("see"):
+            for key in ("name", "options"):
+                if told[key] != json.loads(json.dumps(said[key])):
+                    raise RankError(f"rank {meeting.rank} saves with {key} {said[key]!r}, rank 0 with {told[key]!r}; needed the same")
+            if construction is not None:
+                commit.see(storage, construction)
+                if job.plan.book is not None:
+                    commit.check_room(storage, construction, job.plan.book.nbytes)
+    except BaseException as error:
+        if construction is not None:
+            _abandon(meeting, storage, construction, error)
+        raise
+    return construction, told
+
+
+def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Snapshot | None) -> None:
+    """Collective. Fills the folder and publishes it."""
+    meeting, storage, plan, request, folder = job.meeting, job.storage, job.plan, job.request, construction.folder
+    with meeting.phase("write"):
+        found = _write_parts(job, folder, kept, snapshot)
+        digest_file = seal.write_digests(meeting, storage, folder, plan.groups, found, plan.book)
+        rank_extra = extras.write_rank_extra(meeting, storage, folder, job.words.rank_extra)
+        told = job.told if job.told is not None else tell(job)
+        speakers = plan.book.speakers if plan.book is not None else (meeting.rank,) if plan.speaks else ()
+        said = meeting.collect("told", told, at=0, ranks=speakers)
+    with meeting.phase("sync"):
+        if request.options.fsync:
+            _sync_parts(meeting, storage, folder, plan)
+        times = meeting.collect("seconds", f"{time.monotonic() - job.started:.3f}".encode(), at=0, ranks=range(meeting.world))
+        if times:
+            slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))
+            kept.slowest = f"rank {slowest} was slowest: {float(times[slowest]):.2f} s"
+    with meeting.phase("publish"):
+        if plan.book is not None:
+            together = extras.put_together(said)
+            manifest = seal.make_manifest(
+                save_id=construction.save_id,
+                step=request.step,
+                seconds=time.monotonic() - job.started,
+                metrics=request.metrics,
+                world_size=meeting.world,
+                mesh=request.mesh,
+                asked=sorted({*request.asked(), *plan.book.records}),
+                book=plan.book,
+                told=together,
+                extra=extras.write_extra(storage, folder, job.words.extra, together),
+                digest_file=digest_file,
+                rank_extra=rank_extra,
+            )
+            _publish(storage, construction, request, plan, manifest)
+
+
+def tell(job: Job) -> bytes:
+    return extras.tell(job.request.state) if job.plan.speaks else b"."
+
+
+def _write_parts(job: Job, folder: str, kept: Kept, snapshot: Snapshot | None) -> list[Digested]:
+    """What this rank writes of every group: first what others wait for."""
+    meeting, plan = job.meeting, job.plan
+    writer = Writer(job.storage, folder, durable=job.request.options.fsync, ranks=meeting.world, beat=meeting.beat)
+    try:
+        if snapshot is not None:
+            return write_snapshot(snapshot, writer, Wait(timeout_seconds=meeting.timeout_seconds, windows=dict(snapshot.windows)))
+        opened = kept.windows.ready(
+            meeting,
+            tile_nbytes=max((group.tile_nbytes for group in plan.groups if group.moves.mine), default=0),
+            partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
+        )
+        wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
+        found: list[Digested] = []
+        with giving_up(opened.get(meeting.rank)):
+            for group, parts in zip(plan.groups, job.held, strict=True):
+                number = meeting.number * _MAX_GROUPS + group.index + 1
+                write_headers(group, writer, rank=meeting.rank)
+                digested = write_tiles(group, parts, writer, opened, wait, rank=meeting.rank, exchange=number)
+                found.append(digested + write_extents(group, parts, writer, rank=meeting.rank))
+            writer.drain()
+        return found
+    finally:
+        writer.close()
+
+
+def _sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan) -> None:
+    """Each file is synced once, the work spread over its group."""
+    for group in plan.groups:
+        for i, file in enumerate(group.files):
+            if group.holders[i % len(group.holders)] == meeting.rank:
+                storage.sync(f"{folder}/{file.name}")
+                meeting.beat()
+
+
+def _publish(storage: LocalStorage, construction: commit.Construction, request: SaveRequest, plan: SavePlan, manifest: Manifest) -> None:
+    """Rank 0 only: what the caller attaches, the small files, the manifest, the rename."""
+    folder, fsync = construction.folder, request.options.fsync
+    if plan.book is None:
+        raise AssertionError("rank 0 has a book")
+    before = {name: storage.stamp(f"{folder}/{name}") for name in storage.entries(folder)}
+    if request.attach is not None:
+        request.attach(storage.path(folder))
+        ours = {*before, names.MANIFEST, *(names.index_name(part) for part in plan.book.records)}
+        for name in sorted(ours):
+            found = storage.stamp(f"{folder}/{name}")
+            if found != before.get(name):
+                raise StorageError(f"{storage.path(folder)}: `attach` changed {name}, which is the checkpoint's own; needed another name")
+    seal.write_indexes(storage, folder, plan.book)
+    if fsync:
+        for name in sorted(set(storage.entries(folder)) - {f for records in plan.book.records.values() for f in records} - {commit.PROBE}):
+            storage.sync_tree(f"{folder}/{name}")
+    storage.remove_file(f"{folder}/{commit.PROBE}")
+    seal.write_manifest(storage, folder, manifest, fsync=fsync)
+    commit.publish(storage, construction, fsync=fsync, if_exists=request.options.if_exists)
+
+
+def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException) -> None:
+    """Rank 0 clears away what a failed save left, once the others have stopped writing to it."""
+    meeting.put(f"stopped/{meeting.rank}", b"1")
+    if meeting.rank != 0:
+        return
+    if getattr(error, "agreed", False):
+        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
+    commit.abandon(storage, construction)

@@ -1,0 +1,90 @@
+"""A save that goes on in a thread of its own while training does. The thread talks to the other ranks through the store only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
+
+from unified_ckpt.engine.build import SaveReport
+from unified_ckpt.engine.save import Staged
+
+
+class PendingSave:
+    """A save on its way. At exit the process waits for it.
+
+    With `optimizers` the copy is made in the thread, and a step of any of them waits until it is.
+    """
+
+    def __init__(
+        self,
+        staged: Staged,
+        *,
+        optimizers: Sequence[Optimizer],
+        after_commit: Callable[[SaveReport], object] | None,
+        at_end: Callable[[], object] | None,
+    ) -> None:
+        self._staged, self._after_commit, self._at_end = staged, after_commit, at_end
+        self._copied, self._ended = threading.Event(), threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._seen = False
+        if not optimizers:
+            staged.copy()
+            self._copied.set()
+        self._hooks = [one.register_step_pre_hook(self._before_step) for one in optimizers]
+        # No daemon: a save that has begun is worth waiting for.
+        threading.Thread(target=self._run, name="unified_ckpt-save", daemon=False).start()
+
+    def staged(self) -> bool:
+        """Whether everything is copied: the tensors may change."""
+        return self._copied.is_set()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Ranks may see it end at different times."""
+        return self._ended.is_set()
+
+    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+        """Waits for the end. Raises the save's error, the same on every rank, or TimeoutError."""
+        if not self._ended.wait(timeout_seconds):
+            raise TimeoutError(f"the save has not ended within {timeout_seconds:g} s; it goes on")
+        self._seen = True
+        self._drop_hooks()
+        if self._error is not None:
+            raise self._error
+        if self._report is None:
+            raise AssertionError("ended with neither report nor error")
+        return self._report
+
+    def settle(self) -> None:
+        """Waits for the end. Raises the save's error if `result` has not told it yet."""
+        self._ended.wait()
+        if not self._seen:
+            self.result()
+
+    def _run(self) -> None:
+        try:
+            if not self._copied.is_set():
+                self._staged.copy()
+                self._copied.set()
+            self._report = self._staged.finish()
+            if self._after_commit is not None:
+                self._after_commit(self._report)
+        except BaseException as error:  # told by `result`
+            self._error = error
+        finally:
+            self._copied.set()
+            if self._at_end is not None:
+                self._at_end()
+            self._ended.set()
+
+    def _before_step(self, *_: object) -> None:
+        """An optimizer is about to change what is being copied."""
+        self._copied.wait()
+        self._drop_hooks()
+
+    def _drop_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

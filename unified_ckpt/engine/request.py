@@ -1,0 +1,115 @@
+"""From what a caller gives to what a save or a load needs: tensors flattened, named and placed. Changes nothing of the caller's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unified_ckpt.core.layout import Layout
+from unified_ckpt.engine.build import SaveRequest
+from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.load import LoadRequest
+from unified_ckpt.engine.match import saved_state
+from unified_ckpt.errors import FormatError, LayoutError
+from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.modules import Model
+from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
+from unified_ckpt.runtime.placements import Placer, mesh_for_people
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a load is asked to fill; arguments of `Checkpointer.load`."""
+
+    model: Model | None
+    optimizer: Optimizers | None
+    master_weights: Optimizers | None
+    parts: Mapping[str, Model] | None
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What a save is asked to hold; the arguments of `Checkpointer.save`."""
+
+    model: Model | None = None
+    optimizer: Optimizers | None = None
+    master_weights: Optimizers | None = None
+    parts: Mapping[str, Model] | None = None
+    extra: Any = None
+    rank_extra: Any = None
+    layout: Layout | None = None
+    step: int | None = None
+    metrics: Mapping[str, float] | None = None
+    attach: Callable[[str], object] | None = None
+
+
+def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
+    step = what.step
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        raise FormatError(f"step is {step!r}; needed an int of 0 or more")
+    placer = _placer(comm, what.layout)
+    state = flatten_state(
+        placer,
+        model=what.model,
+        optimizer=what.optimizer,
+        master_weights=what.master_weights,
+        further=what.parts,
+        model_dtype=options.model_dtype,
+    )
+    measured, mesh = _metrics(what.metrics), mesh_for_people(placer)
+    return SaveRequest(state, what.extra, what.rank_extra, what.layout, placer.matched, mesh, step, measured, what.attach, options)
+
+
+def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    found = {str(name): float(value) for name, value in (metrics or {}).items()}
+    wrong = [name for name, value in found.items() if not math.isfinite(value)]
+    if wrong:
+        raise FormatError(f"metrics[{wrong[0]!r}] is {found[wrong[0]]}; needed a finite number")
+    return found
+
+
+def load_request(comm: Comm, folder: Folder, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
+    """The targets of a load. Nothing of the caller's is changed."""
+    placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
+    objects = as_list(optimizer)
+    state = flatten_state(
+        placer,
+        model=model,
+        optimizer=None if objects else optimizer,
+        master_weights=None if isinstance(master_weights, Optimizer) else master_weights,
+        further=what.parts,
+        model_dtype=None,
+    )
+    target = None
+    if objects or isinstance(master_weights, Optimizer):
+        if model is None:
+            raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
+        of = objects or as_list(master_weights)
+        names = state.model.names()
+        saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
+        shapes = {part.row.fqn: part.row.spec.shape for part in state.parts if part.row.part == MODEL}
+        target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
+        if objects:
+            state.asked.add(OPTIMIZER)
+            state.parts += place_targets(placer, OPTIMIZER, target.tensors, state.model)
+        if isinstance(master_weights, Optimizer):
+            state.asked.add(MASTER)
+            state.parts += place_targets(placer, MASTER, target.masters, state.model)
+    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
+
+
+def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
+    return {names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in names}
+
+
+def _placer(comm: Comm, layout: Layout | None) -> Placer:
+    if layout is not None:
+        layout.check_world(comm.world)
+    return Placer(comm.rank, comm.ranks, layout)

@@ -475,14 +475,16 @@ def test_a_process_without_a_process_group_is_alone() -> None:
     assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
 
 
-def test_the_ranks_of_a_process_group_meet_over_its_store() -> None:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def test_a_process_group_of_one_rank_needs_no_store() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comm = from_torch(None)
         comm.meet("save", same=False, timeout_seconds=SECONDS).agree("written")
         assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
         again = from_torch(dist.group.WORLD)
-        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 1, "the same ranks, the same meetings"
+        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 0, "alone over the group's store: the first one there"
+        assert from_torch(dist.group.WORLD).meet("save", same=False, timeout_seconds=SECONDS).number == 1, (
+            "the same ranks, the same meetings"
+        )
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,8 @@ from torch.optim import Optimizer
 
 from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.save import Staged
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 class PendingSave:
@@ -33,7 +36,8 @@ class PendingSave:
         if not optimizers:
             staged.copy()
             self._copied.set()
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in optimizers]
+        # Removed by the caller's thread only: an optimizer may be going through its hooks in another.
+        self._hooks = [one.register_step_pre_hook(_waiting_for(self._copied)) for one in optimizers]
         # No daemon: a save that has begun is worth waiting for.
         threading.Thread(target=self._run, name="unified_ckpt-save", daemon=False).start()
 
@@ -73,18 +77,24 @@ class PendingSave:
                 self._after_commit(self._report)
         except BaseException as error:  # told by `result`
             self._error = error
+            if not threading.main_thread().is_alive():  # nobody is left to ask
+                _LOG.error("a save in the background failed while the process ended: %s", error)
         finally:
             self._copied.set()
             if self._at_end is not None:
                 self._at_end()
             self._ended.set()
 
-    def _before_step(self, *_: object) -> None:
-        """An optimizer is about to change what is being copied."""
-        self._copied.wait()
-        self._drop_hooks()
-
     def _drop_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _waiting_for(event: threading.Event) -> Callable[..., None]:
+    """A hook that holds up an optimizer's step until the event; it keeps nothing else alive."""
+
+    def wait(*_: object) -> None:
+        event.wait()
+
+    return wait

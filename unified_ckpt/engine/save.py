@@ -48,12 +48,16 @@ def begin_save(
     started = time.monotonic()
     meeting, mark = _meet(comm, storage.path(name), request, kept, timeout_seconds=timeout_seconds)
     meeting.to_background()
-    job = _arrive(meeting, storage, name, request, kept, mark, started, background=True)
-    with meeting.phase("stage"):
-        snapshot = prepare(meeting, job.plan.groups, job.held, kept.buffers)
-        job = replace(job, told=tell(job))
-        later = steady_keys(job.request.state) if lazy else frozenset()
-        copy(snapshot, {part.row.key for parts in job.held for part in parts} - later)
+    try:
+        job = _arrive(meeting, storage, name, request, kept, mark, started, background=True)
+        with meeting.phase("stage"):
+            snapshot = prepare(meeting, job.plan.groups, job.held, kept.buffers)
+            job = replace(job, told=tell(job))
+            later = steady_keys(job.request.state) if lazy else frozenset()
+            copy(snapshot, {part.row.key for parts in job.held for part in parts} - later)
+    except BaseException:
+        meeting.leave()
+        raise
     return Staged(job, snapshot, kept, later)
 
 

@@ -127,6 +127,7 @@ class Meeting:
     def to_background(self) -> None:
         """This rank may come to other meetings before it leaves this one, which it says by `leave`."""
         self._background = True
+        self.count("left", 0)  # there from the start: where it is not, all have left and somebody has deleted it
 
     def leave(self) -> None:
         """This rank is through with a meeting in the background."""
@@ -304,7 +305,7 @@ def solo() -> Comm:
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:
     """The ranks of a process group (None: all), over the store that it was made with; `solo` where there is no process group."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized() or (group is None and dist.get_world_size() == 1):
         return solo()
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     me = dist.get_rank()

@@ -41,11 +41,12 @@ class Placer:
 
     def place(self, fqn: str, tensor: torch.Tensor) -> Placed | None:
         """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError where it cannot be said."""
-        inner, local = Sharding(), tensor.detach()
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.get_coordinate() is None:
                 return None
             inner, local = self._dtensor_rule(fqn, tensor), tensor._local_tensor.detach()
+        else:
+            inner, local = Sharding(), tensor.detach()
         _refuse_unreal(fqn, local)
         shape, cuts, padded = tuple(tensor.shape), tuple[Cut, ...](), set[int]()
         pattern = self.layout.rule_for(fqn) if self.layout is not None else None

@@ -191,7 +191,7 @@ class Checkpointer:
         folder: Folder | None = None
         request: LoadRequest | Exception
         try:
-            folder = open_path(self._resolve(path))
+            folder = open_path(self._resolve(path), hold=comm.rank == 0)
             targets = Targets(model, optimizer, master_weights, parts, layout)
             request = load_request(comm, folder, targets, strict=strict, options=options)
         except Exception as error:  # told to every rank in the load
@@ -264,7 +264,7 @@ def load(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> 
 
 def open(path: Path) -> SourceView:  # noqa: A001  # uc.open, never imported bare
     """A checkpoint, lazily: no process group, nothing read but what is asked for. Raises NotFoundError or FormatError."""
-    return SourceView(open_path(os.fspath(path)))
+    return SourceView(open_path(os.fspath(path), hold=True))
 
 
 def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None) -> VerifyReport:
@@ -272,7 +272,7 @@ def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] 
 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
     """
-    folder = open_path(os.fspath(path))
+    folder = open_path(os.fspath(path), hold=True)
     try:
         return verify_folder(folder, deep=deep, progress=progress)
     finally:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Options(BaseModel):
@@ -49,3 +51,68 @@ class LoadOptions(_Options):
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
     timeout_seconds: Timeout = 600.0
+
+
+class ManagerOptions(_Options):
+    """When to save, what to keep, what to do about a failure, and where to load from.
+
+    When, each on its own and all united: `interval_steps`: at multiples of it, not at step 0. `interval_seconds`: so long after the
+    last save, by rank 0's clock. `steps`: at these. `on_start`: at the first step that a fresh run asks about. `on_completion`: in
+    `finish`. `continuous`: as soon as the last save is done, at least `interval_seconds` apart where that is set. `on_preemption`: on
+    SIGTERM, SIGINT or `request_stop`, at a step on which all ranks agree. `enabled`: False saves nothing and loads nothing.
+
+    What to keep, united; none set keeps all: `keep_latest`, `keep_every_steps`, `keep_every_seconds`, and `keep_best` by `best_metric`
+    count full and model-only checkpoints apart; `keep_latest_model_only` and `keep_every_steps_model_only` are for model-only ones,
+    in place of the common limit. The newest, the newest full one and the best always stay.
+
+    `asynchronous`: save in the background; `lazy`: copy on the way, see `save_async`. `in_flight`: a save that comes while another
+    runs waits for it, or is skipped. `retries` of a failed save, after `retry_seconds`, twice that, and so on; `raise_after` that many
+    saves have failed in a row. `notice_seconds`: how often a rank looks whether another one wants to stop; longer by itself in large
+    worlds. `margin_steps`: how far ahead the agreed step lies; more than the steps that one rank can be ahead of another.
+
+    `load_parameters_path`: start from these weights with a fresh optimizer; `load_full_state_path`: from another run's whole state;
+    both only where the own root holds nothing valid. `step_prefix`: of the folders' names.
+    """
+
+    enabled: bool = True
+    interval_steps: Count | None = None
+    interval_seconds: Timeout | None = None
+    steps: frozenset[Annotated[int, Field(ge=0)]] = frozenset()
+    on_start: bool = False
+    on_completion: bool = True
+    continuous: bool = False
+    on_preemption: bool = True
+
+    keep_latest: Count | None = None
+    keep_every_steps: Count | None = None
+    keep_every_seconds: Timeout | None = None
+    keep_best: Count | None = None
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    keep_latest_model_only: Count | None = None
+    keep_every_steps_model_only: Count | None = None
+
+    asynchronous: bool = True
+    lazy: bool = False
+    in_flight: Literal["wait", "skip"] = "wait"
+    retries: Annotated[int, Field(ge=0)] = 2
+    retry_seconds: Pause = 1.0
+    raise_after: Count = 3
+    notice_seconds: Timeout = 1.0
+    margin_steps: Count = 2
+
+    load_parameters_path: str | None = None
+    load_full_state_path: str | None = None
+    step_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "checkpoint-"
+
+    @model_validator(mode="after")
+    def _check(self) -> ManagerOptions:
+        if self.load_parameters_path and self.load_full_state_path:
+            raise ValueError("At most one of load_parameters_path or load_full_state_path should be set.")
+        if (self.load_parameters_path or self.load_full_state_path) and not self.enabled:
+            raise ValueError("You must set enable_checkpointing=True to load a checkpoint.")
+        if self.keep_best is not None and self.best_metric is None:
+            raise ValueError("keep_best needs best_metric: the name of a metric that is passed to save")
+        if self.lazy and not self.asynchronous:
+            raise ValueError("lazy is a way to save in the background; needed asynchronous=True")
+        return self

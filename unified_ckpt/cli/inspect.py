@@ -35,7 +35,7 @@ class _Part:
 
 def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all` and `json`."""
-    folder = open_path(arguments.path)
+    folder = open_path(arguments.path, hold=True)
     try:
         parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
         if arguments.json:

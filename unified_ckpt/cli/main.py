@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from unified_ckpt.cli import rules
 from unified_ckpt.errors import CheckpointError
 
 
@@ -47,10 +48,21 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
     verify.add_argument("--deep", action="store_true", help="also read every byte and compare every digest")
 
+    listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
+    listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")
+    prune = verbs.add_parser("prune", help="remove checkpoints by rules", description="Removes what no rule keeps. Asks nothing.")
+    prune.add_argument("root", metavar="ROOT", help="the folder of one run")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--incomplete", action="store_true", help="also folders named as steps that are no whole checkpoint")
+    prune.add_argument("--leftovers", action="store_true", help="also what interrupted saves have left")
+    prune.add_argument("--older-than-hours", type=rules.hours, default=24.0, metavar="H", help="of these two, only what is older (24)")
+
     demo = verbs.add_parser("demo", help="train, be killed, resume on fewer processes", description="Trains a small model, about a minute.")
     demo.add_argument("--dir", metavar="DIR", help="work in this empty folder, and leave it as it is then")
     demo.add_argument("--keep", action="store_true", help="keep the folder in which the demo worked")
 
-    for verb in (inspect, verify, demo):
+    for verb in (listing, prune):
+        rules.add_to(verb)
+    for verb in (inspect, verify, listing, prune, demo):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser

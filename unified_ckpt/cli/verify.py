@@ -17,7 +17,7 @@ from unified_ckpt.engine.prove import VerifyReport, verify_folder
 def run(arguments: Namespace) -> int:
     """Takes `path`, `deep` and `json`. Returns 1 where there is a problem."""
     started = time.monotonic()
-    folder = open_path(arguments.path)
+    folder = open_path(arguments.path, hold=True)
     try:
         # disable=None: a bar for a terminal only.
         with tqdm(total=_total(folder), desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:

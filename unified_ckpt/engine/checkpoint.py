@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from unified_ckpt.core.dtypes import packed
@@ -18,6 +19,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, I
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage, is_url, reader
 
 _MODEL = "model"
@@ -33,6 +35,7 @@ class Folder:
         self.storage, self.manifest = storage, manifest
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
+        self.held = ExitStack()  # until `close`
 
     @property
     def format(self) -> str:
@@ -179,6 +182,7 @@ class Folder:
 
     def close(self) -> None:
         self.storage.close()
+        self.held.close()
 
     def _entry(self, part: str, name: str) -> Entry:
         file = self._weight_maps[part][name]
@@ -221,8 +225,11 @@ class Folder:
         return header.parse_header(bytes(head), file_size=size, file=where)
 
 
-def open_path(path: str) -> Folder:
-    """The checkpoint at a local path or an fsspec URL. NotFoundError says what is there instead."""
+def open_path(path: str, *, hold: bool) -> Folder:
+    """The checkpoint at a local path or an fsspec URL. NotFoundError says what is there instead.
+
+    `hold`: nobody who asks removes it until it is closed; one rank of a job is enough.
+    """
     storage = reader(path if is_url(path) else os.path.abspath(path.removeprefix("file://")))
     if isinstance(storage, LocalStorage):
         kind = storage.kind("")
@@ -231,7 +238,12 @@ def open_path(path: str) -> Folder:
             raise NotFoundError(f"{storage.root}: there is no such folder{_whereabouts(LocalStorage(parent), name)}")
         if kind == "file":
             raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
-    return open_folder(storage)
+    with ExitStack() as held:
+        if hold and isinstance(storage, LocalStorage):
+            held.enter_context(reading(storage.root))
+        folder = open_folder(storage)
+        folder.held = held.pop_all()
+    return folder
 
 
 def open_folder(storage: LocalStorage | RemoteStorage) -> Folder:

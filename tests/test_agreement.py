@@ -1,0 +1,205 @@
+"""A step on which ranks agree without waiting: ranks as threads that drift apart, and every order of events by hand."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+import unified_ckpt as uc
+from unified_ckpt.manager.agreement import Agreement
+from unified_ckpt.manager.interruption import Interruption
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import run_ranks
+
+
+class Counted:
+    """A store that counts how often it is asked."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.looks = store, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += 1
+        return bool(self._store.check(keys))
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        found: Callable[..., object] = getattr(self._store, name)
+        return found
+
+
+def agreements(world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] = time.monotonic) -> list[Agreement]:
+    store = dist.HashStore()
+    return [
+        Agreement(store, "test", rank=rank, ranks=range(world), margin_steps=margin, look_seconds=look, clock=clock)
+        for rank in range(world)
+    ]
+
+
+def test_without_a_notice_nothing_happens() -> None:
+    ranks = agreements(3)
+    assert [[one.at(step) for one in ranks] for step in range(5)] == [[None] * 3] * 5
+
+
+def test_all_act_at_the_highest_step_and_a_margin() -> None:
+    first, second, third = agreements(3)
+    first.notify("because")
+    assert (first.at(10), second.at(11), third.at(9)) == (None, None, None)
+    assert [one.at(step) for one in (first, second, third) for step in (12, 13)] == [None, "because"] * 3
+    assert not any(one.pending for one in (first, second, third))
+
+
+def test_it_can_be_raised_again_and_by_several_at_once() -> None:
+    ranks = agreements(2)
+    acted = []
+    for step in range(30):
+        if step in (3, 12, 13):  # the third while the second is being agreed on: the same notice
+            for one in ranks:
+                one.notify(str(step))
+        found = {one.at(step) for one in ranks}
+        assert len(found) == 1, "all at the same step"
+        acted += [step for why in found if why is not None]
+    assert acted == [5, 14]
+
+
+def test_alone_it_is_at_once() -> None:
+    (one,) = agreements(1)
+    one.notify("now")
+    assert one.at(7) == "now"
+    assert one.at(8) is None
+
+
+def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_others() -> None:
+    late, other = agreements(2, margin=1)
+    late.notify("x")
+    late.at(1)
+    other.at(1)
+    with pytest.raises(uc.RankError, match=r"rank 1 is at step 7, past step 2 .* needed a margin_steps larger than 1"):
+        other.at(7)
+    with pytest.raises(uc.RankError, match="rank 1 is at step 7, past step 2"):
+        late.at(2)
+
+
+def test_a_rank_that_has_ended_leaves_the_others_training() -> None:
+    one, _gone, other = agreements(3)
+    one.notify("x")
+    assert [(one.at(step), other.at(step)) for step in range(50)] == [(None, None)] * 50
+
+
+def test_ranks_look_at_most_once_in_a_while() -> None:
+    now = [0.0]
+    store = Counted(dist.HashStore())
+    one = Agreement(store, "t", rank=0, ranks=range(2), margin_steps=2, look_seconds=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
+    for step in range(1000):
+        now[0] += 0.01
+        one.at(step)
+    assert 9 <= store.looks <= 11
+
+
+def test_in_a_large_world_they_look_less_often() -> None:
+    assert Agreement(dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, look_seconds=1.0)._look_seconds == 5.0
+
+
+def test_keys_do_not_pile_up() -> None:
+    store = dist.HashStore()
+    ranks = [Agreement(store, "t", rank=r, ranks=range(3), margin_steps=1, look_seconds=0.0) for r in range(3)]
+    sizes = []
+    for step in range(60):
+        if step % 6 == 0:
+            ranks[1].notify("x")
+        for one in ranks:
+            one.at(step)
+        sizes.append(store.num_keys())
+    assert max(sizes[30:]) == max(sizes[6:30])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
+    """Each step ends in a barrier, as training does in a collective; between barriers each rank is as slow as it likes."""
+    world = 5
+    draw = random.Random(seed)
+    naps = [[draw.choice([0.0, 0.0, 0.002]) for _ in range(300)] for _ in range(world)]
+    raisers = {draw.randrange(world): draw.randrange(5, 60) for _ in range(3)}
+    barrier = threading.Barrier(world)
+
+    def act(comm: Comm) -> list[int]:
+        look = 0.004 * comm.rank
+        one = Agreement(comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, look_seconds=look)
+        acted = []
+        for step in range(150):
+            barrier.wait(30)
+            time.sleep(naps[comm.rank][step])
+            if raisers.get(comm.rank) == step:
+                one.notify("x")
+            if one.at(step) is not None:
+                acted.append(step)
+        return acted
+
+    found = run_ranks(world, act)
+    assert found[0]
+    assert found.count(found[0]) == world
+    assert found[0][0] >= min(raisers.values())
+
+
+# signals
+
+
+def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with Interruption() as interruption:
+        assert interruption.received is None
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.received == "SIGTERM"
+        signal.raise_signal(signal.SIGTERM)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_the_second_interrupt_goes_through() -> None:
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_stood_there_before_is_called_too() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with Interruption():
+            signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_whoever_came_after_us_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def theirs(number: int, frame: object) -> None: ...
+
+    try:
+        with Interruption():
+            signal.signal(signal.SIGTERM, theirs)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_of_the_main_thread_it_does_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def act() -> None:
+        with Interruption():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    found: list[object] = []
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert found == [before]

@@ -1,0 +1,135 @@
+"""Options that limit each other, and the names that other libraries have for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import unified_ckpt as uc
+from unified_ckpt.manager.foreign import from_maxtext, from_paddle
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"load_parameters_path": "a", "load_full_state_path": "b"},
+            "At most one of load_parameters_path or load_full_state_path should be set.",
+        ),
+        ({"load_parameters_path": "a", "enabled": False}, "You must set enable_checkpointing=True to load a checkpoint."),
+        ({"keep_best": 2}, "keep_best needs best_metric"),
+        ({"lazy": True, "asynchronous": False}, "needed asynchronous=True"),
+        ({"interval_steps": 0}, "greater than or equal to 1"),
+        ({"keep_latest": 0}, "greater than or equal to 1"),
+        ({"interval_seconds": float("nan")}, "finite"),
+        ({"step_prefix": ".unified-"}, "pattern"),
+        ({"step_prefix": "a/b"}, "pattern"),
+        ({"save_interval": 3}, "Extra inputs are not permitted"),
+    ],
+)
+def test_manager_options_refuse(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text.replace("(", r"\(")):
+        uc.ManagerOptions(**options)
+
+
+def test_maxtext_names() -> None:
+    found = from_maxtext(
+        {
+            "enable_checkpointing": True,
+            "async_checkpointing": False,
+            "checkpoint_period": 500,
+            "max_num_checkpoints_to_keep": 3,
+            "save_checkpoint_on_start": True,
+            "save_checkpoint_on_completion": False,
+            "enable_autocheckpoint": False,
+            "enable_continuous_checkpointing": True,
+            "load_parameters_path": "",
+            "load_full_state_path": "runs/a/checkpoint-1",
+            "checkpoint_storage_target_data_file_size_bytes": 2147483648,
+            "enable_emergency_checkpoint": False,
+            "local_checkpoint_directory": "",
+            "local_checkpoint_period": 0,
+            "checkpoint_todelete_subdir": None,
+        },
+        manager=uc.ManagerOptions(keep_every_steps=7),
+    )
+    assert found.manager == uc.ManagerOptions(
+        asynchronous=False,
+        interval_steps=500,
+        keep_latest=3,
+        on_start=True,
+        on_completion=False,
+        on_preemption=False,
+        continuous=True,
+        load_full_state_path="runs/a/checkpoint-1",
+        keep_every_steps=7,
+    )
+    assert found.save == uc.SaveOptions(max_file_bytes=2147483648)
+    assert from_maxtext({}).manager == uc.ManagerOptions()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"checkpoint_storage_concurrent_gb": 96}, "checkpoint_storage_concurrent_gb=96: has no meaning here: a save holds one snapshot"),
+        ({"local_checkpoint_directory": "/dev/shm"}, "local_checkpoint_directory='/dev/shm': has no meaning here: there is one tier"),
+        ({"enable_emergency_checkpoint": True}, "enable_emergency_checkpoint=True: has no meaning here"),
+        ({"checkpoint_perod": 3}, "checkpoint_perod: is no checkpoint flag of MaxText that is known here"),
+    ],
+)
+def test_maxtext_names_without_a_meaning_are_refused(flags: dict[str, object], text: str) -> None:
+    with pytest.raises(uc.FormatError, match=text):
+        from_maxtext(flags)
+
+
+def test_maxtext_errors() -> None:
+    with pytest.raises(ValidationError, match=r"At most one of load_parameters_path or load_full_state_path should be set\."):
+        from_maxtext({"load_parameters_path": "a", "load_full_state_path": "b"})
+    with pytest.raises(ValidationError, match=r"You must set enable_checkpointing=True to load a checkpoint\."):
+        from_maxtext({"enable_checkpointing": False, "load_parameters_path": "a"})
+
+
+@pytest.mark.parametrize(
+    ("config", "asynchronous", "parts"),
+    [
+        ("", False, None),
+        ("async_save", True, None),
+        ("async_save skip_save_model_weight master_weight_compatible", True, ("master_weights", "optimizer")),
+        ("async_save,remove_master_weight,async_save", True, ("model", "optimizer")),
+        ("enable_all_options", False, ("master_weights", "optimizer")),
+        ("master_weight_compatible", False, None),
+    ],
+)
+def test_paddle_config(config: str, asynchronous: bool, parts: tuple[str, ...] | None) -> None:
+    found = from_paddle(config, manager=uc.ManagerOptions(interval_steps=3))
+    assert found.manager == uc.ManagerOptions(interval_steps=3, asynchronous=asynchronous)
+    assert found.save.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ("async_save async", "'async' is unknown; known are async_save, skip"),
+        ("ignore_merge_optimizer", "ignore_merge_optimizer has no meaning here: the optimizer is merged"),
+        ("enable_all_options remove_master_weight", "makes PaddleNLP drop remove_master_weight"),
+        ("skip_save_model_weight remove_master_weight", "leave no weights"),
+    ],
+)
+def test_paddle_config_is_refused(config: str, text: str) -> None:
+    with pytest.raises(uc.FormatError, match=text):
+        from_paddle(config)
+
+
+@pytest.mark.parametrize("config", ["skip_save_model_weight", "remove_master_weight"])
+def test_what_paddle_options_leave_out_is_filled_from_the_other(config: str, tmp_path: object) -> None:
+    model = {"w": torch.arange(8, dtype=torch.float32).to(torch.bfloat16)}
+    masters = {"w": torch.arange(8, dtype=torch.float32)}
+    folder = f"{tmp_path}/checkpoint-1"
+    uc.save(folder, model=model, master_weights=masters, optimizer={"w/exp_avg": masters["w"]}, options=from_paddle(config).save)
+    found = {"w": torch.zeros(8, dtype=torch.bfloat16)}, {"w": torch.zeros(8)}
+    uc.load(folder, model=found[0], master_weights=found[1], optimizer={"w/exp_avg": torch.zeros(8)})
+    assert torch.equal(found[0]["w"], model["w"])
+    assert torch.equal(found[1]["w"], masters["w"])

@@ -1,0 +1,99 @@
+"""When to save, what a failure means, and how options become rules: tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unified_ckpt as uc
+from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rules
+from unified_ckpt.manager.failures import Failures, may_pass
+from unified_ckpt.manager.policies import due, due_by_clock, pause_seconds, rules, uses_clock
+from unified_ckpt.options import ManagerOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "why"),
+    [
+        ({}, 10, ()),
+        ({"interval_steps": 5}, 10, ("interval",)),
+        ({"interval_steps": 5}, 11, ()),
+        ({"interval_steps": 5}, 0, ()),
+        ({"interval_steps": 5, "steps": {10}}, 10, ("interval", "given step")),
+        ({"steps": {0}}, 0, ("given step",)),
+        ({"interval_steps": 5, "enabled": False}, 10, ()),
+    ],
+)
+def test_due_by_the_step(options: dict[str, Any], step: int, why: tuple[str, ...]) -> None:
+    assert due(ManagerOptions(**options), step, last_step=None, first=False) == why
+    assert due(ManagerOptions(**options), step, last_step=step, first=False) == ()
+
+
+def test_due_at_the_start_of_a_fresh_run_only() -> None:
+    options = ManagerOptions(on_start=True)
+    assert due(options, 0, last_step=None, first=True) == ("start",)
+    assert due(options, 1, last_step=None, first=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "in_flight", "failed", "why"),
+    [
+        ({}, 1e9, False, 0, None),
+        ({"interval_seconds": 60}, 59.0, False, 0, None),
+        ({"interval_seconds": 60}, 60.0, False, 0, "seconds"),
+        ({"interval_seconds": 60}, 60.0, True, 0, None),
+        ({"continuous": True}, 0.0, False, 0, "continuous"),
+        ({"continuous": True}, 0.0, True, 0, None),
+        ({"continuous": True, "interval_seconds": 60}, 59.0, False, 0, None),
+        ({"continuous": True, "interval_seconds": 60}, 61.0, False, 0, "continuous"),
+        ({"retries": 2, "retry_seconds": 4}, 3.0, False, 1, None),
+        ({"retries": 2, "retry_seconds": 4}, 4.0, False, 1, "retry"),
+        ({"retries": 2, "retry_seconds": 4}, 7.0, False, 2, None),
+        ({"retries": 2, "retry_seconds": 4}, 8.0, False, 2, "retry"),
+        ({"retries": 2, "retry_seconds": 4}, 99.0, False, 3, None),
+    ],
+)
+def test_due_by_the_clock(options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None) -> None:
+    assert due_by_clock(ManagerOptions(**options), seconds_since_last=seconds, in_flight=in_flight, failed=failed) == why
+
+
+def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
+    assert not uses_clock(ManagerOptions(asynchronous=False))
+    assert not uses_clock(ManagerOptions(retries=0))
+    assert not uses_clock(ManagerOptions(enabled=False, continuous=True))
+    assert uses_clock(ManagerOptions())
+    assert uses_clock(ManagerOptions(asynchronous=False, interval_seconds=1))
+
+
+def test_pauses_double() -> None:
+    assert [pause_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)] == [1.5, 3.0, 6.0]
+
+
+def test_rules_of_the_options() -> None:
+    assert rules(ManagerOptions()) == Rules((), ())
+    assert rules(ManagerOptions(best_metric="loss")) == Rules((), ()), "a metric alone limits nothing"
+    found = rules(ManagerOptions(keep_latest=3, keep_every_steps=100, keep_every_seconds=60, keep_latest_model_only=1, best_metric="loss"))
+    common = (EverySeconds(60.0), BestN("loss", "min", 0))
+    assert found == Rules((LatestN(3), EverySteps(100), *common), (LatestN(1), EverySteps(100), *common))
+    assert rules(ManagerOptions(keep_latest_model_only=2)) == Rules((), (LatestN(2),))
+    best = BestN("acc", "max", 2)
+    assert rules(ManagerOptions(keep_best=2, best_metric="acc", best_mode="max")) == Rules((best,), (best,))
+
+
+def test_failures_are_counted_and_raised() -> None:
+    failures = Failures()
+
+    def fail(*, retried: bool = False, attempts: int = 1) -> bool:
+        return failures.count(retried=retried, attempts=attempts, raise_after=2, retries=1)
+
+    assert [fail(attempts=2), fail(attempts=2)] == [False, True], "each had its retries"
+    failures.clear()
+    assert [fail(), fail(retried=True), fail(), fail(retried=True)] == [False, False, False, True]
+    failures.clear()
+    assert [fail(), fail(), fail()] == [False, False, True], "retries that never came"
+
+
+def test_what_may_pass() -> None:
+    assert all(may_pass(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x")))
+    assert not any(may_pass(error) for error in (uc.LayoutError("x"), uc.FormatError("x"), uc.MismatchError("x"), TypeError("x")))

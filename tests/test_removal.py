@@ -1,0 +1,126 @@
+"""Removing a checkpoint: not while it is read, not another one's, and never half of one that still counts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+from managing import copy, put
+
+import unified_ckpt as uc
+from unified_ckpt.format import names
+from unified_ckpt.manager.removal import clear, remove, removed_all
+from unified_ckpt.manager.steps import scan
+from unified_ckpt.runtime.locks import reading
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.testing import FaultyStorage, Fuse, Stopped
+
+
+def id_of(root: Path, name: str) -> str:
+    return {one.name: one.save_id or "" for one in scan(LocalStorage(str(root)), "checkpoint-").steps}[name]
+
+
+def test_it_goes_whole(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2)
+    assert remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1"))
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id="x"), "it is gone already"
+
+
+def test_not_while_it_is_read(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    storage, save_id = LocalStorage(str(tmp_path)), id_of(tmp_path, "checkpoint-1")
+    with reading(str(tmp_path / "checkpoint-1")), reading(str(tmp_path / "checkpoint-1")):
+        assert not remove(storage, "checkpoint-1", save_id=save_id)
+    assert uc.verify(tmp_path / "checkpoint-1").ok
+    assert remove(storage, "checkpoint-1", save_id=save_id)
+
+
+def _read_until_told(folder: str, ready: multiprocessing.synchronize.Event, end: multiprocessing.synchronize.Event) -> None:
+    with reading(folder):
+        ready.set()
+        end.wait(60)
+
+
+def test_not_while_another_process_reads_it(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    spawn = multiprocessing.get_context("fork")
+    ready, end = spawn.Event(), spawn.Event()
+    reader = spawn.Process(target=_read_until_told, args=(str(tmp_path / "checkpoint-1"), ready, end))
+    reader.start()
+    assert ready.wait(60)
+    assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1"))
+    end.set()
+    reader.join()
+    assert remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id=id_of(tmp_path, "checkpoint-1"))
+
+
+def test_not_one_that_has_taken_its_place(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    old = id_of(tmp_path, "checkpoint-1")
+    uc.save(tmp_path / "checkpoint-1", model={}, step=1, options=uc.SaveOptions(if_exists="replace"))
+    assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id=old)
+    assert uc.verify(tmp_path / "checkpoint-1").ok
+
+
+def test_a_folder_without_manifest_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "optimizer.pt").write_bytes(b"x")
+    assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id="x")
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
+    with reading(str(tmp_path / "checkpoint-1")), reading("memory://nowhere"):
+        pass
+
+
+def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1)
+    manifest, kept = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "kept"
+    real = os.open
+
+    def slow(path: str, *arguments: int) -> int:
+        fd = real(path, *arguments)
+        if path == str(manifest):
+            manifest.rename(kept)
+        return fd
+
+    monkeypatch.setattr(os, "open", slow)
+    with pytest.raises(uc.NotFoundError, match="was removed while it was opened"), reading(str(tmp_path / "checkpoint-1")):
+        pass
+
+
+def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> None:
+    put(tmp_path / "source", 1, 2)
+    fuse = Fuse()
+    storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
+    assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
+    assert [operation.split()[0] for operation in fuse.operations] == ["remove_file", "sync_folder", "rename", "remove_folder"]
+    for at in range(len(fuse.operations)):
+        root = copy(tmp_path / "source", tmp_path / f"at-{at}")
+        with pytest.raises(Stopped, match="stopped at operation"):
+            remove(FaultyStorage(str(root), Fuse(at)), "checkpoint-1", save_id=id_of(root, "checkpoint-1"))
+        found = scan(LocalStorage(str(root)), "checkpoint-")
+        assert [one.step for one in found.complete] == ([1, 2] if at == 0 else [2])
+        for one in found.complete:
+            assert uc.verify(one.path, deep=True).ok
+        if at == 3:  # half removed: under the name of a construction, where `prune --leftovers` finds it
+            assert [one.name for one in found.steps] == ["checkpoint-2"]
+            assert len(found.leftovers) == 1
+
+
+def test_several_with_the_reason_for_those_that_stay(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2, 3)
+    storage = LocalStorage(str(tmp_path))
+    with reading(str(tmp_path / "checkpoint-2")):
+        gone, stayed = removed_all(storage, {f"checkpoint-{n}": id_of(tmp_path, f"checkpoint-{n}") for n in (1, 2)})
+    assert (gone, list(stayed)) == (["checkpoint-1"], ["checkpoint-2"])
+    assert "read" in stayed["checkpoint-2"]
+
+
+def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    fuse = Fuse()
+    clear(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
+    assert [operation.split()[0] for operation in fuse.operations] == ["remove_file", "sync_folder", "remove_folder"]
+    assert os.listdir(tmp_path) == []

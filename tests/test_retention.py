@@ -1,0 +1,130 @@
+"""Retention: what is never dropped, whatever the rules; and each rule against a plain reading of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules, Saved, kept, ranked
+from unified_ckpt.errors import FormatError
+
+metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 0.5, 1.0, -2.0]), max_size=2)
+rules_of_a_kind = st.lists(
+    st.one_of(
+        st.integers(1, 4).map(LatestN),
+        st.integers(1, 7).map(EverySteps),
+        st.sampled_from([0.5, 10.0, 1e6]).map(EverySeconds),
+        st.builds(BestN, st.sampled_from(["loss", "accuracy"]), st.sampled_from(["min", "max"]), st.integers(0, 3)),
+    ),
+    max_size=3,
+).map(tuple)
+all_rules = st.builds(Rules, rules_of_a_kind, rules_of_a_kind)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Saved]:
+    steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=12))
+    return [Saved(step, draw(st.sampled_from([0.0, 5.0, 11.0, 60.0])), draw(st.booleans()), draw(metrics)) for step in steps]
+
+
+def full(*steps: int, loss: dict[int, float] | None = None) -> list[Saved]:
+    return [Saved(step, float(step), True, {"loss": loss[step]} if loss and step in loss else {}) for step in steps]
+
+
+def only(*rules: Rule) -> Rules:
+    return Rules(rules, rules)
+
+
+@given(histories(), all_rules)
+def test_the_newest_the_newest_full_and_the_best_always_stay(saved: list[Saved], rules: Rules) -> None:
+    stays = kept(saved, rules)
+    assert set(stays) <= {one.step for one in saved}
+    assert all(stays.values()), "each with its reasons"
+    if saved:
+        assert max(one.step for one in saved) in stays
+    if any(one.full for one in saved):
+        assert max(one.step for one in saved if one.full) in stays
+    for rule in (*rules.full, *rules.model_only):
+        measured = [one for one in saved if isinstance(rule, BestN) and rule.metric in one.metrics]
+        if measured and isinstance(rule, BestN):
+            pick = min if rule.mode == "min" else max
+            value = pick(one.metrics[rule.metric] for one in measured)
+            assert max(one.step for one in measured if one.metrics[rule.metric] == value) in stays
+
+
+@given(histories(), all_rules, rules_of_a_kind)
+def test_another_rule_never_removes_more(saved: list[Saved], rules: Rules, more: tuple[Rule, ...]) -> None:
+    wider = Rules(rules.full + more if rules.full else (), rules.model_only + more if rules.model_only else ())
+    assert set(kept(saved, rules)) <= set(kept(saved, wider))
+
+
+@given(histories(), all_rules)
+def test_what_is_kept_is_kept_again(saved: list[Saved], rules: Rules) -> None:
+    """Nothing kept is removed by the next run, unless its place among intervals moves: those are counted from the first that is there."""
+    stays = kept(saved, rules)
+    assert set(kept([one for one in saved if one.step in stays], rules)) == set(stays)
+
+
+@given(histories(), all_rules, st.randoms(use_true_random=False))
+def test_the_order_of_the_records_does_not_matter(saved: list[Saved], rules: Rules, draw: object) -> None:
+    mixed = list(saved)
+    draw.shuffle(mixed)  # type: ignore[attr-defined]
+    assert kept(mixed, rules) == kept(saved, rules)
+
+
+def test_no_rule_keeps_everything() -> None:
+    assert kept(full(1, 2, 3), Rules((), ())) == {1: ("no rule",), 2: ("no rule",), 3: ("newest", "newest full", "no rule")}
+    assert kept([], only(LatestN(1))) == {}
+
+
+def test_rules_are_united_and_named() -> None:
+    saved = full(5, 10, 15, 20, 25, loss={5: 0.1, 15: 0.3})
+    found = kept(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
+    assert found == {
+        5: ("best 1 by loss", "best by loss"),
+        10: ("every 10 steps",),
+        20: ("latest 2", "every 10 steps"),
+        25: ("newest", "newest full", "latest 2"),
+    }
+
+
+def test_every_seconds_counts_from_the_last_one_kept() -> None:
+    saved = [Saved(step, float(at), True, {}) for step, at in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))]
+    assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
+
+
+def test_rotation_with_separate_limits_for_model_only_and_full() -> None:
+    saved = [Saved(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
+    assert set(kept(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}
+    assert set(kept(saved, Rules((LatestN(1),), ()))) == {12, 1, 2, 3, 5, 6, 7, 9, 10, 11}
+
+
+def test_a_model_only_checkpoint_does_not_push_out_the_last_full_one() -> None:
+    saved = [Saved(1, 1.0, True, {}), *(Saved(step, float(step), False, {}) for step in (2, 3, 4))]
+    assert set(kept(saved, only(LatestN(1)))) == {1, 4}
+
+
+def test_rotation_keeps_the_best_without_a_number() -> None:
+    saved = full(1, 2, 3, 4, loss={1: 3.0, 2: 1.0, 3: 2.0})
+    assert kept(saved, only(LatestN(1), BestN("loss", "min", 0)))[2] == ("best by loss",)
+    assert set(kept(saved, only(LatestN(1), BestN("loss", "max", 0)))) == {1, 4}
+
+
+def test_of_equal_ones_the_later_is_the_best() -> None:
+    assert [one.step for one in ranked(full(1, 2, 3, loss={1: 1.0, 2: 1.0, 3: 2.0}), metric="loss", mode="min")] == [2, 1, 3]
+
+
+def test_without_the_metric_the_other_rules_decide() -> None:
+    assert set(kept(full(1, 2, 3), only(BestN("loss", "min", 2)))) == {3}
+    assert set(kept(full(1, 2, 3), only(BestN("loss", "min", 2), LatestN(2)))) == {2, 3}
+
+
+def test_protected_ones_stay() -> None:
+    assert kept(full(1, 2, 3, 4), only(LatestN(1)), protected={2, 9})[2] == ("in use",)
+
+
+@pytest.mark.parametrize("make", [lambda: LatestN(0), lambda: EverySteps(0), lambda: EverySeconds(0.0)])
+def test_a_rule_that_keeps_nothing_is_refused(make: object) -> None:
+    with pytest.raises(FormatError, match="needed a number above 0"):
+        make()  # type: ignore[operator]

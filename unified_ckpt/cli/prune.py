@@ -1,0 +1,129 @@
+"""The verb `prune`: removes checkpoints that no rule keeps, and on demand what is no checkpoint. Asks nothing; starts without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unified_ckpt.cli.list import left_text
+from unified_ckpt.cli.rules import problem, rules_of
+from unified_ckpt.cli.words import count, human, plain
+from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.manager.removal import clear, remove
+from unified_ckpt.manager.rotation import condemned
+from unified_ckpt.manager.steps import Scan, StepRecord, scan
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A folder, and whether it goes. `save_id`: of a good checkpoint, which goes only while nobody reads it."""
+
+    name: str
+    nbytes: int
+    goes: bool
+    why: str
+    save_id: str | None = None
+
+
+def run(arguments: Namespace) -> int:
+    """Takes `root`, `prefix`, the rules, `incomplete`, `leftovers`, `older_than_hours`, `dry_run` and `json`. 1 where something stayed."""
+    if (wrong := problem(arguments)) is not None:
+        print(f"unified-ckpt prune: {wrong}", file=sys.stderr)
+        return 2
+    rules = rules_of(arguments)
+    if not (rules.full or rules.model_only or arguments.incomplete or arguments.leftovers):
+        print(
+            "unified-ckpt prune: nothing is asked for: needed a rule such as --keep-latest, or --incomplete or --leftovers", file=sys.stderr
+        )
+        return 2
+    root = os.path.realpath(arguments.root)
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{root}: there is no such folder")
+    storage = LocalStorage(root)
+    found = scan(storage, arguments.prefix)
+    if not found.steps and not found.leftovers:
+        raise NotFoundError(f"{root}: no checkpoints named {arguments.prefix}<step>; needed the folder of one run")
+    choices = [
+        _Choice(one.name, one.nbytes, True, "no rule keeps it", one.save_id)
+        for one in (condemned(found, rules, protected=()) if rules.full or rules.model_only else ())
+    ]
+    older = arguments.older_than_hours * 3600
+    choices += list(_incomplete(storage, found, older)) if arguments.incomplete else []
+    choices += list(_leftovers(found, older)) if arguments.leftovers else []
+    done, failed = _carry_out(storage, choices, dry=arguments.dry_run)
+    _show(arguments, root, choices, done, failed)
+    return 1 if failed else 0
+
+
+def _incomplete(storage: LocalStorage, found: Scan, older_seconds: float) -> Iterator[_Choice]:
+    """Folders with the name of a step that are no whole checkpoint."""
+    for one in found.steps:
+        if one.status == "incomplete":
+            yield _Choice(one.name, one.nbytes, *_verdict(one, _age(storage, one), older_seconds))
+
+
+def _verdict(one: StepRecord, age_seconds: float, older_seconds: float) -> tuple[bool, str]:
+    if not one.ours:
+        return False, f"incomplete: {one.why}; nothing shows that this library wrote it"
+    if one.save_id is None and one.why.startswith("unified_checkpoint.json: format version"):
+        return False, one.why
+    if age_seconds < older_seconds:
+        return False, f"incomplete: {one.why}; changed {age_seconds / 3600:.1f} h ago"
+    return True, f"incomplete: {one.why}"
+
+
+def _age(storage: LocalStorage, one: StepRecord) -> float:
+    stamps = [os.stat(storage.path(name)).st_mtime for name in (one.name, *(f"{one.name}/{entry}" for entry in storage.entries(one.name)))]
+    return time.time() - max(stamps)
+
+
+def _leftovers(found: Scan, older_seconds: float) -> Iterator[_Choice]:
+    for left in found.leftovers:
+        if left.needed or not left.ours:
+            why = left_text(left) if left.needed else "nothing shows that this library wrote it"
+            yield _Choice(left.name, left.nbytes, False, why)
+        elif left.age_seconds < older_seconds:
+            yield _Choice(left.name, left.nbytes, False, f"a save may be at work in it: {left_text(left)}")
+        else:
+            yield _Choice(left.name, left.nbytes, True, f"left by an interrupted save: {left_text(left)}")
+
+
+def _carry_out(storage: LocalStorage, choices: list[_Choice], *, dry: bool) -> tuple[list[_Choice], dict[str, str]]:
+    """What went, or would go, and why the rest of what should go did not."""
+    done: list[_Choice] = []
+    failed: dict[str, str] = {}
+    for choice in (choice for choice in choices if choice.goes):
+        try:
+            if dry:
+                done.append(choice)
+            elif choice.save_id is None:
+                clear(storage, choice.name)
+                done.append(choice)
+            elif remove(storage, choice.name, save_id=choice.save_id):
+                done.append(choice)
+            else:
+                failed[choice.name] = "it is being read"
+        except CheckpointError as error:
+            failed[choice.name] = str(error)
+    return done, failed
+
+
+def _show(arguments: Namespace, root: str, choices: list[_Choice], done: list[_Choice], failed: dict[str, str]) -> None:
+    nbytes = sum(choice.nbytes for choice in done)
+    stayed = {choice.name: choice.why for choice in choices if not choice.goes} | failed
+    if arguments.json:
+        removed = {choice.name: {"nbytes": choice.nbytes, "why": choice.why} for choice in done}
+        print(json.dumps({"root": root, "dry_run": arguments.dry_run, "removed": removed, "stayed": stayed, "nbytes": nbytes}, indent=2))
+        return
+    word = "would remove" if arguments.dry_run else "removed"
+    for choice in done:
+        print(f"{word} {plain(choice.name)}  {human(choice.nbytes)}  {plain(choice.why)}")
+    for name, why in stayed.items():
+        print(f"stays {plain(name)}: {plain(why)}")
+    print(f"{root}: {word} {count(len(done), 'folder')}, {human(nbytes)}")

@@ -1,0 +1,147 @@
+"""Which checkpoints to keep: records in, steps out. Rules are united: what any of them keeps stays.
+
+Knows nothing of folders, and not whether a checkpoint is good: only good ones are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unified_ckpt.errors import FormatError
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A good checkpoint. `full`: it has an optimizer, so that training can go on from it; else it is model-only."""
+
+    step: int
+    created_seconds: float
+    full: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LatestN:
+    """The `n` of the highest steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_positive("LatestN", self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Steps that are multiples of `steps`."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_positive("EverySteps", self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """The first, and then each that was created at least `seconds` after the last one kept."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _check_positive("EverySeconds", self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class BestN:
+    """The `n` best by a metric; of equal ones the later. Those without the metric do not take part. `n` 0: only the best of all stays."""
+
+    metric: str
+    mode: Mode
+    n: int
+
+
+Rule = LatestN | EverySteps | EverySeconds | BestN
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """For full and for model-only checkpoints, each on their own. A kind without a rule is kept whole."""
+
+    full: tuple[Rule, ...]
+    model_only: tuple[Rule, ...]
+
+
+def kept(saved: Sequence[Saved], rules: Rules, *, protected: Collection[int] = ()) -> dict[int, tuple[str, ...]]:
+    """step -> why it is kept, in words; the others may go. Steps are unique.
+
+    The newest, the newest full one, the best by a metric that a rule names, and `protected` ones always stay.
+    """
+    reasons: dict[int, list[str]] = {}
+
+    def keep(steps: Collection[int], why: str) -> None:
+        for step in steps:
+            reasons.setdefault(step, []).append(why)
+
+    ordered = sorted(saved, key=lambda one: one.step)
+    keep([one.step for one in ordered[-1:]], "newest")
+    keep([one.step for one in ordered if one.full][-1:], "newest full")
+    keep([one.step for one in ordered if one.step in protected], "in use")
+    for kind, own in ((True, rules.full), (False, rules.model_only)):
+        those = [one for one in ordered if one.full == kind]
+        if not own:
+            keep([one.step for one in those], "no rule")
+        for rule in own:
+            keep(chosen(those, rule), rule_text(rule))
+    for metric, mode in dict.fromkeys((r.metric, r.mode) for r in (*rules.full, *rules.model_only) if isinstance(r, BestN)):
+        keep([one.step for one in ranked(ordered, metric=metric, mode=mode)[:1]], f"best by {metric}")
+    return {step: tuple(why) for step, why in sorted(reasons.items())}
+
+
+def chosen(ordered: Sequence[Saved], rule: Rule) -> list[int]:
+    """The steps that a rule keeps, of records in the order of their steps."""
+    match rule:
+        case LatestN(n):
+            return [one.step for one in ordered[-n:]]
+        case EverySteps(steps):
+            return [one.step for one in ordered if one.step % steps == 0]
+        case EverySeconds(seconds):
+            return _spaced(ordered, seconds)
+        case BestN(metric, mode, n):
+            return [one.step for one in ranked(ordered, metric=metric, mode=mode)[:n]]
+
+
+def ranked(saved: Sequence[Saved], *, metric: str, mode: Mode) -> list[Saved]:
+    """Those that have the metric, the best first; of equal ones the later first."""
+    sign = 1 if mode == "min" else -1
+    return sorted((one for one in saved if metric in one.metrics), key=lambda one: (sign * one.metrics[metric], -one.step))
+
+
+def rule_text(rule: Rule) -> str:
+    """`latest 2`, `every 1000 steps`, `every 3600 s`, `best 1 by loss`."""
+    match rule:
+        case LatestN(n):
+            return f"latest {n}"
+        case EverySteps(steps):
+            return f"every {steps} steps"
+        case EverySeconds(seconds):
+            return f"every {seconds:g} s"
+        case BestN(metric, _, n):
+            return f"best {n} by {metric}"
+
+
+def _spaced(ordered: Sequence[Saved], seconds: float) -> list[int]:
+    steps: list[int] = []
+    last: float | None = None
+    for one in ordered:
+        if last is None or one.created_seconds - last >= seconds:
+            steps.append(one.step)
+            last = one.created_seconds
+    return steps
+
+
+def _check_positive(rule: str, value: float) -> None:
+    if not value > 0:
+        raise FormatError(f"{rule}({value}): keeps nothing; needed a number above 0")

@@ -1,0 +1,219 @@
+"""Many checkpoints over a run's life: when to save, what to keep, what to do when it fails, and where to start from.
+
+Every rank makes one manager and calls the same of its methods in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from unified_ckpt.api import Checkpointer, Path
+from unified_ckpt.core.retention import ranked
+from unified_ckpt.engine.build import SaveReport
+from unified_ckpt.engine.load import LoadReport
+from unified_ckpt.engine.pending import PendingSave
+from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
+from unified_ckpt.manager import origin, policies
+from unified_ckpt.manager.notices import Notices
+from unified_ckpt.manager.origin import Origin
+from unified_ckpt.manager.rotation import rotate
+from unified_ckpt.manager.saving import Saves
+from unified_ckpt.manager.steps import StepRecord, scan, step_name
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+from unified_ckpt.runtime.locks import reading
+from unified_ckpt.runtime.storage import LocalStorage
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_LOG = logging.getLogger("unified_ckpt")
+_OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fills: the optimizer stays fresh
+
+
+class CheckpointManager:
+    """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the signals and a `Checkpointer`.
+
+    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that is committed already is left as it is,
+    unless `save_options` sets another `if_exists`. `group`: as in `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        options: ManagerOptions | None = None,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.root = os.path.realpath(os.fspath(root).removeprefix("file://"))
+        self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
+        self._save_options = _keeping(save_options or SaveOptions())
+        self._checkpointer = Checkpointer(self.root, group=group)
+        self._saves = Saves(self._checkpointer, self.options, committed=self._rotate)
+        self._asked: tuple[int, tuple[str, ...]] | None = None
+        self._bad: tuple[int, ...] = ()  # steps that were found damaged
+        self._notices = Notices(self.options)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            _LOG.warning("%s: the save in flight failed: %s", self.root, late)  # the error under way is the one to raise
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save at this step. Waits for nobody; the same on every rank."""
+        return bool(self._due(step))
+
+    def save(
+        self, step: int, *, metrics: Mapping[str, float] | None = None, force: bool = False, **what: Any
+    ) -> SaveReport | PendingSave | None:
+        """Saves if it is time to, or with `force`. Call it on every rank after every step, with the arguments of `Checkpointer.save`.
+
+        None where it is not time, the step is saved already, or the save failed and may. Raises what is wrong with the arguments at
+        once, and a failure of the storage or of a rank after `raise_after` saves that failed in a row.
+        """
+        reasons = self._due(step)
+        if not self.options.enabled or not (reasons or force):
+            return None
+        name, how = step_name(step, self.options.step_prefix), {**what, **self._how(step, metrics, what)}
+        if self.options.asynchronous and not self.should_stop:
+            return self._saves.background(step, name, how, retried=reasons == ("retry",))
+        return self._saves.foreground(step, name, how, final=self.should_stop)
+
+    def finish(self, step: int, *, metrics: Mapping[str, float] | None = None, **what: Any) -> SaveReport | None:
+        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails."""
+        if not (self.options.enabled and self.options.on_completion):
+            self.wait()
+            return None
+        name, how = step_name(step, self.options.step_prefix), {**what, **self._how(step, metrics, what)}
+        return self._saves.foreground(step, name, how, final=True)
+
+    def request_stop(self) -> None:
+        """The scheduler's notice: all ranks save at a step on which they agree, and `should_stop`. One rank is enough; any thread."""
+        if not self._notices.watching:
+            raise CheckpointError("request_stop: this manager does not stop runs; needed ManagerOptions(enabled=True, on_preemption=True)")
+        self._notices.requested = "request"
+
+    @property
+    def should_stop(self) -> bool:
+        """True on every rank from the step on that was agreed after SIGTERM, SIGINT or `request_stop`; that step's `save` saves."""
+        return self._notices.stopped
+
+    def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
+        """Fills the targets of `Checkpointer.load` from the newest valid step that has the parts asked for, or from `step`.
+
+        Where there is none: from `load_parameters_path` (the model only; the report has no step and no extra) or
+        `load_full_state_path`; else None: start fresh. A step that is not whole is passed over with a warning, and stays.
+        """
+        self.wait()
+        failed: dict[str, str] = {}
+        last: CheckpointError | None = None
+        while self.options.enabled:
+            with contextlib.ExitStack() as held:
+                found = self._choose(step, targets, failed, held)
+                self._bad = found.bad
+                if found.kind == "none":
+                    break
+                try:
+                    return self._load(found, targets)
+                except (IntegrityError, IncompleteError) as error:
+                    if step is not None or found.kind != "own":
+                        raise
+                    failed[found.path], last = str(error), error
+        if last is not None:
+            raise last  # what was read of it has spoiled the targets
+        return None
+
+    def steps(self) -> list[StepRecord]:
+        """The complete checkpoints of the root, by step. This and the next two look at the disk from this rank only."""
+        return scan(LocalStorage(self.root), self.options.step_prefix).complete
+
+    def latest(self) -> StepRecord | None:
+        """The newest complete one."""
+        return next(reversed(self.steps()), None)
+
+    def best(self) -> StepRecord | None:
+        """The best complete one by `best_metric`; of equal ones the later."""
+        if self.options.best_metric is None:
+            raise CheckpointError("best: by which metric? needed ManagerOptions(best_metric=…)")
+        found = {one.step: one for one in self.steps()}
+        order = ranked([one.saved for one in found.values()], metric=self.options.best_metric, mode=self.options.best_mode)
+        return found[order[0].step] if order else None
+
+    def wait(self) -> None:
+        """Returns once no save is in flight. Raises the error of the one that was."""
+        self._saves.collect(strict=True)
+
+    def close(self) -> None:
+        """Waits for the save in flight, gives back signals and buffers. Raises that save's error."""
+        self._notices.close()
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def _due(self, step: int) -> tuple[str, ...]:
+        """Why to save at this step. Asked again about it, it says the same again."""
+        if self._asked is None or self._asked[0] != step:
+            begun = self._saves.begun
+            reasons = policies.due(self.options, step, last_step=begun, first=self._asked is None and begun is None)
+            if self.options.enabled:
+                reasons += self._notices.at(step, self._checkpointer._ranks(), self._saves.clock_says)
+            self._asked = (step, reasons)
+        return self._asked[1]
+
+    def _how(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a save that are not the caller's. A step that was found damaged is replaced."""
+        given = what.get("options")
+        options = self._save_options if given is None else _keeping(given)
+        if step in self._bad:
+            options = options.model_copy(update={"if_exists": "replace"})
+        return {"step": step, "metrics": metrics, "options": options}
+
+    def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
+        """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
+        wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
+        meeting = self._checkpointer._ranks().meet("restore", same=False, timeout_seconds=self._load_options.timeout_seconds)
+        with meeting.phase("choose"):
+            if meeting.rank == 0:
+                told = origin.choose(LocalStorage(self.root), self.options, step=step, parts=wanted, failed=failed)
+                if told.path:
+                    held.enter_context(reading(told.path))
+                meeting.put("origin", origin.encode(told))
+        return origin.decode(meeting.get("origin"))
+
+    def _load(self, found: Origin, targets: Mapping[str, Any]) -> LoadReport:
+        options = targets.get("options") or self._load_options
+        if found.kind == "parameters":
+            wanted = {name: targets[name] for name in _OF_PARAMETERS if name in targets}
+            return replace(self._checkpointer.load(found.path, **wanted, options=options), step=None, extra=None, rank_extra=None)
+        report = self._checkpointer.load(found.path, **{**targets, "options": options})
+        if found.kind == "own" and found.step is not None:
+            self._saves.restored(found.step)
+        return report
+
+    def _rotate(self, step: int) -> None:
+        """After the commit of a step: rank 0 removes what the rules do not keep. A failure of that is no failure of the save."""
+        if self._checkpointer._ranks().rank != 0:
+            return
+        try:
+            rotate(LocalStorage(self.root), self.options.step_prefix, policies.rules(self.options), protected={step})
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("%s: old checkpoints stay for now: %s", self.root, error)
+
+
+def _keeping(options: SaveOptions) -> SaveOptions:
+    """A committed step stays as it is, unless these options say otherwise."""
+    return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": "keep"})

@@ -1,0 +1,97 @@
+"""Where a run starts from: its own newest valid step, else weights or a whole state from elsewhere, else nothing. One rank chooses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.prove import verify_folder
+from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.manager.steps import Scan, scan, step_name
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`kind`: the run's own step, weights only, a whole state, or nothing. `bad`: own steps that are there and cannot be used."""
+
+    kind: Literal["own", "parameters", "full", "none"]
+    path: str = ""
+    step: int | None = None
+    bad: tuple[int, ...] = ()
+
+
+def encode(origin: Origin) -> bytes:
+    return json.dumps(asdict(origin)).encode()
+
+
+def decode(told: bytes) -> Origin:
+    found = json.loads(told)
+    return Origin(**{**found, "bad": tuple(found["bad"])})
+
+
+def choose(
+    storage: LocalStorage, options: ManagerOptions, *, step: int | None, parts: Collection[str], failed: Mapping[str, str]
+) -> Origin:
+    """The newest valid step of the root that has all `parts`; else what the options name. `step`: this one or NotFoundError.
+
+    `failed`: folders that this load has tried in vain, and why. Each folder that is passed over is told in one warning; none is changed.
+    """
+    found = scan(storage, options.step_prefix)
+    if step is not None:
+        return Origin("own", storage.path(_given(storage, found, step, options.step_prefix)), step)
+    for one in found.newer_and_bad:
+        _warn(one.path, one.why)
+    bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
+    for one in reversed(found.complete):
+        missing = sorted(set(parts) - set(one.parts))
+        why = failed.get(one.path) or ("" if missing else _damage(one.path))
+        if why:
+            _warn(one.path, why)
+            bad.add(one.saved.step)
+        elif missing:
+            _LOG.info("%s is passed over: it has no %s", one.path, ", ".join(missing))
+        else:
+            return Origin("own", one.path, one.step, tuple(sorted(bad)))
+    numbers = tuple(sorted(bad))
+    if options.load_parameters_path:
+        return Origin("parameters", options.load_parameters_path, bad=numbers)
+    if options.load_full_state_path:
+        return Origin("full", options.load_full_state_path, bad=numbers)
+    return Origin("none", bad=numbers)
+
+
+def _given(storage: LocalStorage, found: Scan, step: int, prefix: str) -> str:
+    """The folder of a step that was asked for by its number."""
+    for one in found.complete:
+        if one.step == step:
+            return one.name
+    name = step_name(step, prefix)
+    why = next((f"is {one.status}: {one.why}" for one in found.steps if one.name == name), "is not there")
+    there = ", ".join(str(one.step) for one in found.complete) or "none"
+    raise NotFoundError(f"{storage.path(name)}: {why}; complete steps are: {there}")
+
+
+def _damage(path: str) -> str:
+    """What a look at every header finds wrong, in a sentence; empty for a good checkpoint."""
+    try:
+        folder = open_path(path, hold=False)
+        try:
+            problems = verify_folder(folder, deep=False).problems
+        finally:
+            folder.close()
+    except CheckpointError as error:
+        return str(error)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}" if problems else ""
+
+
+def _warn(path: str, why: str) -> None:
+    _LOG.warning("%s is skipped: %s", path, " ".join(why.split()))

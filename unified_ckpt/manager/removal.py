@@ -1,0 +1,56 @@
+"""Removing a checkpoint that nobody reads, so that a crash at any moment leaves a good one or none, never half of one.
+
+A reader holds a shared `flock` on the manifest; who removes takes an exclusive one without waiting. The manifest goes first, then the
+folder takes the name of a construction, which nobody looks at, then its files go. Where the file system knows no locks, there are none.
+"""
+
+from __future__ import annotations
+
+from unified_ckpt.engine.commit import committed
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format import names
+from unified_ckpt.runtime.locks import removing
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
+    """Removes the checkpoint `name` if it is this save's. False, and nothing is changed, where somebody reads it or it is another one.
+
+    StorageError where it cannot be removed whole; what is left is no checkpoint then.
+    """
+    with removing(storage.path(name)) as alone:
+        found = committed(storage, name) if alone else None
+        if found is None or found.save_id != save_id:
+            return False
+        storage.remove_file(f"{name}/{names.MANIFEST}")
+        storage.sync_folder(name)
+    aside = names.staging_name(name, save_id)
+    if storage.kind(aside) is None:
+        storage.rename(name, aside)
+    else:
+        aside = name
+    storage.remove_folder(aside)
+    return True
+
+
+def clear(storage: LocalStorage, name: str) -> None:
+    """Removes a folder that holds no checkpoint, or a copy of one that is elsewhere, its manifest first."""
+    if storage.size(f"{name}/{names.MANIFEST}") is not None:
+        storage.remove_file(f"{name}/{names.MANIFEST}")
+        storage.sync_folder(name)
+    storage.remove_folder(name)
+
+
+def removed_all(storage: LocalStorage, chosen: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Removes checkpoints, name -> save id. Returns those that went, and why the others did not."""
+    gone: list[str] = []
+    stayed: dict[str, str] = {}
+    for name, save_id in chosen.items():
+        try:
+            if remove(storage, name, save_id=save_id):
+                gone.append(name)
+            else:
+                stayed[name] = "it is being read, or was replaced meanwhile"
+        except CheckpointError as error:
+            stayed[name] = str(error)
+    return gone, stayed

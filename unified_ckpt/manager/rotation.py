@@ -1,0 +1,34 @@
+"""Which checkpoints of a root go after a commit, and their removal. Runs on one rank, in the thread of the save that has just ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from unified_ckpt.core.retention import Rules, kept
+from unified_ckpt.manager.removal import removed_all
+from unified_ckpt.manager.steps import Scan, StepRecord, scan
+from unified_ckpt.runtime.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+def condemned(found: Scan, rules: Rules, *, protected: Collection[int]) -> list[StepRecord]:
+    """Good checkpoints that no rule keeps. What is incomplete, misnamed or not ours is never among them."""
+    stays = kept([one.saved for one in found.complete], rules, protected=protected)
+    return [one for one in found.complete if one.step not in stays]
+
+
+def rotate(storage: LocalStorage, prefix: str, rules: Rules, *, protected: Collection[int]) -> None:
+    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved among them.
+
+    What cannot be removed is told in a warning and tried again after the next save.
+    """
+    if not rules.full and not rules.model_only:
+        return
+    going = condemned(scan(storage, prefix), rules, protected=protected)
+    gone, stayed = removed_all(storage, {one.name: one.save_id or "" for one in going})
+    if gone:
+        _LOG.info("removed from %s by the rules: %s", storage.root, ", ".join(gone))
+    for name, why in stayed.items():
+        _LOG.warning("%s stays for now: %s", storage.path(name), why)

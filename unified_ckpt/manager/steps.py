@@ -1,0 +1,216 @@
+"""The checkpoints under a root, as they are on the disk. Reads manifests and sizes, no tensor; starts without torch.
+
+A step is what the manifest says, never what the folder's name says. No valid manifest, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from unified_ckpt.core.retention import Saved
+from unified_ckpt.engine.commit import PROBE
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.runtime.storage import LocalStorage
+
+_FULL = "optimizer"  # the part without which training cannot go on
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One folder. `why`: what is wrong with it, empty when complete. `ours`: it bears a trace of this library.
+
+    "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
+    where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder.
+    """
+
+    name: str
+    path: str
+    status: Literal["complete", "incomplete", "misnamed"]
+    why: str
+    ours: bool
+    step: int | None
+    nbytes: int
+    files: int
+    created: str | None = None
+    seconds: float | None = None
+    parts: tuple[str, ...] = ()
+    metrics: Mapping[str, float] | None = None
+    save_id: str | None = None
+
+    @property
+    def full(self) -> bool:
+        return _FULL in self.parts
+
+    @property
+    def saved(self) -> Saved:
+        """What retention needs to know of a complete one."""
+        if self.step is None or self.created is None:
+            raise AssertionError(f"{self.path} is {self.status}")
+        return Saved(self.step, datetime.fromisoformat(self.created).timestamp(), self.full, self.metrics or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What an interrupted save or removal has left: a folder under construction, or one moved aside. `age_seconds`: since its last change.
+
+    `needed`: it holds a checkpoint that is nowhere else.
+    """
+
+    name: str
+    path: str
+    kind: Literal["construction", "replaced"]
+    ours: bool
+    needed: bool
+    nbytes: int
+    files: int
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What lies under a root. `steps` by step, those without one first."""
+
+    steps: tuple[StepRecord, ...]
+    leftovers: tuple[Leftover, ...]
+
+    @property
+    def complete(self) -> list[StepRecord]:
+        """The good ones, in the order of their steps."""
+        return [one for one in self.steps if one.status == "complete"]
+
+    @property
+    def newer_and_bad(self) -> list[StepRecord]:
+        """Folders that are no checkpoint and whose names claim a step after the last good one, the newest first."""
+        last = max((one.step or 0 for one in self.complete), default=-1)
+        bad = [(claimed, one) for one in self.steps if one.status != "complete" and (claimed := _digits(one.name)) > last]
+        return [one for _, one in sorted(bad, key=lambda pair: -pair[0])]
+
+
+def scan(storage: LocalStorage, prefix: str) -> Scan:
+    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan where there is no root."""
+    if storage.kind("") is None:
+        return Scan((), ())
+    entries = storage.names()
+    steps = [look(storage, entry, prefix) for entry in entries if is_step(entry, prefix) and storage.kind(entry) == "folder"]
+    steps.sort(key=lambda one: (-1 if one.step is None else one.step, one.name))
+    good = {one.name for one in steps if one.status == "complete"}
+    kinds = ((entry, _leftover_kind(entry)) for entry in entries if storage.kind(entry) == "folder")
+    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in kinds if kind is not None))
+
+
+def is_step(entry: str, prefix: str) -> bool:
+    """Whether a directory entry has the name of a step."""
+    number = entry.removeprefix(prefix)
+    return entry.startswith(prefix) and number.isascii() and number.isdecimal()
+
+
+def step_name(step: int, prefix: str) -> str:
+    return f"{prefix}{step}"
+
+
+def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
+    """A folder by its manifest and the sizes of its files."""
+    try:
+        with os.scandir(storage.path(name)) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+    except OSError as error:
+        return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0)
+    nbytes, files, ours = sum(sizes.values()), len(sizes), is_ours(sizes)
+    try:
+        manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
+    except CheckpointError as error:
+        return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files)
+    if manifest is None:
+        return StepRecord(name, storage.path(name), "incomplete", f"it has no {names.MANIFEST}", ours, None, nbytes, files)
+    parts, why = _present(manifest, sizes)
+    status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if why else "complete"
+    if not why and (manifest.step is None or name != step_name(manifest.step, prefix)):
+        told = "no step" if manifest.step is None else f"step {manifest.step}"
+        status, why = "misnamed", f"its manifest says {told}; needed a name that says the same"
+    return StepRecord(
+        name=name,
+        path=storage.path(name),
+        status=status,
+        why=why,
+        ours=True,
+        step=manifest.step,
+        nbytes=nbytes,
+        files=files,
+        created=manifest.created,
+        seconds=manifest.seconds,
+        parts=parts,
+        metrics=dict(manifest.metrics),
+        save_id=manifest.save_id,
+    )
+
+
+def is_ours(entries: Mapping[str, int]) -> bool:
+    """Whether file names of a folder show that this library wrote it."""
+    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, PROBE})
+
+
+def _present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    """The parts that are there, and in words what of the others is not. A part may be deleted, all of its files and its index."""
+    parts, wrong = [], []
+    needed: dict[str, int] = {}
+    for part, record in manifest.parts.items():
+        files = [names.index_name(part), *record.files]
+        if record.files and not any(file in sizes for file in files):
+            continue
+        parts.append(part)
+        needed |= {file: one.nbytes for file, one in record.files.items()}
+        if record.files and files[0] not in sizes:
+            wrong.append(f"{files[0]} is missing")
+    for single in (manifest.digests, manifest.extra_file, manifest.rank_extra):
+        if single is not None:
+            needed[single.file] = single.nbytes
+    for file, nbytes in needed.items():
+        if file not in sizes:
+            wrong.append(f"{file} is missing")
+        elif sizes[file] != nbytes:
+            wrong.append(f"{file} has {sizes[file]} bytes; the manifest says {nbytes}")
+    if not parts and manifest.parts:
+        wrong.append("all of its parts were deleted")
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return tuple(parts), f"{wrong[0]}{more}" if wrong else ""
+
+
+def _digits(name: str) -> int:
+    """The number at the end of a name, -1 where there is none: what it claims, not what it is."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits) if digits else -1
+
+
+def _leftover_kind(entry: str) -> Literal["construction", "replaced"] | None:
+    if names.is_staging(entry):
+        return "construction"
+    return "replaced" if names.is_replaced(entry, _wanted_name(entry)) else None
+
+
+def _wanted_name(entry: str) -> str:
+    """The checkpoint's name in that of a folder moved aside."""
+    return entry.partition("-")[2].partition("-")[2]
+
+
+def _leftover(storage: LocalStorage, name: str, kind: Literal["construction", "replaced"], good: set[str]) -> Leftover:
+    sizes: dict[str, int] = {}
+    newest = 0.0
+    for folder, _, files in os.walk(storage.path(name)):
+        for path in (folder, *(os.path.join(folder, file) for file in files)):
+            try:
+                found = os.lstat(path)
+            except OSError:
+                continue  # its owner is at work in it
+            newest = max(newest, found.st_mtime)
+            if path != folder:
+                sizes[os.path.relpath(path, storage.path(name))] = found.st_size
+    ours = kind == "construction" or is_ours(sizes)
+    whole = kind == "replaced" and names.MANIFEST in sizes and _wanted_name(name) not in good
+    return Leftover(name, storage.path(name), kind, ours, whole, sum(sizes.values()), len(sizes), max(time.time() - newest, 0.0))

@@ -1,0 +1,80 @@
+"""Readers and removers of a checkpoint keep out of each other's way: a shared `flock` on its manifest, an exclusive one to remove it.
+
+Where the file system knows no locks, there are none.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.format import names
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def reading(folder: str) -> Iterator[None]:
+    """While inside, nobody who asks removes this checkpoint. A folder without a manifest, or behind a URL, is not locked.
+
+    NotFoundError where it was removed just now.
+    """
+    manifest = os.path.join(folder, names.MANIFEST)
+    try:
+        fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield  # what is wrong with it, the reader will say
+        return
+    try:
+        _lock(fd, fcntl.LOCK_SH)
+        if not _is_at(fd, manifest):
+            raise NotFoundError(f"{folder}: was removed while it was opened")
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def removing(folder: str) -> Iterator[bool]:
+    """Whether nobody reads this checkpoint, and nobody will begin to while inside. Waits for nobody; False where there is none."""
+    manifest = os.path.join(folder, names.MANIFEST)
+    try:
+        fd = _open_to_lock(manifest)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, manifest)
+    finally:
+        os.close(fd)
+
+
+def _open_to_lock(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS wants it writable for an exclusive lock
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _lock(fd: int, how: int) -> bool:
+    """False where another one holds it. True also where the file system has no locks."""
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise StorageError(f"the manifest's lock failed: {error.strerror}") from error
+    return True
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether the open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False

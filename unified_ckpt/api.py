@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
+from unified_ckpt.engine.islands import Land, find_islands
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.pending import PendingSave
@@ -23,6 +24,7 @@ from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
+from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 
 if TYPE_CHECKING:
@@ -35,12 +37,22 @@ class Checkpointer:
     """Saves and loads for one set of ranks. Keeps the plan of the last layout, the buffers and the save in flight between calls.
 
     `root`: what relative paths are relative to. `group`: the ranks of every call, None for all; a single process needs no group.
-    `options`: for saves, where a call gives none. A context manager; `close` gives the buffers back.
+    `options`: for saves, where a call gives none. `machine`: a name that the ranks which share memory with this one have, where it is not
+    the kernel that they run under. A context manager; `close` gives the buffers back.
     """
 
-    def __init__(self, root: Path | None = None, *, group: dist.ProcessGroup | None = None, options: SaveOptions | None = None) -> None:
-        self._root, self._group, self._options = root, group, options or SaveOptions()
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        options: SaveOptions | None = None,
+        machine: str | None = None,
+    ) -> None:
+        self._root, self._group, self._options, self._machine = root, group, options or SaveOptions(), machine
         self._comm: comms.Comm | None = None
+        self._land: Land | None = None
+        self._landed = False  # whether it has been found out
         self._kept = Kept()
         self._pending: PendingSave | None = None
 
@@ -64,7 +76,9 @@ class Checkpointer:
         self._kept.close()
         if self._comm is not None:
             self._comm.leave()
-        self._kept, self._comm = Kept(), None
+        if self._land is not None:
+            self._land.comm.leave()
+        self._kept, self._comm, self._land, self._landed = Kept(), None, None, False
 
     def save(
         self,
@@ -96,7 +110,8 @@ class Checkpointer:
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         comm, options = self._ranks(), options or self._options
         storage, name, request = self._request(path, what, options)
-        return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds)
+        land = self._find_land(storage, request, options.timeout_seconds)
+        return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
 
     def save_async(
         self,
@@ -142,12 +157,14 @@ class Checkpointer:
     ) -> PendingSave:
         options = options or self._options
         storage, name, request = self._request(path, what, options)
-        steppers = as_list(what.optimizer) if lazy else []
+        steppers = list({id(one): one for one in (*as_list(what.optimizer), *as_list(what.master_weights))}.values()) if lazy else []
         if lazy and not steppers and isinstance(request, SaveRequest):
             request = LayoutError(
                 "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
             )
-        staged = begin_save(self._ranks(), storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, lazy=lazy)
+        timeout = options.timeout_seconds
+        land = self._find_land(storage, request, timeout)
+        staged = begin_save(self._ranks(), storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
         return PendingSave(staged, optimizers=steppers, after_commit=after_commit, at_end=at_end)
 
     def idle(self) -> bool:
@@ -210,6 +227,20 @@ class Checkpointer:
             return storage, name, save_request(self._ranks(), what, options)
         except Exception as error:
             return storage, name, error
+
+    def _find_land(self, storage: LocalStorage, request: SaveRequest | Exception, timeout_seconds: float) -> Land | None:
+        """Collective at the first save. This rank's island, None where all ranks write one folder."""
+        comm = self._ranks()
+        if not self._landed and comm.world > 1:
+            meeting = comm.meet("machines", same=False, timeout_seconds=timeout_seconds)
+            with meeting.phase("machines"):
+                if isinstance(request, Exception):
+                    raise request
+                island = find_islands(meeting, storage, self._machine or machine_id())
+            if island.count > 1:
+                self._land = Land(comm.among(f"island/{island.number}", island.ranks), island)
+        self._landed = True
+        return self._land
 
     def _ranks(self) -> comms.Comm:
         if self._comm is None:

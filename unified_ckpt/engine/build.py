@@ -14,13 +14,14 @@ from typing import Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
+from unified_ckpt.engine.islands import Gate, Rules, telling
 from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Buffers, Snapshot
 from unified_ckpt.engine.snapshot import write as write_snapshot
 from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers, write_tiles
 from unified_ckpt.errors import RankError, StorageError
-from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format import codec, names
+from unified_ckpt.format.manifest import IslandRecord, Manifest
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.staging import Wait, giving_up
@@ -78,6 +79,7 @@ class Kept:
     windows: Windows = field(default_factory=Windows)
     buffers: Buffers = field(default_factory=Buffers)
     plan: SavePlan | None = None
+    rules: Rules | None = None  # of an island
     slowest: str = ""
 
     def close(self) -> None:
@@ -88,7 +90,8 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A save that all ranks have come to, planned and checked: what is left is to write it. `held`: by group of the plan. `told`: what is
-    not tensors, for all ranks that hold the same ones; None where it is still to be put in words."""
+    not tensors, for all ranks that hold the same ones; None where it is still to be put in words. `gate`: where the ranks of this save
+    are one island of several."""
 
     meeting: Meeting
     storage: LocalStorage
@@ -99,10 +102,16 @@ class Job:
     words: extras.Words
     started: float
     told: bytes | None = None
+    gate: Gate | None = None
 
 
 def finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
     """Collective. From a job to a checkpoint; the bytes come from the snapshot where there is one."""
+    with telling(job.gate):
+        return _finish(job, kept, snapshot)
+
+
+def _finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
     meeting, storage, request = job.meeting, job.storage, job.request
     with storage:
         construction, stays = _begin(job)
@@ -126,9 +135,9 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
     said: dict[str, Any] = {"options": options.model_dump(mode="json"), "name": name}
     with meeting.phase("begin"):
         if meeting.rank == 0:
-            stays = commit.check_target(storage, name, if_exists=options.if_exists)
+            stays = _stays(job)
             if stays is None:
-                begun = commit.begin(storage, name)
+                begun = commit.begin(storage, name, save_id=job.gate.save_id if job.gate else None)
                 said |= {"folder": begun.folder, "id": begun.save_id}
             else:
                 said |= {"id": stays.save_id, "step": stays.step}
@@ -151,6 +160,23 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
     return construction, told
 
 
+def _stays(job: Job) -> Manifest | None:
+    """Rank 0 of each island: the checkpoint that is there and stays. One that is not on every island is none."""
+    if_exists = job.request.options.if_exists
+    if job.gate is None:
+        return commit.check_target(job.storage, job.name, if_exists=if_exists)
+    found = commit.check_target(job.storage, job.name, if_exists="keep")
+    ids = job.gate.share("there", found.save_id.encode() if found else b"")
+    if found is None or set(ids) != {found.save_id.encode()}:
+        if found is not None and if_exists == "error":
+            raise StorageError(
+                f"{job.storage.path(job.name)}: holds a folder of save {found.save_id}, which is not on every machine; needed a "
+                'free name, or if_exists="replace"'
+            )
+        return None
+    return commit.check_target(job.storage, job.name, if_exists=if_exists)
+
+
 def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Snapshot | None) -> None:
     """Collective. Fills the folder and publishes it."""
     meeting, storage, plan, request, folder = job.meeting, job.storage, job.plan, job.request, construction.folder
@@ -168,8 +194,15 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
         if times:
             slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))
             kept.slowest = f"rank {slowest} was slowest: {float(times[slowest]):.2f} s"
+    if job.gate is not None:
+        with job.gate.together("written"):
+            pass
+    aside = None
     with meeting.phase("publish"):
         if plan.book is not None:
+            island = job.gate.island if job.gate else None
+            if job.gate is not None:  # each island's folder says what is said of the whole
+                said = [one for told in job.gate.share("told", codec.pack(said, "told")) for one in codec.unpack(told, "told")]
             together = extras.put_together(said)
             manifest = seal.make_manifest(
                 save_id=construction.save_id,
@@ -184,8 +217,18 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
                 extra=extras.write_extra(storage, folder, job.words.extra, together),
                 digest_file=digest_file,
                 rank_extra=rank_extra,
+                island=IslandRecord(number=island.number, count=island.count, ranks=list(island.ranks), world_size=island.world)
+                if island
+                else None,
             )
-            _publish(storage, construction, request, plan, manifest)
+            aside = _publish(job, construction, manifest)
+            if aside is not None and job.gate is None:
+                commit.discard(storage, aside, fsync=request.options.fsync)
+    if job.gate is not None:
+        with job.gate.together("committed"):
+            pass
+        if aside is not None:
+            commit.discard(storage, aside, fsync=request.options.fsync)
 
 
 def tell(job: Job) -> bytes:
@@ -227,9 +270,9 @@ def _sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: Save
                 meeting.beat()
 
 
-def _publish(storage: LocalStorage, construction: commit.Construction, request: SaveRequest, plan: SavePlan, manifest: Manifest) -> None:
-    """Rank 0 only: what the caller attaches, the small files, the manifest, the rename."""
-    folder, fsync = construction.folder, request.options.fsync
+def _publish(job: Job, construction: commit.Construction, manifest: Manifest) -> str | None:
+    """Rank 0 only: what the caller attaches, the small files, the manifest, the rename. Returns what has been moved aside."""
+    storage, request, plan, folder, fsync = job.storage, job.request, job.plan, construction.folder, job.request.options.fsync
     if plan.book is None:
         raise AssertionError("rank 0 has a book")
     before = {name: storage.stamp(f"{folder}/{name}") for name in storage.entries(folder)}
@@ -246,7 +289,10 @@ def _publish(storage: LocalStorage, construction: commit.Construction, request: 
             storage.sync_tree(f"{folder}/{name}")
     storage.remove_file(f"{folder}/{commit.PROBE}")
     seal.write_manifest(storage, folder, manifest, fsync=fsync)
-    commit.publish(storage, construction, fsync=fsync, if_exists=request.options.if_exists)
+    if_exists = request.options.if_exists
+    if job.gate is not None and if_exists == "keep":  # what is there is not on every island: they have agreed on that when they began
+        if_exists = "replace"
+    return commit.publish(storage, construction, fsync=fsync, if_exists=if_exists)
 
 
 def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException) -> None:

@@ -70,9 +70,9 @@ def check_target(storage: LocalStorage, name: str, *, if_exists: str) -> Manifes
     return found if if_exists == "keep" else None
 
 
-def begin(storage: LocalStorage, name: str) -> Construction:
-    """Makes the folder under construction, with the probe that holds its id."""
-    save_id = secrets.token_hex(8)
+def begin(storage: LocalStorage, name: str, *, save_id: str | None) -> Construction:
+    """Makes the folder under construction, with the probe that holds its id, a new one where none is given."""
+    save_id = save_id or secrets.token_hex(8)
     folder = names.staging_name(name, save_id)
     storage.make_folder(folder)
     construction = Construction(name, folder, save_id)
@@ -104,9 +104,9 @@ def check_room(storage: LocalStorage, construction: Construction, nbytes: int) -
         raise StorageError(f"{storage.path(construction.folder)}: {free} bytes free; needed {nbytes + _HEADROOM_NBYTES}")
 
 
-def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, if_exists: str) -> None:
+def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, if_exists: str) -> str | None:
     """Gives the finished folder its name. What is in the way without a valid manifest is moved aside and kept; a checkpoint that is
-    replaced is deleted only after the new one is in its place and durable.
+    replaced stays aside: the result is what to `discard` once the new one is sure to stay.
 
     StorageError where another job has committed this name meanwhile and `if_exists` is not "replace".
     """
@@ -118,7 +118,7 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, i
         storage.rename(folder, name)
         if fsync:
             storage.sync_folder("")
-        return
+        return None
     found = committed(storage, name)
     if found is not None and if_exists != "replace":
         raise StorageError(
@@ -132,11 +132,10 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, i
         storage.rename(folder, name)
     if fsync:
         storage.sync_folder("")
-    if found is not None:
-        _discard(storage, aside, fsync=fsync)
+    return aside if found is not None else None
 
 
-def _discard(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
+def discard(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
     """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
     if storage.size(f"{folder}/{names.MANIFEST}") is not None:
         storage.remove_file(f"{folder}/{names.MANIFEST}")
@@ -149,6 +148,6 @@ def abandon(storage: LocalStorage, construction: Construction) -> None:
     """Removes the folder under construction of a save that failed, as far as the storage lets us."""
     storage.close()
     try:
-        _discard(storage, construction.folder, fsync=False)
+        discard(storage, construction.folder, fsync=False)
     except CheckpointError:
         return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint

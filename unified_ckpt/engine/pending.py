@@ -28,7 +28,7 @@ class PendingSave:
         after_commit: Callable[[SaveReport], object] | None,
         at_end: Callable[[], object] | None,
     ) -> None:
-        self._staged, self._after_commit, self._at_end = staged, after_commit, at_end
+        self._after_commit, self._at_end = after_commit, at_end
         self._copied, self._ended = threading.Event(), threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -39,7 +39,7 @@ class PendingSave:
         # Removed by the caller's thread only: an optimizer may be going through its hooks in another.
         self._hooks = [one.register_step_pre_hook(_waiting_for(self._copied)) for one in optimizers]
         # No daemon: a save that has begun is worth waiting for.
-        threading.Thread(target=self._run, name="unified_ckpt-save", daemon=False).start()
+        threading.Thread(target=self._run, args=(staged,), name="unified_ckpt-save", daemon=False).start()
 
     def staged(self) -> bool:
         """Whether everything is copied: the tensors may change."""
@@ -67,12 +67,12 @@ class PendingSave:
         if not self._seen:
             self.result()
 
-    def _run(self) -> None:
+    def _run(self, staged: Staged) -> None:  # its own to drop: who keeps this object keeps no snapshot
         try:
             if not self._copied.is_set():
-                self._staged.copy()
+                staged.copy()
                 self._copied.set()
-            self._report = self._staged.finish()
+            self._report = staged.finish()
             if self._after_commit is not None:
                 self._after_commit(self._report)
         except BaseException as error:  # told by `result`

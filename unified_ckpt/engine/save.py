@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
+from unified_ckpt.core.islands import origin
+from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit, extras
 from unified_ckpt.engine.build import Job, Kept, SaveReport, SaveRequest, finish, tell
-from unified_ckpt.engine.plan import fingerprint, make_plan
+from unified_ckpt.engine.islands import Gate, Land, check_world, island_rules, on_island, open_gate, spread_extra, telling
+from unified_ckpt.engine.plan import SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
 from unified_ckpt.engine.snapshot import Snapshot, copy, hand_over, prepare
 from unified_ckpt.runtime.comm import Comm, Meeting
-from unified_ckpt.runtime.probe import check_one_machine
 from unified_ckpt.runtime.state import steady_keys
 from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.tensors import Part
 
 
 def save(
-    comm: Comm, storage: LocalStorage, name: str, request: SaveRequest | Exception, kept: Kept, *, timeout_seconds: float
+    comm: Comm,
+    storage: LocalStorage,
+    name: str,
+    request: SaveRequest | Exception,
+    kept: Kept,
+    *,
+    timeout_seconds: float,
+    land: Land | None = None,
 ) -> SaveReport:
     """Collective. Writes the checkpoint `name` under the storage's root, or raises the same error on every rank.
 
@@ -27,7 +38,7 @@ def save(
     """
     started = time.monotonic()
     meeting, mark = _meet(comm, storage.path(name), request, kept, timeout_seconds=timeout_seconds)
-    job = _arrive(meeting, storage, name, request, kept, mark, started, background=False)
+    job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
     return finish(job, kept, None)
 
 
@@ -40,6 +51,7 @@ def begin_save(
     *,
     timeout_seconds: float,
     lazy: bool,
+    land: Land | None = None,
 ) -> Staged:
     """Collective. `save` up to where the tensors may change again; the rest is the result's `finish`.
 
@@ -49,12 +61,14 @@ def begin_save(
     meeting, mark = _meet(comm, storage.path(name), request, kept, timeout_seconds=timeout_seconds)
     meeting.to_background()
     try:
-        job = _arrive(meeting, storage, name, request, kept, mark, started, background=True)
-        with meeting.phase("stage"):
-            snapshot = prepare(meeting, job.plan.groups, job.held, kept.buffers)
+        job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
+        with telling(job.gate), job.meeting.phase("stage"):
+            snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
             job = replace(job, told=tell(job))
-            later = steady_keys(job.request.state) if lazy else frozenset()
-            copy(snapshot, {part.row.key for parts in job.held for part in parts} - later)
+            steady = steady_keys(job.request.state) if lazy else frozenset()
+            keys = {part.row.key for parts in job.held for part in parts}
+            later = {key for key in keys if origin(key) in steady}
+            copy(snapshot, keys - later)
     except BaseException:
         meeting.leave()
         raise
@@ -98,6 +112,7 @@ def _meet(comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, *
 
 def _arrive(
     meeting: Meeting,
+    land: Land | None,
     storage: LocalStorage,
     name: str,
     request: SaveRequest | Exception,
@@ -115,20 +130,54 @@ def _arrive(
         if isinstance(request, Exception):
             raise request
         words = extras.words_of(request.extra if meeting.rank == 0 else None, request.rank_extra, freeze=background)
-        if meeting.rank == 0 and not background:  # again when it begins; here before any work is done
+        if meeting.rank == 0 and not background and land is None:  # again when it begins; here before any work is done
             commit.check_target(storage, name, if_exists=request.options.if_exists)
-    parts, options = request.parts(), request.options
-    if not meeting.all_same or kept.plan is None:
+    same = meeting.all_same and kept.plan is not None
+    if land is None:
+        with meeting.phase("plan") if not same else nullcontext():
+            plan = _plan(meeting, request.parts(), request, kept, mark, same=same, layout=request.layout)
+        return _checked(Job(meeting, storage, name, request, plan, _held(plan, request.parts()), words, started))
+    gate = open_gate(meeting, land.island)
+    with telling(gate):
+        parts, words = _landed(gate, land, request, kept, same=same), spread_extra(gate, words)
+        own = land.comm.meet("save of an island", same=same, timeout_seconds=meeting.timeout_seconds)
+        if background:
+            own.to_background()
+        with own.phase("plan") if not same else nullcontext():
+            plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
+        return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate))
+
+
+def _landed(gate: Gate, land: Land, request: SaveRequest, kept: Kept, *, same: bool) -> list[Part]:
+    """Collective over all islands. What this rank's island stores of its parts; the claims of all ranks checked."""
+    parts = request.parts()
+    if not same or kept.rules is None:
+        check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
+        kept.rules = island_rules(land.comm, parts, land.island, timeout_seconds=gate.meeting.timeout_seconds)
+    return on_island(parts, kept.rules, land.island, index=land.comm.rank)
+
+
+def _plan(
+    meeting: Meeting, parts: Sequence[Part], request: SaveRequest, kept: Kept, mark: str, *, same: bool, layout: Layout | None
+) -> SavePlan:
+    """Collective. The plan of the last save, or a new one."""
+    if not same or kept.plan is None:
         kept.plan = None
-        with meeting.phase("plan"):
-            check_one_machine(meeting)
-            bound = options.max_file_bytes
-            kept.plan = make_plan(meeting, parts, layout=request.layout, matched=request.matched, max_file_bytes=bound, mark=mark)
-    plan = kept.plan
+        matched = request.matched if layout is not None else set[str]()
+        kept.plan = make_plan(meeting, parts, layout=layout, matched=matched, max_file_bytes=request.options.max_file_bytes, mark=mark)
+    return kept.plan
+
+
+def _held(plan: SavePlan, parts: Sequence[Part]) -> list[list[Part]]:
     by_key = {part.row.key: part for part in parts}
-    held = [[by_key[row.key] for row in group.rows] for group in plan.groups]
-    if options.check_replicas == "always" or (options.check_replicas == "first" and not plan.replicas_checked):
-        with meeting.phase("check"):
-            check_replicas(meeting, plan.groups, held)
+    return [[by_key[row.key] for row in group.rows] for group in plan.groups]
+
+
+def _checked(job: Job) -> Job:
+    """Collective. Compares what replicas hold, where the options ask for it now."""
+    how, plan = job.request.options.check_replicas, job.plan
+    if how == "always" or (how == "first" and not plan.replicas_checked):
+        with job.meeting.phase("check"):
+            check_replicas(job.meeting, plan.groups, job.held)
         plan.replicas_checked = True
-    return Job(meeting, storage, name, request, plan, held, words, started)
+    return job

@@ -15,7 +15,7 @@ from unified_ckpt.engine.plan import Book, GroupPlan
 from unified_ckpt.engine.write import Digested
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, index, names
-from unified_ckpt.format.manifest import DigestFile, Manifest, Part, RankExtraFile, encode_manifest
+from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, Part, RankExtraFile, encode_manifest
 from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -78,6 +78,7 @@ def make_manifest(
     extra: Extra,
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
+    island: IslandRecord | None,
 ) -> Manifest:
     """The commit record. A part that was asked for and holds no tensor is named with no files."""
     parts = {
@@ -101,6 +102,7 @@ def make_manifest(
         digests=digest_file,
         extra_file=extra.file,
         rank_extra=rank_extra,
+        island=island,
         optimizer=extra.optimizer,
         modules=extra.modules,
         extra=extra.extra,

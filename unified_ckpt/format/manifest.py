@@ -119,6 +119,15 @@ class OptimizerRecord(_Record):
     scalars: Any = None
 
 
+class IslandRecord(_Record):
+    """Which of the folders of one save this is: `number` of `count`, by the ranks `ranks` of `world_size`."""
+
+    number: Annotated[int, Field(ge=0)]
+    count: Annotated[int, Field(ge=1)]
+    ranks: list[Annotated[int, Field(ge=0)]]
+    world_size: Annotated[int, Field(ge=1)]
+
+
 class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
     the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
@@ -137,6 +146,7 @@ class Manifest(_Record):
     digests: DigestFile | None = None
     extra_file: NamedFile | None = None
     rank_extra: RankExtraFile | None = None
+    island: IslandRecord | None = None
     optimizer: OptimizerRecord | None = None
     modules: Any = None
     extra: Any = None

@@ -72,6 +72,11 @@ class Comm:
         self._forget()
         return meeting
 
+    def among(self, name: str, members: Sequence[int]) -> Comm:
+        """A `Comm` of some of these ranks, this one among them, each of which makes one by the same name."""
+        ranks = [self.ranks[i] for i in members]
+        return Comm(PrefixStore(name, self._store), rank=list(members).index(self.rank), ranks=ranks)
+
     def leave(self) -> None:
         """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
         try:

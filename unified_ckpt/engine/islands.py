@@ -1,0 +1,165 @@
+"""A save by machines that do not see each other's folder: every island writes what it holds, and all commit together.
+
+How data could be lost: an island gives its new checkpoint the name while another has none, and the older one is gone. So nothing gets
+its name before all islands have all on their disks, and what it replaces is removed only after all have theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+from unified_ckpt.core.islands import FRAGMENTS, Island, fragment_name, island_rule
+from unified_ckpt.core.sharding import Sharding, TensorSpec
+from unified_ckpt.core.tables import Key, Row, group_tables
+from unified_ckpt.engine.census import announce, check_rules, memberships, publish
+from unified_ckpt.engine.extras import Words
+from unified_ckpt.engine.plan import checked_groups
+from unified_ckpt.errors import StorageError
+from unified_ckpt.format import codec
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.tensors import Part
+
+Rules = Mapping[Key, Sharding | None]  # by world row: the rule within the island, None for a tensor that is stored in fragments
+_PROBE = ".unified-probe-"
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """A rank's island and its ranks' own way to talk."""
+
+    comm: Comm
+    island: Island
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What all islands of a save do together. `meeting`: of all ranks."""
+
+    meeting: Meeting
+    island: Island
+    save_id: str
+
+    def together(self, name: str) -> AbstractContextManager[None]:
+        """A step that every island gets through, or none."""
+        return self.meeting.phase(name)
+
+    def share(self, key: str, value: bytes) -> list[bytes]:
+        """For one rank of each island: what each of them says, by number."""
+        self.meeting.put(f"{key}/{self.island.number}", b"." + value)
+        return [self.meeting.get(f"{key}/{number}")[1:] for number in range(self.island.count)]
+
+
+@contextmanager
+def telling(gate: Gate | None) -> Iterator[None]:
+    """An error inside is told to all islands, and raised on all of them."""
+    try:
+        yield
+    except BaseException as error:
+        if gate is not None and not gate.meeting.has("failed"):
+            gate.meeting.agree("island", error)
+        raise
+
+
+def open_gate(meeting: Meeting, island: Island) -> Gate:
+    """Collective over all ranks. They agree on one save id."""
+    save_id = meeting.broadcast("save-id", secrets.token_hex(8).encode() if meeting.rank == 0 else None)
+    return Gate(meeting, island, save_id.decode())
+
+
+def spread_extra(gate: Gate, words: Words) -> Words:
+    """Collective over all ranks. The `extra` of rank 0 for the first rank of each island, whose folder may be the one that is left."""
+    meeting, island = gate.meeting, gate.island
+    if meeting.rank == 0:
+        meeting.put("extra", codec.pack(words.extra, "extra"))
+    if meeting.rank != island.ranks[0]:
+        return words
+    return replace(words, extra=codec.unpack(meeting.get("extra"), "extra"))
+
+
+def find_islands(meeting: Meeting, storage: LocalStorage, machine: str) -> Island:
+    """Collective. Which ranks see this rank's folder. StorageError where two machines do: they have no way yet to write a file together."""
+    told = [m.decode() for m in _everybody(meeting, "machine", machine.encode())]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(told))}
+    if len(numbers) == 1:
+        return Island(0, 1, tuple(range(meeting.world)), meeting.world)
+    own = numbers[machine]
+    lead = meeting.rank == told.index(machine)
+    token = meeting.broadcast("token", secrets.token_hex(8).encode() if meeting.rank == 0 else None).decode()
+    prefix = f"{_PROBE}{token}-"
+    with meeting.phase("probe"):
+        if lead:
+            storage.write_at(f"{prefix}{own}", 0, [memoryview(b"probe")])
+            storage.close()
+    try:
+        with meeting.phase("look"):
+            seen = sorted(int(name.removeprefix(prefix)) for name in storage.names() if name.startswith(prefix))
+            if own not in seen:
+                raise StorageError(f"{storage.root}: this rank does not see the folder that rank {told.index(machine)} of its machine sees")
+            if seen != [own]:
+                others = ", ".join(str(told.index(name)) for name, n in numbers.items() if n in seen and n != own)
+                raise StorageError(
+                    f"{storage.root}: is shared with the machine(s) of rank(s) {others}; this version writes a folder from "
+                    "one machine; needed a folder of each machine's own"
+                )
+    finally:
+        if lead:
+            storage.remove_file(f"{prefix}{own}")
+    ranks = tuple(rank for rank, name in enumerate(told) if name == machine)
+    return Island(own, len(numbers), ranks, meeting.world)
+
+
+def _everybody(meeting: Meeting, key: str, value: bytes) -> list[bytes]:
+    """What each rank says, on every rank; sent through rank 0."""
+    told = meeting.collect(key, value, at=0, ranks=range(meeting.world))
+    body = json.dumps([one.decode() for one in told]).encode() if meeting.rank == 0 else None
+    return [one.encode() for one in json.loads(meeting.broadcast(f"{key}-of-all", body))]
+
+
+def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: object, matched: set[str]) -> None:
+    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up."""
+    with meeting.phase("world"):
+        check_rules(meeting, layout, matched)  # type: ignore[arg-type]
+        census = announce(meeting, [part.row for part in parts])
+        if census is not None:
+            checked_groups(census)
+
+
+def island_rules(comm: Comm, parts: Sequence[Part], island: Island, *, timeout_seconds: float) -> Rules:
+    """Collective over the island. What of the ranks' tensors it holds whole, and by which rule."""
+    rows = [part.row for part in parts]
+    meeting = comm.meet("island", same=False, timeout_seconds=timeout_seconds)
+    with meeting.phase("island"):
+        census = announce(meeting, rows)
+        if census is not None:
+            groups = group_tables(census.tables, census.roll)
+            publish(meeting, census, groups, [{} for _ in groups])
+        members, _ = memberships(meeting, rows)
+    rules: dict[Key, Sharding | None] = {}
+    for member in members:
+        world = [island.ranks[i] for i in member.holders]
+        rules.update({row.key: island_rule(row.sharding, world, island.ranks) for row in member.rows})
+    return rules
+
+
+def on_island(parts: Sequence[Part], rules: Rules, island: Island, *, index: int) -> list[Part]:
+    """A rank's parts as its island stores them: whole tensors by the island's rule, of the others a fragment for each box."""
+    found: list[Part] = []
+    for part in parts:
+        row, rule = part.row, rules[part.row.key]
+        if rule is not None:
+            if rule.position(index) is not None:  # else it has a piece of a copy that the island does not hold whole
+                found.append(Part(Row(row.part, row.fqn, row.spec, rule), part.local))
+        elif row.spec.nbytes == 0:
+            found.append(Part(Row(row.part, row.fqn, row.spec, Sharding()), part.local.new_empty(row.spec.shape)))
+        else:
+            for box, local in row.sharding.boxes(island.ranks[index], row.spec.shape):
+                piece = part.local[tuple(slice(low, low + n) for low, n in zip(local.offsets, local.shape, strict=True))]
+                if box.numel:
+                    spec = TensorSpec(row.spec.dtype, box.shape)
+                    found.append(Part(Row(row.part + FRAGMENTS, fragment_name(row.fqn, box, row.spec.shape), spec, Sharding()), piece))
+    return sorted(found, key=lambda part: part.row.key)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
+from unified_ckpt.engine.gather import gather, machine_numbers
 from unified_ckpt.engine.islands import Land, find_islands
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
@@ -18,6 +20,7 @@ from unified_ckpt.engine.prove import VerifyReport, verify_folder
 from unified_ckpt.engine.request import Targets, What, load_request, save_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
+from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.options import LoadOptions, SaveOptions
@@ -53,6 +56,7 @@ class Checkpointer:
         self._comm: comms.Comm | None = None
         self._land: Land | None = None
         self._landed = False  # whether it has been found out
+        self._machines: list[int] | None = None
         self._kept = Kept()
         self._pending: PendingSave | None = None
 
@@ -78,7 +82,7 @@ class Checkpointer:
             self._comm.leave()
         if self._land is not None:
             self._land.comm.leave()
-        self._kept, self._comm, self._land, self._landed = Kept(), None, None, False
+        self._kept, self._comm, self._land, self._landed, self._machines = Kept(), None, None, False, None
 
     def save(
         self,
@@ -110,7 +114,7 @@ class Checkpointer:
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         comm, options = self._ranks(), options or self._options
         storage, name, request = self._request(path, what, options)
-        land = self._find_land(storage, request, options.timeout_seconds)
+        land = self._find_land(storage, name, request, options.timeout_seconds)
         return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
 
     def save_async(
@@ -163,7 +167,7 @@ class Checkpointer:
                 "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
             )
         timeout = options.timeout_seconds
-        land = self._find_land(storage, request, timeout)
+        land = self._find_land(storage, name, request, timeout)
         staged = begin_save(self._ranks(), storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
         return PendingSave(staged, optimizers=steppers, after_commit=after_commit, at_end=at_end)
 
@@ -185,7 +189,7 @@ class Checkpointer:
 
     def load(
         self,
-        path: Path,
+        path: Path | Sequence[Path],
         *,
         model: Model | None = None,
         optimizer: Optimizers | None = None,
@@ -199,25 +203,49 @@ class Checkpointer:
 
         Optimizer state that does not exist yet is made from the checkpoint, never by a step; what the checkpoint lacks is cleared.
 
+        Ranks on several machines may have a folder each, whole or in fragments: what is not on a machine's disk comes from the others,
+        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine.
+
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
         the first byte is written, but for an IntegrityError of a digest, which says that the target is unusable.
         """
         self.wait()
         options = options or LoadOptions()
-        comm = self._ranks()
-        folder: Folder | None = None
-        request: LoadRequest | Exception
+        comm, paths = self._ranks(), [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        where, timeout = ", ".join(os.fspath(one) for one in paths), options.timeout_seconds
+        with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
+            machines = self._find_machines(f"load of {where}", timeout)
+            opened = self._open(paths, owned)
+            source: Source | Exception = opened if isinstance(opened, Exception) else opened[0]
+            if _is_scattered(paths, opened, machines):
+                source = gather(comm, f"load of {where}", opened, machines, owned, timeout_seconds=timeout)
+            request: LoadRequest | Exception
+            try:
+                if isinstance(source, Exception):
+                    raise source
+                targets = Targets(model, optimizer, master_weights, parts, layout)
+                request = load_request(comm, source, targets, strict=strict, options=options)
+            except Exception as error:  # told to every rank in the load
+                request = error
+            return _load(comm, where, request, self._kept.windows, timeout_seconds=timeout, machines=machines)
+
+    def _open(self, paths: Sequence[Path], owned: ExitStack) -> list[Folder] | Exception:
+        """This rank's folders, or why there is none."""
+        found: list[Folder] = []
         try:
-            folder = open_path(self._resolve(path), hold=comm.rank == 0)
-            targets = Targets(model, optimizer, master_weights, parts, layout)
-            request = load_request(comm, folder, targets, strict=strict, options=options)
-        except Exception as error:  # told to every rank in the load
-            request = error
-        try:
-            return _load(comm, os.fspath(path), request, self._kept.windows, timeout_seconds=options.timeout_seconds)
-        finally:
-            if folder is not None:
-                folder.close()
+            for path in paths:
+                found.append(open_path(self._resolve(path), hold=self._ranks().rank == 0))
+                owned.callback(found[-1].close)
+        except Exception as error:
+            return error
+        return found
+
+    def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:
+        """Collective at the first load. The machine of each rank."""
+        if self._machines is None:
+            comm, name = self._ranks(), self._machine or machine_id()
+            self._machines = machine_numbers(comm, what, name, timeout_seconds=timeout_seconds) if comm.world > 1 else [0]
+        return self._machines
 
     def _request(self, path: Path, what: What, options: SaveOptions) -> tuple[LocalStorage, str, SaveRequest | Exception]:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
@@ -228,11 +256,11 @@ class Checkpointer:
         except Exception as error:
             return storage, name, error
 
-    def _find_land(self, storage: LocalStorage, request: SaveRequest | Exception, timeout_seconds: float) -> Land | None:
+    def _find_land(self, storage: LocalStorage, name: str, request: SaveRequest | Exception, timeout_seconds: float) -> Land | None:
         """Collective at the first save. This rank's island, None where all ranks write one folder."""
         comm = self._ranks()
         if not self._landed and comm.world > 1:
-            meeting = comm.meet("machines", same=False, timeout_seconds=timeout_seconds)
+            meeting = comm.meet(f"save to {storage.path(name)}", same=False, timeout_seconds=timeout_seconds)
             with meeting.phase("machines"):
                 if isinstance(request, Exception):
                     raise request
@@ -269,6 +297,16 @@ class Checkpointer:
         return LocalStorage(os.path.realpath(parent)), name
 
 
+def _is_scattered(paths: Sequence[Path], opened: Sequence[Folder] | Exception, machines: Sequence[int]) -> bool:
+    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
+    if any(is_url(os.fspath(path)) for path in paths):
+        return False
+    if max(machines) > 0 or len(paths) > 1:
+        return True
+    manifest = opened[0].manifest if not isinstance(opened, Exception) else None
+    return manifest is not None and manifest.island is not None
+
+
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
     """One-shot form of `Checkpointer.save`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
@@ -287,7 +325,7 @@ def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: An
         raise
 
 
-def load(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
+def load(path: Path | Sequence[Path], *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
     """One-shot form of `Checkpointer.load`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **what)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.core.islands import Island
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
-from unified_ckpt.engine.islands import Gate, Rules, telling
+from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
 from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Buffers, Snapshot
 from unified_ckpt.engine.snapshot import write as write_snapshot
@@ -80,6 +81,7 @@ class Kept:
     buffers: Buffers = field(default_factory=Buffers)
     plan: SavePlan | None = None
     rules: Rules | None = None  # of an island
+    totals: Totals = field(default_factory=dict)  # of all islands
     slowest: str = ""
 
     def close(self) -> None:
@@ -217,9 +219,7 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
                 extra=extras.write_extra(storage, folder, job.words.extra, together),
                 digest_file=digest_file,
                 rank_extra=rank_extra,
-                island=IslandRecord(number=island.number, count=island.count, ranks=list(island.ranks), world_size=island.world)
-                if island
-                else None,
+                island=_record(island, kept.totals),
             )
             aside = _publish(job, construction, manifest)
             if aside is not None and job.gate is None:
@@ -233,6 +233,12 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
 
 def tell(job: Job) -> bytes:
     return extras.tell(job.request.state) if job.plan.speaks else b"."
+
+
+def _record(island: Island | None, totals: Totals) -> IslandRecord | None:
+    if island is None:
+        return None
+    return IslandRecord(number=island.number, count=island.count, ranks=list(island.ranks), world_size=island.world, totals=dict(totals))
 
 
 def _write_parts(job: Job, folder: str, kept: Kept, snapshot: Snapshot | None) -> list[Digested]:

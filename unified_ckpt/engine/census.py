@@ -76,8 +76,9 @@ def holders_of(group: Group, roll: Mapping[str, Sequence[int]]) -> tuple[int, ..
     return tuple(sorted(rank for table in group.tables for rank in roll[table]))
 
 
-def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Sequence[Mapping[str, Any]]) -> None:
-    """Rank 0 only: tells the ranks of each table which groups its rows are in; `notes` goes along, one for each group."""
+def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Sequence[Mapping[str, Any]], *, of: str = "") -> None:
+    """Rank 0 only: tells the ranks of each table which groups its rows are in; `notes` goes along, one for each group. `of`: a key of
+    its own, where there are several censuses."""
     documents: dict[str, list[object]] = {name: [] for name in census.tables}
     numbers = {name: {(row.key, row.spec, row.sharding): i for i, row in enumerate(rows)} for name, rows in census.tables.items()}
     for group, note in zip(groups, notes, strict=True):
@@ -87,14 +88,14 @@ def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Se
             documents[name].append([group.index, holders, _spans(places), note])
     for name, document in documents.items():
         told = {"speaker": census.roll[name][0], "groups": document}
-        meeting.put(f"groups/{name}", json.dumps(told, separators=(",", ":")).encode())
+        meeting.put(f"groups/{of}{name}", json.dumps(told, separators=(",", ":")).encode())
 
 
-def memberships(meeting: Meeting, rows: Sequence[Row]) -> tuple[list[Membership], bool]:
+def memberships(meeting: Meeting, rows: Sequence[Row], *, of: str = "") -> tuple[list[Membership], bool]:
     """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this rank speaks for its table."""
     name, _ = table_id(rows)
     ordered = sorted(rows, key=lambda row: row.key)
-    told = json.loads(meeting.get(f"groups/{name}"))
+    told = json.loads(meeting.get(f"groups/{of}{name}"))
     found = [
         Membership(index, tuple(_members(holders)), tuple(ordered[i] for i in _members(places)), note)
         for index, holders, places, note in told["groups"]

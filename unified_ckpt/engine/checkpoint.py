@@ -20,7 +20,7 @@ from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.locks import reading
-from unified_ckpt.runtime.storage import LocalStorage, RemoteStorage, is_url, reader
+from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url, reader
 
 _MODEL = "model"
 _DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
@@ -29,9 +29,7 @@ _DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a req
 class Folder:
     """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder, which has weights only."""
 
-    def __init__(
-        self, storage: LocalStorage | RemoteStorage, manifest: Manifest | None, weight_maps: Mapping[str, Mapping[str, str]]
-    ) -> None:
+    def __init__(self, storage: Reader, manifest: Manifest | None, weight_maps: Mapping[str, Mapping[str, str]]) -> None:
         self.storage, self.manifest = storage, manifest
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
@@ -246,7 +244,7 @@ def open_path(path: str, *, hold: bool) -> Folder:
     return folder
 
 
-def open_folder(storage: LocalStorage | RemoteStorage) -> Folder:
+def open_folder(storage: Reader) -> Folder:
     """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
     if storage.size(names.MANIFEST) is not None:
         manifest = parse_manifest(storage.read(names.MANIFEST), file=f"{storage.root}/{names.MANIFEST}")
@@ -267,7 +265,7 @@ def open_folder(storage: LocalStorage | RemoteStorage) -> Folder:
     raise NotFoundError(f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}")
 
 
-def _weight_map(storage: LocalStorage | RemoteStorage, part: str, files: Mapping[str, object]) -> Mapping[str, str] | None:
+def _weight_map(storage: Reader, part: str, files: Mapping[str, object]) -> Mapping[str, str] | None:
     """The part's index; its files are those of the manifest. None for a part that was deleted, index and files."""
     if not files:
         return {}

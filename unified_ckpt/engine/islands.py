@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from unified_ckpt.core.islands import FRAGMENTS, Island, fragment_name, island_rule
+from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.sharding import Sharding, TensorSpec
 from unified_ckpt.core.tables import Key, Row, group_tables
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish
@@ -25,6 +26,7 @@ from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
 
 Rules = Mapping[Key, Sharding | None]  # by world row: the rule within the island, None for a tensor that is stored in fragments
+Totals = Mapping[str, list[int]]  # part -> tensors and bytes of all islands
 _PROBE = ".unified-probe-"
 
 
@@ -120,13 +122,20 @@ def _everybody(meeting: Meeting, key: str, value: bytes) -> list[bytes]:
     return [one.encode() for one in json.loads(meeting.broadcast(f"{key}-of-all", body))]
 
 
-def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: object, matched: set[str]) -> None:
-    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up."""
+def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: Layout | None, matched: set[str]) -> Totals:
+    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up; else what they hold between them."""
     with meeting.phase("world"):
-        check_rules(meeting, layout, matched)  # type: ignore[arg-type]
+        check_rules(meeting, layout, matched)
         census = announce(meeting, [part.row for part in parts])
         if census is not None:
-            checked_groups(census)
+            specs = {row.key: row.spec for group in checked_groups(census) for row in group.rows}
+            totals: dict[str, list[int]] = {}
+            for (part, _), spec in specs.items():
+                count, nbytes = totals.get(part, [0, 0])
+                totals[part] = [count + 1, nbytes + spec.nbytes]
+            meeting.put("totals", json.dumps(totals).encode())
+    found: Totals = json.loads(meeting.get("totals"))
+    return found
 
 
 def island_rules(comm: Comm, parts: Sequence[Part], island: Island, *, timeout_seconds: float) -> Rules:

@@ -16,7 +16,7 @@ from typing import Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, group_tables, listed
-from unified_ckpt.engine.census import announce, check_rules, memberships, publish, tell_once
+from unified_ckpt.engine.census import Census, announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
@@ -25,7 +25,6 @@ from unified_ckpt.errors import CheckpointError, MismatchError
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
-from unified_ckpt.runtime.probe import check_one_machine
 from unified_ckpt.runtime.staging import Wait, giving_up
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.windows import Windows
@@ -77,25 +76,33 @@ class _Verdict:
     wrong: list[str] = field(default_factory=list)
 
 
-def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windows, *, timeout_seconds: float) -> LoadReport:
+def load(
+    comm: Comm,
+    what: str,
+    request: LoadRequest | Exception,
+    windows: Windows,
+    *,
+    timeout_seconds: float,
+    machines: Sequence[int] | None = None,
+) -> LoadReport:
     """Collective. Fills the targets in place, or raises the same error on every rank before the first byte is written.
 
-    `request` may be the error that this rank met while it made one. An IntegrityError in mid-load leaves the target unusable and
-    says so.
+    `machines`: the machine of each rank, None where they are on one: ranks of one machine read for each other. `request` may be the
+    error that this rank met while it made one. An IntegrityError in mid-load leaves the target unusable and says so.
     """
     started = time.monotonic()
     meeting = comm.meet(f"load of {what}", same=False, timeout_seconds=timeout_seconds)
     with meeting.phase("target"):
         if isinstance(request, Exception):
             raise request
-        check_one_machine(meeting)
         matches, differences = match_all(request.state.parts, request.source, aliases=request.state.aliases, cast=request.options.cast)
         if request.optimizer is not None and request.optimizer.wanted:
             differences.missing += unknown_parameters(
                 set(request.optimizer.names_held()), request.source, request.said, request.state.aliases
             )
         catalog = request.source.catalog({(match.part, match.name) for match in matches})
-        proofs = saved_digests(request.source, matches) if request.options.verify != "off" else {}
+        verify = request.options.verify if catalog.ledger is None else "off"  # else the storage compares
+        proofs = saved_digests(request.source, matches) if verify != "off" else {}
         saved_by = request.said.rank_extras
         rank_extra = request.source.rank_extra(comm.rank) if saved_by == comm.world else None
         groups_options = _hyperparameters(request)
@@ -104,18 +111,21 @@ def load(comm: Comm, what: str, request: LoadRequest | Exception, windows: Windo
         verdict = _compare(meeting, request, differences)
     _raise_differences(request, verdict)
     with meeting.phase("plan"):
-        groups = _plan(meeting, request, by_row, catalog)
+        groups = _plan(meeting, request, by_row, catalog, machines or [0] * comm.world)
     try:
         with meeting.phase("read"):
-            fetched = _read(meeting, groups, by_row, catalog, windows, verify=request.options.verify != "off")
-            verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=request.options.verify)
+            fetched = _read(meeting, groups, by_row, catalog, windows, verify=verify != "off")
+            verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=verify)
     except CheckpointError as error:
         spoilt = type(error)(f"{error}; the target holds a mix of old and new bytes and is unusable")
         spoilt.agreed = error.agreed
         raise spoilt from error
     with meeting.phase("install"):
         _install(request, groups_options)
-    return _report(request, comm, fetched, verified, differences, verdict, started, what, rank_extra)
+    if catalog.ledger is not None:
+        verified += catalog.ledger.verified_nbytes
+    damage = catalog.ledger.damage if catalog.ledger is not None else ()
+    return _report(request, comm, fetched, verified, damage, differences, verdict, started, what, rank_extra)
 
 
 def _compare(meeting: Meeting, request: LoadRequest, own: Differences) -> _Verdict:
@@ -158,21 +168,34 @@ def _raise_differences(request: LoadRequest, verdict: _Verdict) -> None:
     raise error
 
 
-def _plan(meeting: Meeting, request: LoadRequest, by_row: Mapping[Row, Match], catalog: Catalog) -> list[ReadGroup]:
-    """Collective. What this rank reads of each group of tensors that the same ranks want."""
+def _plan(
+    meeting: Meeting, request: LoadRequest, by_row: Mapping[Row, Match], catalog: Catalog, machines: Sequence[int]
+) -> list[ReadGroup]:
+    """Collective. What this rank reads of each group of tensors that the same ranks of a machine want."""
     rows = list(by_row)
     with meeting.phase("census"):
         census = announce(meeting, rows)
         if census is not None:
-            groups = group_tables(census.tables, census.roll)
-            publish(meeting, census, groups, [{} for _ in groups])
+            for machine, part in _by_machine(census, machines).items():
+                groups = group_tables(part.tables, part.roll)
+                publish(meeting, part, groups, [{} for _ in groups], of=f"{machine}/")
     found = []
-    members, _ = memberships(meeting, rows)
+    members, _ = memberships(meeting, rows, of=f"{machines[meeting.rank]}/")
     for member in members:
         bound = request.options.max_over_read
         reads = plan_reads(member.rows, holders=member.holders, max_over_read=bound, rank=meeting.rank)
         locations = tuple(catalog.locations[by_row[row].part, by_row[row].name] for row in member.rows)
         found.append(ReadGroup(member.index, member.holders, member.rows, locations, reads))
+    return found
+
+
+def _by_machine(census: Census, machines: Sequence[int]) -> dict[int, Census]:
+    """The census of each machine's ranks: what they want they read together, whatever others do."""
+    found: dict[int, Census] = {}
+    for machine in dict.fromkeys(machines):
+        rolls = {table: [rank for rank in ranks if machines[rank] == machine] for table, ranks in census.roll.items()}
+        roll = {table: ranks for table, ranks in rolls.items() if ranks}
+        found[machine] = Census({table: census.tables[table] for table in roll}, roll)
     return found
 
 
@@ -219,6 +242,7 @@ def _report(
     comm: Comm,
     fetched: Sequence[Fetched],
     verified: int,
+    damage: Sequence[str],
     own: Differences,
     verdict: _Verdict,
     started: float,
@@ -226,7 +250,7 @@ def _report(
     rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
-    notes = []
+    notes = list(damage)
     if saved_by not in (0, comm.world):
         notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import SaveRequest
-from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.load import LoadRequest
 from unified_ckpt.engine.match import saved_state
+from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
@@ -75,7 +75,7 @@ def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return found
 
 
-def load_request(comm: Comm, folder: Folder, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
+def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
     """The targets of a load. Nothing of the caller's is changed."""
     placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
     objects = as_list(optimizer)

@@ -152,7 +152,7 @@ def _landed(gate: Gate, land: Land, request: SaveRequest, kept: Kept, *, same: b
     """Collective over all islands. What this rank's island stores of its parts; the claims of all ranks checked."""
     parts = request.parts()
     if not same or kept.rules is None:
-        check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
+        kept.totals = check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
         kept.rules = island_rules(land.comm, parts, land.island, timeout_seconds=gate.meeting.timeout_seconds)
     return on_island(parts, kept.rules, land.island, index=land.comm.rank)
 

@@ -19,12 +19,23 @@ class Location:
     start: int
 
 
+@dataclass(slots=True)
+class Ledger:
+    """Of a storage that compares digests: bytes of blocks that were right, and what was wrong and read from elsewhere, in sentences."""
+
+    verified_nbytes: int = 0
+    damage: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them."""
+    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them. `ledger`: where it compares digests
+    itself, what came of that.
+    """
 
     storage: Reader
     locations: Mapping[tuple[str, str], Location]  # (part, fqn)
+    ledger: Ledger | None = None
 
 
 @dataclass(frozen=True, slots=True)

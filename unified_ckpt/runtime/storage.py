@@ -24,7 +24,9 @@ _Result = TypeVar("_Result")
 
 
 class Reader(Protocol):
-    """What a source needs of a storage."""
+    """What a source needs of a storage. `root`: where it is, for people."""
+
+    root: str
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fills `into` with the file's bytes from `start`. StorageError when the file ends before."""

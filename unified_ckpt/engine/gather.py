@@ -1,0 +1,94 @@
+"""Brings the folders of all machines together for a load: who has what, is it complete, who reads what from whom. Collective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from unified_ckpt.engine.checkpoint import Folder, open_folder
+from unified_ckpt.engine.joint import Inventory, Joint, choose, decode_inventory, take_inventory
+from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.peers import PeerStorage, Server, parse_address
+from unified_ckpt.runtime.storage import LocalStorage, Reader
+
+
+def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: float) -> list[int]:
+    """Collective. The machine of each rank, counted from 0 in the order of their first ranks."""
+    meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
+    with meeting.phase("machines"):
+        told = [name.decode() for name in meeting.collect("machine", machine.encode(), at=0, ranks=range(meeting.world))]
+        if meeting.rank == 0:
+            numbers = {name: number for number, name in enumerate(dict.fromkeys(told))}
+            meeting.put("machines", json.dumps([numbers[name] for name in told]).encode())
+    found: list[int] = json.loads(meeting.get("machines"))
+    return found
+
+
+def gather(
+    comm: Comm, what: str, opened: Sequence[Folder] | Exception, machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+) -> Source:
+    """Collective. The checkpoint that the machines have between them. `owned`: what is to be closed after all ranks have read.
+
+    `opened`: this machine's folders, or why there is none. Raises IncompleteError, the same on every rank, where no complete copy of the
+    newest save that any machine has is there, naming what is missing; NotFoundError where no machine has anything.
+    """
+    meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
+    own = machines[meeting.rank]
+    with meeting.phase("inventory"):
+        if machines.index(own) == meeting.rank:
+            meeting.put(f"inventory/{own}", _tell(opened, own))
+        told = [meeting.get(f"inventory/{machine}") for machine in range(max(machines) + 1)]
+    with meeting.phase("choose"):
+        if all(words == b"plain" for words in told) and not isinstance(opened, Exception):
+            return opened[0]  # a folder without a manifest: each machine reads its own
+        inventories = [one for words in told for one in _parse(words)]
+        if not inventories:
+            raise NotFoundError("; ".join(f"machine {m}: {words[1:].decode()}" for m, words in enumerate(told)))
+        members, found = choose(inventories, where=what)
+    mine = [one for one in inventories if one.machine == own]
+    server = Server([(one.root, one.files) for one in mine], timeout_seconds=timeout_seconds)
+    owned.callback(server.close)
+    meeting.put(f"serves/{meeting.rank}", server.address.encode().encode())
+    with meeting.phase("open"):
+        folders = {number: open_folder(_storage(meeting, inventories, number, machines)) for number in members}
+        for folder in folders.values():
+            owned.callback(folder.close)
+    lost = [f"machine {inventories[n].machine}: {text}" for n in members for text in inventories[n].lost]
+    return Joint(found, folders, own=[n for n in members if inventories[n].machine == own], lost=lost, turn=meeting.rank)
+
+
+def _tell(opened: Sequence[Folder] | Exception, machine: int) -> bytes:
+    """What the first rank of a machine says: its inventories, "plain", or why it has none."""
+    if isinstance(opened, (NotFoundError, FormatError, IncompleteError)):
+        return b"!" + str(opened).encode()
+    if isinstance(opened, Exception):
+        raise opened
+    if all(folder.manifest is None for folder in opened):
+        return b"plain"
+    bodies = [take_inventory(folder, machine=machine).encode() for folder in opened if folder.manifest is not None]
+    return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
+
+
+def _parse(words: bytes) -> list[Inventory]:
+    found, position = [], 1
+    while words[:1] == b"=" and position < len(words):
+        size = int.from_bytes(words[position : position + 8], "little")
+        found.append(decode_inventory(words[position + 8 : position + 8 + size]))
+        position += 8 + size
+    return found
+
+
+def _storage(meeting: Meeting, inventories: Sequence[Inventory], number: int, machines: Sequence[int]) -> Reader:
+    """The folder itself on its own machine, else as one of that machine's ranks serves it; ranks take turns in whom they ask."""
+    one = inventories[number]
+    if one.machine == machines[meeting.rank]:
+        return LocalStorage(one.root)
+    servers = [rank for rank, machine in enumerate(machines) if machine == one.machine]
+    rank = servers[meeting.rank % len(servers)]
+    index = sum(other.machine == one.machine for other in inventories[:number])
+    address = parse_address(meeting.get(f"serves/{rank}").decode())
+    timeout = meeting.timeout_seconds
+    return PeerStorage(address, folder=index, root=one.root, rank=meeting.ranks[rank], names=one.files, timeout_seconds=timeout)

@@ -22,7 +22,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 CHUNK = 16 << 20  # bytes of one raw read or write
 KINDS = ("dim0", "inner")
@@ -78,12 +78,17 @@ def llama_shapes(nbytes: int) -> dict[str, Shape]:
     return {"model.embed_tokens.weight": (vocabulary, hidden), **layers, "model.norm.weight": (hidden,)}
 
 
-def split_dim(kind: str, shape: Shape) -> int:
+def split_dim(kind: str, shape: Shape) -> int | None:
+    """The dim that ranks divide among them; None where each holds the whole."""
+    if kind == "replica":
+        return None
     return 1 if kind == "inner" and len(shape) == 2 else 0
 
 
-def local_box(shape: Shape, dim: int, *, rank: int, ranks: int) -> tuple[Shape, Shape]:
+def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[Shape, Shape]:
     """Offsets and shape of the part of `rank`. Only even splits, so that every engine moves the same bytes on each rank."""
+    if dim is None:
+        return tuple(0 for _ in shape), shape
     if shape[dim] % ranks:
         raise ValueError(f"shape {shape}: dim {dim} does not divide by {ranks} ranks; use a power of two")
     part = shape[dim] // ranks
@@ -146,7 +151,8 @@ def make_tensor(name: str, shape: Shape, dtype: torch.dtype, kind: str, mesh: De
     if filled:
         fill(local, name=name, shape=shape, offsets=offsets)
     stride = (shape[1], 1) if len(shape) == 2 else (1,)
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride)
+    placement = Replicate() if dim is None else Shard(dim)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
@@ -164,10 +170,10 @@ def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice
     return found
 
 
-def bump(state: State) -> None:
+def bump(state: State, *, by: int = 1) -> None:
     """Change every element, so that no save can live on what an earlier one wrote, hashed or staged."""
     for local in locals_of(state.tensors()).values():
-        bits(local).add_(1)
+        bits(local).add_(by)
 
 
 def clear(state: State) -> None:
@@ -283,7 +289,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--size", default="64MiB", help="bytes of the whole state, all ranks: 64MiB, 1GiB, 4GiB")
     made.add_argument("--ranks", default="1,2", help="process counts, comma-separated powers of two")
-    made.add_argument("--kind", default="dim0,inner", help="dim0: all Shard(0); inner: Shard(1) for matrices")
+    made.add_argument("--kind", default="dim0,inner", help="dim0: all Shard(0); inner: Shard(1) for matrices; bench_async also: replica")
     made.add_argument("--repeats", type=int, default=7, help="rounds; each runs every case once")
     made.add_argument("--only", default="", help="cases to run, comma-separated (their raw limit is added)")
     made.add_argument("--max-file-bytes", type=int, default=5_000_000_000, help="bound of one merged file; all make as many")

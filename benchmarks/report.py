@@ -24,6 +24,9 @@ SAVE_OVER_RAW = {("4GiB", "dim0"): 1.15, ("4GiB", "inner"): 1.35, ("1GiB", "dim0
 SAVE_FASTER = {"dcp": {"dim0": 1.4, "inner": 1.2}, "dcp_hf_consolidated": {"dim0": 6.0, "inner": 5.0}}
 LOAD_FASTER_THAN_DCP = 2.0
 LOAD_OVER_HF = {"unified": 1.1, "unified_verified": 1.6}
+BLOCKED_OVER_COPY = {"unified": 1.3, "unified_lazy": 0.05}  # training stands still, over a copy of the bytes that the rank writes
+THROTTLED_OVER_FREE = 1.1
+STEPS_KEPT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,24 @@ def load_findings(group: Group) -> list[Finding]:
     return found
 
 
+def blocked_findings(group: Group) -> list[Finding]:
+    return [
+        Finding(f"{case}, blocked over memcpy", times(group[case], group["memcpy"]), needed, at_most=True)
+        for case, needed in BLOCKED_OVER_COPY.items()
+        if case in group
+    ]
+
+
+def throttled_findings(group: Group) -> list[Finding]:
+    ours = [row for case, row in group.items() if case.startswith("unified")]
+    return [Finding(f"{row['case']}, throttled over not", row["ratio"], THROTTLED_OVER_FREE, at_most=True) for row in ours]
+
+
+def steps_findings(group: Group) -> list[Finding]:
+    ours = [row for case, row in group.items() if case.startswith("unified")]
+    return [Finding(f"{row['case']}, steps kept", row["ratio"], STEPS_KEPT, at_most=False) for row in ours]
+
+
 def memory_findings(group: Group) -> list[Finding]:
     ours = [row for case, row in group.items() if case.startswith("unified") and "peak_extra_bytes" in row]
     return [Finding(f"{row['case']}, extra MiB of a rank", row["peak_extra_bytes"] / MIB, EXTRA_BYTES / MIB, at_most=True) for row in ours]
@@ -99,8 +120,11 @@ def verified_findings(group: Group) -> list[Finding]:
 
 def findings(group: Group) -> list[Finding]:
     first = next(iter(group.values()))
-    speed = save_findings if first["bench"] == "save" else load_findings
-    return (speed(group) if first["size"] in SIZES else []) + memory_findings(group) + verified_findings(group)
+    if first["bench"] == "async_throttled":
+        return throttled_findings(group)  # a ratio of equals, at any size
+    speed = {"save": save_findings, "load": load_findings, "async": blocked_findings, "async_steps": steps_findings}[first["bench"]]
+    found = speed(group) if first["size"] in SIZES else []
+    return found + (memory_findings(group) + verified_findings(group) if first["bench"] in ("save", "load") else [])
 
 
 # ---- tables
@@ -136,6 +160,29 @@ def load_cells(row: Row) -> list[str]:
     return [*common_cells(row), verified, f"{read / row['nbytes']:.2f}", settings(row)]
 
 
+def spread_cell(row: Row) -> str:
+    return f"{row['seconds_median']:.3f} ({row['seconds_min']:.3f}–{row['seconds_max']:.3f})"
+
+
+def blocked_cells(row: Row) -> list[str]:
+    ratio = f"{row['ratio']:.2f} ({row['ratio_of_mins']:.2f})"
+    waited = f"{row['waited_median']:.4f}" if "waited_median" in row else ""
+    kept = f"{row['compute_kept']:.2f}" if "compute_kept" in row else ""
+    extra = f"{row['peak_extra_bytes'] / MIB:.0f}" + (f" + {row['daemon_bytes'] / MIB:.0f}" if "daemon_bytes" in row else "")
+    times_of = [seconds(row["first_seconds"]), waited, kept, seconds(row.get("durable_median"))]
+    return [row["case"], spread_cell(row), ratio, *times_of, extra, settings(row)]
+
+
+def throttled_cells(row: Row) -> list[str]:
+    free = statistics.median(row["unthrottled_rounds"])
+    return [row["case"], seconds(free), spread_cell(row), f"{row['ratio']:.2f}", seconds(row["durable_median"]), settings(row)]
+
+
+def steps_cells(row: Row) -> list[str]:
+    rates = [f"{row['alone']:.1f}", f"{row['beside']:.1f}"]
+    return [row["case"], *rates, f"{row['ratio']:.2f}", f"{row['ratio_with_calls']:.2f}", settings(row)]
+
+
 def settings(row: Row) -> str:
     return ", ".join(f"{key}={value}" for key, value in row.get("settings", {}).items())
 
@@ -143,12 +190,23 @@ def settings(row: Row) -> str:
 COMMON_HEAD = ["case", "s, median (min–max)", "GB/s", "x raw (of mins)", "first s", "extra MiB/rank"]
 SAVE_HEAD = [*COMMON_HEAD, "until durable s", "until HF-loadable s", "training stood still s", "written x", "disk x", "settings"]
 LOAD_HEAD = [*COMMON_HEAD, "verified x", "read x", "settings"]
+BLOCKED_TIMES = ["first s", "of it in the step s", "compute kept", "until durable s"]
+BLOCKED_HEAD = ["case", "training stood still s, median (min–max)", "x memcpy (of mins)", *BLOCKED_TIMES, "extra MiB/rank", "settings"]
+THROTTLED_HEAD = ["case", "stood still s", "at 100 MB/s", "ratio", "until durable s, at 100 MB/s", "settings"]
+STEPS_HEAD = ["case", "steps/s alone", "beside a save", "kept", "kept, calls counted", "settings"]
+COLUMNS = {
+    "save": (SAVE_HEAD, save_cells),
+    "load": (LOAD_HEAD, load_cells),
+    "async": (BLOCKED_HEAD, blocked_cells),
+    "async_throttled": (THROTTLED_HEAD, throttled_cells),
+    "async_steps": (STEPS_HEAD, steps_cells),
+}
 
 
 def title(row: Row) -> str:
     where = f"{row['bench']}: {row['size']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}, {row['kind']}"
-    if row["bench"] == "save":
-        return where
+    if row["bench"] != "load":
+        return f"{where}, {row['ops']} steps" if "ops" in row else where
     return f"{where}, {row['scenario']} (saved as {row['saved_kind']} by {row['saved_ranks']}), {row['cache']}"
 
 
@@ -159,7 +217,7 @@ def verdict(finding: Finding) -> list[str]:
 
 def section(group: Group) -> list[str]:
     first = next(iter(group.values()))
-    head, cells = (SAVE_HEAD, save_cells) if first["bench"] == "save" else (LOAD_HEAD, load_cells)
+    head, cells = COLUMNS[first["bench"]]
     lines = [f"### {title(first)}", "", *table(head, map(cells, group.values()))]
     if found := findings(group):
         lines += ["", *table(["target", "found", "needed", "met"], map(verdict, found))]
@@ -186,7 +244,7 @@ def group_rows(rows: Iterable[Row]) -> list[Group]:
     launches: dict[tuple[object, ...], dict[str, Group]] = {}
     for row in rows:
         if row["bench"] != "environment":
-            key = tuple(row.get(name) for name in ("bench", "size", "kind", "ranks", "scenario", "cache"))
+            key = tuple(row.get(name) for name in ("bench", "size", "kind", "ranks", "scenario", "cache", "ops"))
             launches.setdefault(key, {}).setdefault(row["run"], {})[row["case"]] = row
     return [runs[max(runs)] for runs in launches.values()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.exchange import Moves, Piece
 from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.lines import inner_boxes
+from unified_ckpt.core.lines import inner_boxes, manner, segments
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Row
 
@@ -158,3 +158,24 @@ def line_boxes(one: Row, rank: int, piece: Piece) -> Iterator[tuple[tuple[slice,
     assert position is not None
     for in_line, in_local in inner_boxes(one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.split):
         yield (slice(None), *where(in_line)), (slice(None), *where(in_local))
+
+
+def movers(row: Row, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], int]]:
+    """(ranks that may write a segment, its bytes) of one large tensor."""
+    how = manner(row.spec, row.sharding)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for rank in rank_set:
+        position = how.outer.position(rank)
+        assert position is not None
+        places.setdefault(how.outer.coordinates(position), []).append(rank)
+    for coordinates, ranks in places.items():
+        yield frozenset(ranks), sum(s.stop - s.start for s in segments(row.spec, how.outer, coordinates))
+
+
+def lowest_peak(ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]) -> float:
+    """The least largest load of any division: of a set of ranks, the mean of what nobody else can take, for the worst set."""
+    return max(
+        (sum(n for who, n in demands if who <= set(some)) + sum(fixed[r] for r in some)) / len(some)
+        for size in range(1, len(ranks) + 1)
+        for some in combinations(ranks, size)
+    )

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from unified_ckpt import errors
 from unified_ckpt.errors import CheckpointError, IntegrityError, LayoutError, MismatchError, RankError
-from unified_ckpt.runtime.comm import Comm, decode_error, encode_error, from_torch, solo
+from unified_ckpt.runtime.comm import Comm, from_torch, solo
+from unified_ckpt.runtime.verdicts import decode_error, encode_error
 
 SECONDS = 10.0  # far more than any of this needs
 SOON = 0.5
@@ -271,6 +272,125 @@ def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
     for error in in_threads(3, act):
         with pytest.raises(RankError, match=r"^rank\(s\) 2 did not get through 'written' within 0.5 s$"):
             raise error
+
+
+@pytest.mark.parametrize("way", ["agree", "get", "collect"])
+@pytest.mark.parametrize("alive", [True, False])
+def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(connected: Connect, way: str, alive: bool) -> None:
+    """Rank 1 takes five times as long as silence may last."""
+    ours, over = connected(3), threading.Event()
+
+    def act(rank: int) -> object:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=0.4)
+        if rank == 1:
+            for _ in range(200):
+                if alive:
+                    meeting.beat()
+                if over.wait(0.01):
+                    break
+        if way == "agree":
+            try:
+                meeting.agree("written")
+            finally:
+                over.set()
+        elif way == "get":
+            if rank == 1:
+                meeting.put("id", b"7")
+            try:
+                return meeting.get("id")
+            finally:
+                if rank == 0:
+                    over.set()
+        else:
+            try:
+                return meeting.collect("sizes", b"7", at=0, ranks=range(3))
+            finally:
+                if rank == 0:
+                    over.set()
+        return None
+
+    found = in_threads(3, act)
+    if alive:
+        assert found == {"agree": [None] * 3, "get": [b"7"] * 3, "collect": [[b"7"] * 3, [], []]}[way]
+        return
+    text = {
+        "agree": r"^rank\(s\) 1 did not get through 'written' within 0.4 s$",
+        "get": r"^rank 0 waited 0.4 s for 'id', which no rank set$",
+        "collect": r"^rank\(s\) 1 did not get to 'sizes' within 0.4 s$",
+    }
+    with pytest.raises(RankError, match=text[way]):
+        raise found[0]
+
+
+def test_signs_of_life_that_end_are_no_reason_to_wait_on() -> None:
+    ours, over = comms(2), threading.Event()
+
+    def act(rank: int) -> None:
+        meeting = ours[rank].meet("save", same=False, timeout_seconds=0.3)
+        if rank == 1:
+            for _ in range(60):
+                meeting.beat()
+                time.sleep(0.01)
+            over.wait(SECONDS)
+        try:
+            meeting.agree("written")
+        finally:
+            over.set()
+
+    started = time.monotonic()
+    for error in in_threads(2, act):
+        with pytest.raises(RankError, match=r"^rank\(s\) 1 did not get through 'written' within 0.3 s$"):
+            raise error
+    assert time.monotonic() - started > 0.6, "it was alive for so long"
+
+
+def test_signs_of_life_are_few() -> None:
+    """However often a rank says that it lives, the store hears of it twenty times in the time-out."""
+    store = dist.HashStore()
+    adds: list[str] = []
+    counting: Any = Paced(store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None)
+    meeting = Comm(counting, rank=0, ranks=(0,)).meet("save", same=False, timeout_seconds=2)
+    adds.clear()
+    deadline = time.monotonic() + 0.45
+    while time.monotonic() < deadline:
+        meeting.beat()
+    assert 1 <= len(adds) <= 5
+
+
+def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it(connected: Connect) -> None:
+    ours, turn = connected(2), threading.Barrier(2)
+
+    def act(rank: int) -> None:
+        background = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        background.to_background()
+        background.put(f"said/{rank}", b"1")
+
+        def meet_others(there: bool) -> None:
+            turn.wait(SECONDS)
+            for _ in range(2):
+                ours[rank].meet("idle", same=False, timeout_seconds=SECONDS)
+            turn.wait(SECONDS)
+            assert [background.has(f"said/{r}") for r in range(2)] == [there, there]
+
+        meet_others(True)
+        if rank == 0:
+            background.leave()
+        meet_others(True)
+        if rank == 1:
+            background.leave()
+        meet_others(False)
+
+    assert in_threads(2, act) == [None, None]
+
+
+def test_some_rank_is_busy() -> None:
+    ours = comms(3)
+
+    def act(rank: int) -> list[bool]:
+        meetings = [ours[rank].meet("idle", same=False, timeout_seconds=SECONDS, busy=rank in who) for who in ((), (1,), (0, 2), ())]
+        return [meeting.any_busy for meeting in meetings]
+
+    assert in_threads(3, act) == [[False, True, True, False]] * 3
 
 
 def test_a_value_that_nobody_sets_is_an_error() -> None:

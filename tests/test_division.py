@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import World, row, worlds
+from oracles import World, lowest_peak, movers, row, worlds
 
 from unified_ckpt.core.division import Division, divide, fill_levels
 from unified_ckpt.core.lines import SMALL_NBYTES, manner, part_nbytes
@@ -139,6 +139,48 @@ def test_loads_are_level(layout: str, vocab: int) -> None:
     fixed = {0: 60_000, world - 1: 20_000}
     division = divide(rows, holders=holders, fixed=fixed, sparse=())
     assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(rows, holders, fixed)
+
+
+OVERLAP = {  # rows whose participants overlap and are not nested: what is levelled first cannot know the other's loads
+    "columns over one dim, rows over the other": (
+        4,
+        row((2, 1552, 12), Cut(0, 2, 2), Cut(2, 2, 1, 1, 8), dtype="C64", fqn="a"),
+        row((8, 2, 50_000), Cut(1, 2, 1, 4), Cut(2, 2, 2, 2), dtype="U8", fqn="b"),
+    ),
+    "a mesh of another order": (
+        4,
+        row((100, 3, 2547), Cut(1, 2, 2, 1, 3), Cut(0, 2, 1), dtype="U8", fqn="a"),
+        row((5, 52_906, 1), Cut(0, 2, 2, 1, 6), Cut(1, 2, 1, (473, 52_433)), dtype="U8", fqn="b", ranks=(2, 3, 1, 0)),
+    ),
+    "a chain": (
+        8,
+        row((100, 4096), Cut(0, 4, 2, 1, 50), fqn="a"),  # two of four pairs of ranks hold it all
+        row((8, 65_536), Cut(0, 4, 2), fqn="b", ranks=(1, 2, 3, 4, 5, 6, 7, 0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAP)
+def test_what_overlapping_ranks_share_is_level(case: str) -> None:
+    world, *rows = OVERLAP[case]
+    check_level(World(rows, tuple(range(world))), {})
+
+
+@given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
+def test_no_division_has_a_lower_peak(world: World, fixed: dict[int, int]) -> None:
+    if len(world.holders) <= 8:  # the oracle looks at all sets of ranks
+        check_level(world, {rank: n for rank, n in fixed.items() if rank in world.holders})
+
+
+def check_level(world: World, fixed: Mapping[int, int]) -> None:
+    large = [one for one in world.rows if one.spec.nbytes >= SMALL_NBYTES]
+    bound = lowest_peak(
+        world.holders, [demand for one in large for demand in movers(one, world.holders)], {r: fixed.get(r, 0) for r in world.holders}
+    )
+    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
+    assert max(division.loads.values()) <= 1.005 * bound + 1
+    lines = sum(manner(one.spec, one.sharding).line_nbytes for one in large)
+    assert max(by_rank(division, world.holders, fixed).values()) <= 1.005 * bound + 1 + lines, "a border moves by half a line at most"
 
 
 def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:

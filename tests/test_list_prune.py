@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from managing import copy, cut_off, folders, lose, put, state, steps_in
+from managing import copy, cut_off, folders, lose, manager_of, put, state, steps_in
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
@@ -86,6 +86,53 @@ def test_list_several_runs_under_one_root(tmp_path: Path, capsys: pytest.Capture
     assert [line for line in text.splitlines() if line.startswith(str(tmp_path))] == [f"{tmp_path}/a", f"{tmp_path}/b/checkpoints"]
     assert "\n2 runs: 3 checkpoints, " in text
     assert "no checkpoints named checkpoint-<step>" in shown(capsys, "list", tmp_path / "notes")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[Path, Path]:
+    """A run of two tiers, whose local directory has one of another run too."""
+    root, local = tmp_path / "run", tmp_path / "local"
+    put(local, 90)
+    with manager_of(None, root, interval_steps=10, local_interval_steps=1, local_directory=str(local)) as manager:
+        for step in range(1, 13):
+            manager.save(step, **state(step))
+            if step == 10:
+                manager.wait()
+    copy(root / "checkpoint-10", local / "checkpoint-10")
+    return root, local
+
+
+def test_list_of_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    root, local = tiers
+    lines = shown(capsys, "list", root, "--local", local).splitlines()
+    assert lines[0] == f"{root} and {local}"
+    assert lines[1].split()[:3] == ["step", "tier", "size"]
+    assert [line.split()[:2] for line in lines[2:-1]] == [["10", "local"], ["10", "root"], ["12", "local"], ["90", "local"]]
+    assert lines[2].endswith("complete")
+    assert lines[3].endswith("newest, newest full, no rule")
+    assert lines[4].endswith("newest, newest full, latest 1")
+    assert lines[5].endswith("complete, of another run")
+    (one,) = json.loads(shown(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json"))["runs"]
+    assert one["local"] == str(local)
+    assert [(found["step"], found["tier"], found["of_this_run"], bool(found["kept_by"])) for found in one["steps"]] == [
+        (10, "root", True, True),
+        (10, "local", True, True),
+        (12, "local", True, True),
+        (90, "local", False, False),
+    ]
+    assert main(["list", str(root), "--local", str(root / "none")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_prune_leaves_the_other_tier_alone(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    root, local = tiers
+    put(root, 20)
+    before = folders(local)
+    shown(capsys, "prune", root, "--keep-latest", 1)
+    assert (steps_in(root), folders(local)) == ([20], before)
+    shown(capsys, "prune", local, "--keep-latest", 1)
+    assert steps_in(local) == [90]
+    assert ".unified_tier.json" in folders(local)
 
 
 def test_list_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

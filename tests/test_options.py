@@ -27,6 +27,8 @@ from unified_ckpt.manager.foreign import from_maxtext, from_paddle
         ({"interval_seconds": float("nan")}, "finite"),
         ({"step_prefix": ".unified-"}, "pattern"),
         ({"step_prefix": "a/b"}, "pattern"),
+        ({"local_directory": "d"}, "needed both, or neither"),
+        ({"local_interval_steps": 3}, "needed both, or neither"),
         ({"save_interval": 3}, "Extra inputs are not permitted"),
     ],
 )
@@ -69,14 +71,25 @@ def test_maxtext_names() -> None:
     )
     assert found.save == uc.SaveOptions(max_file_bytes=2147483648)
     assert from_maxtext({}).manager == uc.ManagerOptions()
+    tiers = {"enable_emergency_checkpoint": True, "local_checkpoint_directory": "local", "local_checkpoint_period": 20}
+    assert from_maxtext(tiers).manager == uc.ManagerOptions(local_directory="local", local_interval_steps=20)
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         ({"checkpoint_storage_concurrent_gb": 96}, "checkpoint_storage_concurrent_gb=96: has no meaning here: a save holds one snapshot"),
-        ({"local_checkpoint_directory": "/dev/shm"}, "local_checkpoint_directory='/dev/shm': has no meaning here: there is one tier"),
-        ({"enable_emergency_checkpoint": True}, "enable_emergency_checkpoint=True: has no meaning here"),
+        ({"local_checkpoint_directory": "d"}, "local_checkpoint_directory='d': has no meaning without enable_emergency_checkpoint"),
+        ({"local_checkpoint_period": 5}, "local_checkpoint_period=5: has no meaning without enable_emergency_checkpoint"),
+        ({"enable_multi_tier_checkpointing": True}, "has no meaning here: two tiers are what enable_emergency_checkpoint"),
+        (
+            {"enable_emergency_checkpoint": True, "local_checkpoint_period": 5},
+            "`local_checkpoint_directory` must be set for emergency checkpointing.",
+        ),
+        (
+            {"enable_emergency_checkpoint": True, "local_checkpoint_directory": "d", "local_checkpoint_period": 0},
+            "`local_checkpoint_period` must be > 0 for emergency checkpointing.",
+        ),
         ({"checkpoint_perod": 3}, "checkpoint_perod: is no checkpoint flag of MaxText that is known here"),
     ],
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Array, filled, part_of, where
+from oracles import Array, filled, lowest_peak, movers, part_of, where
 from safetensors import safe_open
 
 import unified_ckpt as uc
 from unified_ckpt.core import plan_save
-from unified_ckpt.core.lines import SMALL_NBYTES, manner, segments
+from unified_ckpt.core.lines import SMALL_NBYTES, manner
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.engine import save as save_module
@@ -206,27 +205,6 @@ def check_written_once(writes: Writes, folder: Path) -> None:
         spans = sorted(writes.spans[path.name])
         assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (path.name, spans)
         assert spans[-1][1] == path.stat().st_size
-
-
-def movers(row: Row, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], int]]:
-    """(ranks that may write a segment, its bytes) of one large tensor."""
-    how = manner(row.spec, row.sharding)
-    places: dict[tuple[int, ...], list[int]] = {}
-    for rank in rank_set:
-        position = how.outer.position(rank)
-        assert position is not None
-        places.setdefault(how.outer.coordinates(position), []).append(rank)
-    for coordinates, ranks in places.items():
-        yield frozenset(ranks), sum(s.stop - s.start for s in segments(row.spec, how.outer, coordinates))
-
-
-def lowest_peak(ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]) -> float:
-    """The least largest load of any division: of a set of ranks, the mean of what nobody else can take, for the worst set."""
-    return max(
-        (sum(n for who, n in demands if who <= set(some)) + sum(fixed[r] for r in some)) / len(some)
-        for size in range(1, len(ranks) + 1)
-        for some in combinations(ranks, size)
-    )
 
 
 def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, int, int]]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.gather import gather, machine_numbers
+from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
 from unified_ckpt.engine.islands import Land, find_islands
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
@@ -54,8 +54,7 @@ class Checkpointer:
     ) -> None:
         self._root, self._group, self._options, self._machine = root, group, options or SaveOptions(), machine
         self._comm: comms.Comm | None = None
-        self._land: Land | None = None
-        self._landed = False  # whether it has been found out
+        self._lands: dict[str, Land | None] = {}  # by the folder that saves are made in
         self._machines: list[int] | None = None
         self._kept = Kept()
         self._pending: PendingSave | None = None
@@ -80,9 +79,10 @@ class Checkpointer:
         self._kept.close()
         if self._comm is not None:
             self._comm.leave()
-        if self._land is not None:
-            self._land.comm.leave()
-        self._kept, self._comm, self._land, self._landed, self._machines = Kept(), None, None, False, None
+        for land in self._lands.values():
+            if land is not None:
+                land.comm.leave()
+        self._kept, self._comm, self._lands, self._machines = Kept(), None, {}, None
 
     def save(
         self,
@@ -185,7 +185,7 @@ class Checkpointer:
     @property
     def staging_nbytes(self) -> int:
         """Host memory held for snapshots and for what ranks put together."""
-        return self._kept.buffers.nbytes + self._kept.windows.nbytes
+        return self._kept.buffers.nbytes + self._kept.windows.nbytes + self._kept.load_windows.nbytes
 
     def load(
         self,
@@ -215,10 +215,12 @@ class Checkpointer:
         where, timeout = ", ".join(os.fspath(one) for one in paths), options.timeout_seconds
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            opened = self._open(paths, owned)
+            opened = self._open(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
             source: Source | Exception = opened if isinstance(opened, Exception) else opened[0]
-            if _is_scattered(paths, opened, machines):
-                source = gather(comm, f"load of {where}", opened, machines, owned, timeout_seconds=timeout)
+            if is_scattered([os.fspath(one) for one in paths], opened, machines):
+                source = gather(
+                    comm, f"load of {where}", [self._resolve(one) for one in paths], opened, machines, owned, timeout_seconds=timeout
+                )
             request: LoadRequest | Exception
             try:
                 if isinstance(source, Exception):
@@ -227,14 +229,14 @@ class Checkpointer:
                 request = load_request(comm, source, targets, strict=strict, options=options)
             except Exception as error:  # told to every rank in the load
                 request = error
-            return _load(comm, where, request, self._kept.windows, timeout_seconds=timeout, machines=machines)
+            return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
 
-    def _open(self, paths: Sequence[Path], owned: ExitStack) -> list[Folder] | Exception:
-        """This rank's folders, or why there is none."""
+    def _open(self, paths: Sequence[Path], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
+        """This rank's folders, or why there is none. `hold`: on one rank of each machine."""
         found: list[Folder] = []
         try:
             for path in paths:
-                found.append(open_path(self._resolve(path), hold=self._ranks().rank == 0))
+                found.append(open_path(self._resolve(path), hold=hold))
                 owned.callback(found[-1].close)
         except Exception as error:
             return error
@@ -257,18 +259,22 @@ class Checkpointer:
             return storage, name, error
 
     def _find_land(self, storage: LocalStorage, name: str, request: SaveRequest | Exception, timeout_seconds: float) -> Land | None:
-        """Collective at the first save. This rank's island, None where all ranks write one folder."""
+        """Collective at the first save to a folder. This rank's island, None where all ranks write one folder."""
         comm = self._ranks()
-        if not self._landed and comm.world > 1:
+        if comm.world == 1:
+            return None
+        if storage.root not in self._lands:
             meeting = comm.meet(f"save to {storage.path(name)}", same=False, timeout_seconds=timeout_seconds)
             with meeting.phase("machines"):
                 if isinstance(request, Exception):
                     raise request
                 island = find_islands(meeting, storage, self._machine or machine_id())
+            alike = [land for land in self._lands.values() if land is not None and land.island == island]
+            made = None
             if island.count > 1:
-                self._land = Land(comm.among(f"island/{island.number}", island.ranks), island)
-        self._landed = True
-        return self._land
+                made = alike[0] if alike else Land(comm.among(f"island/{island.number}", island.ranks), island)
+            self._lands[storage.root] = made
+        return self._lands[storage.root]
 
     def _ranks(self) -> comms.Comm:
         if self._comm is None:
@@ -295,16 +301,6 @@ class Checkpointer:
         except OSError as error:
             raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
         return LocalStorage(os.path.realpath(parent)), name
-
-
-def _is_scattered(paths: Sequence[Path], opened: Sequence[Folder] | Exception, machines: Sequence[int]) -> bool:
-    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
-    if any(is_url(os.fspath(path)) for path in paths):
-        return False
-    if max(machines) > 0 or len(paths) > 1:
-        return True
-    manifest = opened[0].manifest if not isinstance(opened, Exception) else None
-    return manifest is not None and manifest.island is not None
 
 
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:

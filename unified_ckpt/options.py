@@ -70,6 +70,10 @@ class ManagerOptions(_Options):
     saves have failed in a row. `notice_seconds`: how often a rank looks whether another one wants to stop; longer by itself in large
     worlds. `margin_steps`: how far ahead the agreed step lies; more than the steps that one rank can be ahead of another.
 
+    Two tiers: `local_directory`, on a local disk or in memory, gets a save every `local_interval_steps`, and first each one that is due by
+    the options above, which is then copied to the root in the background. `keep_latest_local`: what stays there, with what is still to
+    be copied. Both or neither are set. One run at a time uses a local directory.
+
     `load_parameters_path`: start from these weights with a fresh optimizer; `load_full_state_path`: from another run's whole state;
     both only where the own root holds nothing valid. `step_prefix`: of the folders' names.
     """
@@ -101,6 +105,10 @@ class ManagerOptions(_Options):
     notice_seconds: Timeout = 1.0
     margin_steps: Count = 2
 
+    local_directory: str | None = None
+    local_interval_steps: Count | None = None
+    keep_latest_local: Count = 1
+
     load_parameters_path: str | None = None
     load_full_state_path: str | None = None
     step_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "checkpoint-"
@@ -115,4 +123,6 @@ class ManagerOptions(_Options):
             raise ValueError("keep_best needs best_metric: the name of a metric that is passed to save")
         if self.lazy and not self.asynchronous:
             raise ValueError("lazy is a way to save in the background; needed asynchronous=True")
+        if (self.local_directory is None) != (self.local_interval_steps is None):
+            raise ValueError("local_directory and local_interval_steps are two tiers together; needed both, or neither")
         return self

@@ -1,4 +1,4 @@
-"""A rank that resumes from the newest checkpoint and then does nothing but save, until it is killed.
+"""A rank that resumes from the newest checkpoint and then does nothing but save, waiting or in the background, until it is killed.
 
 Every element of the state follows from the step, so that a reader can tell which step's bytes it sees.
 """
@@ -43,7 +43,7 @@ def newest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def serve(rank: int, port: int, prefix: str, root: Path, fixed: bool, output: Path) -> None:
+def serve(rank: int, world: int, port: int, prefix: str, root: Path, fixed: bool, background: bool, output: Path) -> None:
     """`fixed`: always the same folder, replaced by each save; else one folder per step."""
     sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(sink, 1)
@@ -53,8 +53,8 @@ def serve(rank: int, port: int, prefix: str, root: Path, fixed: bool, output: Pa
     try:
         torch.set_num_threads(1)
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-        mesh = init_device_mesh("cpu", (WORLD,))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+        mesh = init_device_mesh("cpu", (world,))
         step = 0
         last = (root / "latest" if (root / "latest").exists() else None) if fixed else newest(root)
         if last is not None:
@@ -65,10 +65,7 @@ def serve(rank: int, port: int, prefix: str, root: Path, fixed: bool, output: Pa
                 if not torch.equal(have.to_local(), want.to_local()):
                     os._exit(RESUMED_WRONG)
         options = uc.SaveOptions(if_exists="replace" if fixed else "error", timeout_seconds=4)
-        while True:
-            step += 1
-            model, states = state(mesh, step)
-            uc.save(root / ("latest" if fixed else f"checkpoint-{step}"), model=model, optimizer=states, step=step, options=options)
+        save_on(mesh, step, root, fixed, background, uc.Checkpointer(root, options=options))
     except uc.CheckpointError:
         traceback.print_exc()
         sys.stderr.flush()
@@ -77,3 +74,17 @@ def serve(rank: int, port: int, prefix: str, root: Path, fixed: bool, output: Pa
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def save_on(mesh: DeviceMesh, step: int, root: Path, fixed: bool, background: bool, checkpointer: uc.Checkpointer) -> None:
+    """For ever. In the background, every tensor changes as soon as the call returns."""
+    while True:
+        step += 1
+        model, states = state(mesh, step)
+        name = "latest" if fixed else f"checkpoint-{step}"
+        if not background:
+            checkpointer.save(name, model=model, optimizer=states, step=step)
+            continue
+        checkpointer.save_async(name, model=model, optimizer=states, step=step)
+        for tensor in (*model.values(), *states.values()):
+            tensor.to_local().neg_()

@@ -38,7 +38,8 @@ def spawn() -> Iterator[Spawn]:
 class Scene:
     """The store that outlives the killed, and where they save."""
 
-    def __init__(self, root: Path, spawn: Spawn) -> None:
+    def __init__(self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False) -> None:
+        self.world, self.background = world, background
         self.root = root / "run"
         self.root.mkdir()
         self.output = root / "output.txt"
@@ -48,8 +49,8 @@ class Scene:
 
     def start(self, *, fixed: bool) -> list[multiprocessing.process.BaseProcess]:
         self.rounds += 1
-        arguments = (self.store.port, f"round-{self.rounds}", self.root, fixed, self.output)
-        ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(WORLD)]
+        arguments = (self.world, self.store.port, f"round-{self.rounds}", self.root, fixed, self.background, self.output)
+        ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(self.world)]
         for rank in ranks:
             rank.start()
         return ranks
@@ -96,7 +97,7 @@ def kill_at_some_moment(scene: Scene, draw: random.Random, *, fixed: bool, only:
             rank.kill()
     for number, rank in enumerate(ranks):
         rank.join(30)
-        assert rank.exitcode is not None, f"rank {number} hangs although the other one is dead\n{scene.said()}"
+        assert rank.exitcode is not None, f"rank {number} hangs although another one is dead\n{scene.said()}"
         expected = -9 if only in (None, number) else REFUSED
         assert rank.exitcode == expected, f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.said()}"
     folders = [scene.root / "latest"] if fixed else list(scene.root.glob("checkpoint-*"))
@@ -113,7 +114,7 @@ def kill_at_some_moment(scene: Scene, draw: random.Random, *, fixed: bool, only:
 def live_through(scene: Scene, moments: range) -> None:
     left = 0
     for moment in moments:
-        fixed, only = moment % 2 == 1, (moment // 2) % 2 if moment % 5 == 4 else None
+        fixed, only = moment % 2 == 1, (moment // 2) % scene.world if moment % 5 == 4 else None
         left += kill_at_some_moment(scene, random.Random(moment), fixed=fixed, only=only)
         for folder in sorted(scene.root.glob("checkpoint-*"), key=step_of)[:-1]:
             shutil.rmtree(folder)

@@ -14,7 +14,10 @@ from unified_ckpt.cli.rules import problem, rules_of
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.core.retention import Rules, kept
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.lineage import ids, read, strangers
+from unified_ckpt.manager.policies import local_rules
 from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, scan
+from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage import LocalStorage
 
 _DEPTH = 2  # of runs below the root: runs/<name>/checkpoints
@@ -23,11 +26,19 @@ _HEAD = ("step", "size", "files", "created", "took", "kind", "status", "kept by"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A folder with checkpoints in it. `kept`: step -> why it stays."""
+    """A folder with checkpoints in it, and the local directory that goes with it, if one was given. `kept`: path -> why it stays.
+
+    `apart`: saves in the local directory that are of other runs.
+    """
 
     path: str
     found: Scan
-    kept: dict[int, tuple[str, ...]]
+    kept: dict[str, tuple[str, ...]]
+    local: str | None = None
+    apart: frozenset[str] = frozenset()
+
+    def tier(self, path: str) -> str:
+        return "local" if self.local is not None and os.path.dirname(path) == self.local else "root"
 
 
 def run(arguments: Namespace) -> int:
@@ -38,7 +49,10 @@ def run(arguments: Namespace) -> int:
     root = os.path.realpath(arguments.root)
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: there is no such folder")
-    runs = [_run(path, arguments.prefix, rules_of(arguments)) for path in _folders(root, _DEPTH, arguments.prefix)]
+    if arguments.local is None:
+        runs = [_run(path, arguments.prefix, rules_of(arguments)) for path in _folders(root, _DEPTH, arguments.prefix)]
+    else:
+        runs = [_two_tiers(root, os.path.realpath(arguments.local), arguments)]
     runs = [one for one in runs if one.found.steps or one.found.leftovers]
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(one) for one in runs]}, indent=2))
@@ -65,22 +79,49 @@ def _folders(folder: str, depth: int, prefix: str) -> Iterator[str]:
 
 def _run(path: str, prefix: str, rules: Rules) -> _Run:
     found = scan(LocalStorage(path), prefix)
-    return _Run(path, found, kept([one.saved for one in found.complete], rules))
+    return _Run(path, found, _kept(found.complete, rules))
+
+
+def _two_tiers(root: str, local: str, arguments: Namespace) -> _Run:
+    if not os.path.isdir(local):
+        raise NotFoundError(f"{local}: there is no such folder")
+    here = scan(LocalStorage(local), arguments.prefix)
+    there = scan(LocalStorage(root), arguments.prefix)
+    apart = strangers(read(local), root, committed=ids(there.complete), local=ids(here.steps))
+    latest = local_rules(ManagerOptions(keep_latest_local=arguments.keep_latest_local))
+    kept_there = _kept(there.complete, rules_of(arguments))
+    kept_here = _kept([one for one in here.complete if one.save_id not in apart], latest)
+    both = sorted([*there.steps, *here.steps], key=lambda one: (-1 if one.step is None else one.step, one.path in kept_here, one.path))
+    return _Run(root, Scan(tuple(both), (*there.leftovers, *here.leftovers)), kept_there | kept_here, local, apart)
+
+
+def _kept(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]:
+    by_step = kept([one.saved for one in records], rules)
+    return {one.path: by_step[one.saved.step] for one in records if one.step in by_step}
 
 
 def _as_json(one: _Run) -> dict[str, Any]:
-    steps = [{**asdict(record), "full": record.full, "kept_by": _kept_by(one, record)} for record in one.found.steps]
-    return {"path": one.path, "steps": steps, "leftovers": [asdict(left) for left in one.found.leftovers]}
+    steps = [{**asdict(record), "full": record.full, "kept_by": _kept_by(one, record), **_tier(one, record)} for record in one.found.steps]
+    told = {"path": one.path, "steps": steps, "leftovers": [asdict(left) for left in one.found.leftovers]}
+    return told if one.local is None else {**told, "local": one.local}
+
+
+def _tier(one: _Run, record: StepRecord) -> dict[str, Any]:
+    return {} if one.local is None else {"tier": one.tier(record.path), "of_this_run": record.save_id not in one.apart}
 
 
 def _kept_by(one: _Run, record: StepRecord) -> list[str]:
-    return list(one.kept.get(record.step, ())) if record.status == "complete" and record.step is not None else []
+    return list(one.kept.get(record.path, ()))
 
 
 def _text(one: _Run) -> list[str]:
-    lines = [one.path]
+    lines = [one.path if one.local is None else f"{one.path} and {one.local}"]
     if one.found.steps:
-        lines += _columns([_HEAD, *(_row(one, record) for record in one.found.steps)])
+        rows = [_HEAD, *(_row(one, record) for record in one.found.steps)]
+        if one.local is not None:
+            tiers = ["tier", *(one.tier(record.path) for record in one.found.steps)]
+            rows = [(row[0], tier, *row[1:]) for row, tier in zip(rows, tiers, strict=True)]
+        lines += _columns(rows)
         lines.append(f"  {_total(one.found.steps)}")
     if one.found.leftovers:
         lines.append("  left by interrupted saves, no checkpoints:")
@@ -94,6 +135,8 @@ def _row(one: _Run, record: StepRecord) -> tuple[str, ...]:
     took = "" if record.seconds is None else f"{record.seconds:.1f} s"
     kind = "full" if record.full else "model only"
     status = record.status if not record.why else f"{record.status}: {plain(record.why)}"
+    if record.save_id in one.apart:
+        status += ", of another run"
     step = str(record.step) if record.status != "misnamed" else plain(record.name)
     return (step, human(record.nbytes), str(record.files), record.created or "", took, kind, status, ", ".join(_kept_by(one, record)))
 

@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
     listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")
+    listing.add_argument("--local", metavar="DIR", help="the local directory of this run: the second tier of one run")
+    listing.add_argument("--keep-latest-local", type=rules.number, default=1, metavar="N", help="what stays there (1)")
     prune = verbs.add_parser("prune", help="remove checkpoints by rules", description="Removes what no rule keeps. Asks nothing.")
     prune.add_argument("root", metavar="ROOT", help="the folder of one run")
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")

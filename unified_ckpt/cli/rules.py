@@ -13,13 +13,13 @@ def add_to(parser: ArgumentParser) -> None:
     """The options that `rules_of` reads."""
     parser.add_argument("--prefix", default="checkpoint-", help="what the folders' names begin with, before the step")
     group = parser.add_argument_group("what to keep; the rules are united, and full and model-only checkpoints are counted apart")
-    group.add_argument("--keep-latest", type=_count, metavar="N", help="the N newest")
-    group.add_argument("--keep-every-steps", type=_count, metavar="K", help="steps that are multiples of K")
+    group.add_argument("--keep-latest", type=number, metavar="N", help="the N newest")
+    group.add_argument("--keep-every-steps", type=number, metavar="K", help="steps that are multiples of K")
     group.add_argument("--keep-every-seconds", type=_seconds, metavar="T", help="one for each T seconds")
-    group.add_argument("--keep-best", type=_count, metavar="N", help="the N best by --metric")
+    group.add_argument("--keep-best", type=number, metavar="N", help="the N best by --metric")
     group.add_argument("--metric", metavar="NAME", help="a metric that was passed to save; its best one always stays")
     group.add_argument("--mode", choices=("min", "max"), default="min", help="whether the best is the least or the greatest")
-    group.add_argument("--keep-latest-model-only", type=_count, metavar="N", help="the N newest without optimizer")
+    group.add_argument("--keep-latest-model-only", type=number, metavar="N", help="the N newest without optimizer")
 
 
 def rules_of(arguments: Namespace) -> Rules:
@@ -42,7 +42,8 @@ def problem(arguments: Namespace) -> str | None:
     return "--keep-best needs --metric" if arguments.keep_best is not None and arguments.metric is None else None
 
 
-def _count(text: str) -> int:
+def number(text: str) -> int:
+    """An argument's type: 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)

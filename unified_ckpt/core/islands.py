@@ -76,7 +76,7 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
         return []
     left = [everything]
     for box in sorted(distinct, key=lambda box: box.offsets):
-        left = [piece for one in left for piece in _without(one, box)]
+        left = [piece for one in left for piece in without(one, box)]
     return left
 
 
@@ -91,7 +91,7 @@ def _disjoint(boxes: Iterable[Box]) -> bool:
     return True
 
 
-def _without(box: Box, hole: Box) -> list[Box]:
+def without(box: Box, hole: Box) -> list[Box]:
     """The box less what it shares with the hole."""
     shared = intersect(box, hole)
     if shared is None:

@@ -15,14 +15,14 @@ from typing import Any
 from unified_ckpt.core.islands import Island
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
-from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
+from unified_ckpt.engine.islands import Gate, Land, Rules, Totals, telling
 from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Buffers, Snapshot
 from unified_ckpt.engine.snapshot import write as write_snapshot
 from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers, write_tiles
-from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.format import codec, names
-from unified_ckpt.format.manifest import IslandRecord, Manifest
+from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, RankExtraFile
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.staging import Wait, giving_up
@@ -78,14 +78,17 @@ class Kept:
     """What one save leaves for the next of the same ranks. `slowest`: in words, on rank 0."""
 
     windows: Windows = field(default_factory=Windows)
+    load_windows: Windows = field(default_factory=Windows)  # apart: a load is of all ranks, a save may be of an island's
     buffers: Buffers = field(default_factory=Buffers)
     plan: SavePlan | None = None
+    land: Land | None = None
     rules: Rules | None = None  # of an island
     totals: Totals = field(default_factory=dict)  # of all islands
     slowest: str = ""
 
     def close(self) -> None:
         self.windows.close()
+        self.load_windows.close()
         self.buffers.close()
 
 
@@ -144,7 +147,7 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
             else:
                 said |= {"id": stays.save_id, "step": stays.step}
             meeting.put("begun", json.dumps(said).encode())
-    told = json.loads(meeting.get("begun"))
+    told = json.loads(meeting.get("begun", of=0))
     construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
     try:
         with meeting.phase("see"):
@@ -196,42 +199,38 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
         if times:
             slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))
             kept.slowest = f"rank {slowest} was slowest: {float(times[slowest]):.2f} s"
-    if job.gate is not None:
-        with job.gate.together("written"):
-            pass
-    aside = None
-    with meeting.phase("publish"):
+    with meeting.phase("complete"):
         if plan.book is not None:
-            island = job.gate.island if job.gate else None
-            if job.gate is not None:  # each island's folder says what is said of the whole
-                said = [one for told in job.gate.share("told", codec.pack(said, "told")) for one in codec.unpack(told, "told")]
-            together = extras.put_together(said)
-            manifest = seal.make_manifest(
-                save_id=construction.save_id,
-                step=request.step,
-                seconds=time.monotonic() - job.started,
-                metrics=request.metrics,
-                world_size=meeting.world,
-                mesh=request.mesh,
-                asked=sorted({*request.asked(), *plan.book.records}),
-                book=plan.book,
-                told=together,
-                extra=extras.write_extra(storage, folder, job.words.extra, together),
-                digest_file=digest_file,
-                rank_extra=rank_extra,
-                island=_record(island, kept.totals),
-            )
-            aside = _publish(job, construction, manifest)
-            if aside is not None and job.gate is None:
+            _complete(job, construction, kept, said, digest_file, rank_extra, since=job.started)
+    if job.gate is None:
+        with meeting.phase("publish"):
+            if plan.book is not None and (aside := _publish(job, construction)) is not None:
                 commit.discard(storage, aside, fsync=request.options.fsync)
-    if job.gate is not None:
-        with job.gate.together("committed"):
+    else:
+        _publish_together(job, job.gate, construction)
+
+
+def _publish_together(job: Job, gate: Gate, construction: commit.Construction) -> None:
+    """Collective over all islands: each gives its folder the name once all have theirs complete, and takes it back where one cannot."""
+    aside, renamed = None, False
+    try:
+        with gate.together("written"):
             pass
-        if aside is not None:
-            commit.discard(storage, aside, fsync=request.options.fsync)
+        with job.meeting.phase("publish"):
+            if job.plan.book is not None:
+                aside, renamed = _publish(job, construction), True
+        with gate.together("committed"):
+            pass
+    except BaseException as error:
+        if renamed and isinstance(error, CheckpointError):
+            commit.withdraw(job.storage, construction, aside)
+        raise
+    if aside is not None:
+        commit.discard(job.storage, aside, fsync=job.request.options.fsync)
 
 
 def tell(job: Job) -> bytes:
+    """What this rank says of what is not tensors, for all ranks that hold the same ones."""
     return extras.tell(job.request.state) if job.plan.speaks else b"."
 
 
@@ -244,7 +243,10 @@ def _record(island: Island | None, totals: Totals) -> IslandRecord | None:
 def _write_parts(job: Job, folder: str, kept: Kept, snapshot: Snapshot | None) -> list[Digested]:
     """What this rank writes of every group: first what others wait for."""
     meeting, plan = job.meeting, job.plan
-    writer = Writer(job.storage, folder, durable=job.request.options.fsync, ranks=meeting.world, beat=meeting.beat)
+    # Beside the training nobody waits for the disk, and each rank's training has a core already.
+    behind = snapshot is not None
+    hurry = job.request.options.fsync and not behind
+    writer = Writer(job.storage, folder, hurry=hurry, ranks=meeting.world * (2 if behind else 1), beat=meeting.beat)
     try:
         if snapshot is not None:
             return write_snapshot(snapshot, writer, Wait(timeout_seconds=meeting.timeout_seconds, windows=dict(snapshot.windows)))
@@ -276,11 +278,24 @@ def _sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: Save
                 meeting.beat()
 
 
-def _publish(job: Job, construction: commit.Construction, manifest: Manifest) -> str | None:
-    """Rank 0 only: what the caller attaches, the small files, the manifest, the rename. Returns what has been moved aside."""
+def _complete(
+    job: Job,
+    construction: commit.Construction,
+    kept: Kept,
+    said: Sequence[bytes],
+    digest_file: DigestFile | None,
+    rank_extra: RankExtraFile | None,
+    *,
+    since: float,
+) -> None:
+    """Rank 0 only: what the caller attaches, the small files, the manifest: all that a checkpoint needs but its name."""
     storage, request, plan, folder, fsync = job.storage, job.request, job.plan, construction.folder, job.request.options.fsync
     if plan.book is None:
         raise AssertionError("rank 0 has a book")
+    if job.gate is not None:  # each island's folder says what is said of the whole
+        said = [one for told in job.gate.share("told", codec.pack(list(said), "told")) for one in codec.unpack(told, "told")]
+    together = extras.put_together(said)
+    extra = extras.write_extra(storage, folder, job.words.extra, together)
     before = {name: storage.stamp(f"{folder}/{name}") for name in storage.entries(folder)}
     if request.attach is not None:
         request.attach(storage.path(folder))
@@ -294,11 +309,30 @@ def _publish(job: Job, construction: commit.Construction, manifest: Manifest) ->
         for name in sorted(set(storage.entries(folder)) - {f for records in plan.book.records.values() for f in records} - {commit.PROBE}):
             storage.sync_tree(f"{folder}/{name}")
     storage.remove_file(f"{folder}/{commit.PROBE}")
+    manifest = seal.make_manifest(
+        save_id=construction.save_id,
+        step=request.step,
+        seconds=time.monotonic() - since,
+        metrics=request.metrics,
+        world_size=job.meeting.world,
+        mesh=request.mesh,
+        asked=sorted({*request.asked(), *plan.book.records}),
+        book=plan.book,
+        told=together,
+        extra=extra,
+        digest_file=digest_file,
+        rank_extra=rank_extra,
+        island=_record(job.gate.island if job.gate else None, kept.totals),
+    )
     seal.write_manifest(storage, folder, manifest, fsync=fsync)
-    if_exists = request.options.if_exists
+
+
+def _publish(job: Job, construction: commit.Construction) -> str | None:
+    """Rank 0 only: the rename. Returns what has been moved aside."""
+    if_exists = job.request.options.if_exists
     if job.gate is not None and if_exists == "keep":  # what is there is not on every island: they have agreed on that when they began
         if_exists = "replace"
-    return commit.publish(storage, construction, fsync=fsync, if_exists=if_exists)
+    return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists)
 
 
 def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException) -> None:

@@ -135,6 +135,18 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, i
     return aside if found is not None else None
 
 
+def withdraw(storage: LocalStorage, construction: Construction, aside: str | None) -> None:
+    """Undoes `publish`: the name is what it was before, the folder is under construction again."""
+    name = construction.name
+    if aside is None:
+        storage.rename(name, construction.folder)
+    elif storage.exchange(aside, name):
+        storage.rename(aside, construction.folder)
+    else:
+        storage.rename(name, construction.folder)
+        storage.rename(aside, name)
+
+
 def discard(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
     """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
     if storage.size(f"{folder}/{names.MANIFEST}") is not None:

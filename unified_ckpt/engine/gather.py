@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from unified_ckpt.engine.checkpoint import Folder, open_folder
 from unified_ckpt.engine.joint import Inventory, Joint, choose, decode_inventory, take_inventory
 from unified_ckpt.engine.source import Source
-from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server, parse_address
-from unified_ckpt.runtime.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url
 
 
 def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: float) -> list[int]:
@@ -27,8 +29,25 @@ def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: flo
     return found
 
 
+def is_scattered(paths: Sequence[str], opened: Sequence[Folder] | Exception, machines: Sequence[int]) -> bool:
+    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
+    if any(is_url(path) for path in paths):
+        return False
+    if max(machines) > 0 or len(paths) > 1:
+        return True
+    manifest = opened[0].manifest if not isinstance(opened, Exception) else None
+    return manifest is not None and manifest.island is not None
+
+
 def gather(
-    comm: Comm, what: str, opened: Sequence[Folder] | Exception, machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+    comm: Comm,
+    what: str,
+    paths: Sequence[str],
+    opened: Sequence[Folder] | Exception,
+    machines: Sequence[int],
+    owned: ExitStack,
+    *,
+    timeout_seconds: float,
 ) -> Source:
     """Collective. The checkpoint that the machines have between them. `owned`: what is to be closed after all ranks have read.
 
@@ -39,37 +58,67 @@ def gather(
     own = machines[meeting.rank]
     with meeting.phase("inventory"):
         if machines.index(own) == meeting.rank:
-            meeting.put(f"inventory/{own}", _tell(opened, own))
+            meeting.put(f"inventory/{own}", _tell(paths, opened, own))
         told = [meeting.get(f"inventory/{machine}") for machine in range(max(machines) + 1)]
     with meeting.phase("choose"):
         if all(words == b"plain" for words in told) and not isinstance(opened, Exception):
             return opened[0]  # a folder without a manifest: each machine reads its own
         inventories = [one for words in told for one in _parse(words)]
+        why = [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:1] == b"!"]
+        why += [f"machine {m}: has a folder without a manifest" for m, words in enumerate(told) if words == b"plain"]
         if not inventories:
-            raise NotFoundError("; ".join(f"machine {m}: {words[1:].decode()}" for m, words in enumerate(told)))
+            raise (NotFoundError if all(words[:2] == b"!-" for words in told) else IncompleteError)("; ".join(why))
         members, found = choose(inventories, where=what)
     mine = [one for one in inventories if one.machine == own]
-    server = Server([(one.root, one.files) for one in mine], timeout_seconds=timeout_seconds)
-    owned.callback(server.close)
-    meeting.put(f"serves/{meeting.rank}", server.address.encode().encode())
+    with meeting.phase("serve"):
+        server = Server([(one.root, one.files) for one in mine], timeout_seconds=timeout_seconds)
+        owned.callback(server.close)
+        meeting.put(f"serves/{meeting.rank}", server.address.encode().encode())
     with meeting.phase("open"):
         folders = {number: open_folder(_storage(meeting, inventories, number, machines)) for number in members}
         for folder in folders.values():
             owned.callback(folder.close)
     lost = [f"machine {inventories[n].machine}: {text}" for n in members for text in inventories[n].lost]
+    lost += [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+"]
     return Joint(found, folders, own=[n for n in members if inventories[n].machine == own], lost=lost, turn=meeting.rank)
 
 
-def _tell(opened: Sequence[Folder] | Exception, machine: int) -> bytes:
-    """What the first rank of a machine says: its inventories, "plain", or why it has none."""
-    if isinstance(opened, (NotFoundError, FormatError, IncompleteError)):
-        return b"!" + str(opened).encode()
+def _tell(paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: int) -> bytes:
+    """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing there ("!-"), or damage ("!+")."""
+    aside = [folder for path in paths for folder in _aside(path)]
     if isinstance(opened, Exception):
-        raise opened
-    if all(folder.manifest is None for folder in opened):
+        if not isinstance(opened, CheckpointError):
+            raise opened
+        if not aside:
+            return (b"!-" if isinstance(opened, NotFoundError) else b"!+") + str(opened).encode()
+        opened = []
+    elif all(folder.manifest is None for folder in opened):
         return b"plain"
-    bodies = [take_inventory(folder, machine=machine).encode() for folder in opened if folder.manifest is not None]
+    try:
+        bodies = [take_inventory(one, machine=machine).encode() for one in (*opened, *aside) if one.manifest is not None]
+    finally:
+        for folder in aside:
+            folder.close()
     return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
+
+
+def _aside(path: str) -> list[Folder]:
+    """Folders beside the checkpoint that are complete but for their name, or had it before: of saves that ended between the renames of
+    several machines."""
+    parent, name = os.path.split(path)
+    found = []
+    storage = LocalStorage(parent)
+    if storage.kind("") != "folder":
+        return []
+    for entry in storage.names():
+        if names.is_replaced(entry, name) or (names.is_staging(entry) and entry.endswith(f"-{name}")):
+            try:
+                folder = open_folder(LocalStorage(storage.path(entry)))
+            except CheckpointError:
+                continue  # unfinished: it has no manifest
+            if folder.manifest is not None and folder.manifest.island is not None:
+                found.append(folder)
+    return found
 
 
 def _parse(words: bytes) -> list[Inventory]:

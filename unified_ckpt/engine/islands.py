@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from unified_ckpt.core.islands import FRAGMENTS, Island, fragment_name, island_rule
@@ -19,7 +19,7 @@ from unified_ckpt.core.tables import Key, Row, group_tables
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish
 from unified_ckpt.engine.extras import Words
 from unified_ckpt.engine.plan import checked_groups
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.storage import LocalStorage
@@ -51,9 +51,13 @@ class Gate:
         return self.meeting.phase(name)
 
     def share(self, key: str, value: bytes) -> list[bytes]:
-        """For one rank of each island: what each of them says, by number."""
-        self.meeting.put(f"{key}/{self.island.number}", b"." + value)
-        return [self.meeting.get(f"{key}/{number}")[1:] for number in range(self.island.count)]
+        """For one rank of each island, inside a phase of the island: what each of them says, by number."""
+        try:
+            self.meeting.put(f"{key}/{self.island.number}", b"." + value)
+            return [self.meeting.get(f"{key}/{number}")[1:] for number in range(self.island.count)]
+        except CheckpointError as error:
+            error.agreed = False  # among the islands, not yet among the ranks of this one
+            raise
 
 
 @contextmanager
@@ -62,9 +66,11 @@ def telling(gate: Gate | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if gate is not None and not gate.meeting.has("failed"):
+        if gate is None:
+            raise
+        if not gate.meeting.has("failed"):
             gate.meeting.agree("island", error)
-        raise
+        raise gate.meeting.failure(error) from error
 
 
 def open_gate(meeting: Meeting, island: Island) -> Gate:
@@ -93,11 +99,11 @@ def find_islands(meeting: Meeting, storage: LocalStorage, machine: str) -> Islan
     lead = meeting.rank == told.index(machine)
     token = meeting.broadcast("token", secrets.token_hex(8).encode() if meeting.rank == 0 else None).decode()
     prefix = f"{_PROBE}{token}-"
-    with meeting.phase("probe"):
-        if lead:
-            storage.write_at(f"{prefix}{own}", 0, [memoryview(b"probe")])
-            storage.close()
     try:
+        with meeting.phase("probe"):
+            if lead:
+                storage.write_at(f"{prefix}{own}", 0, [memoryview(b"probe")])
+                storage.close()
         with meeting.phase("look"):
             seen = sorted(int(name.removeprefix(prefix)) for name in storage.names() if name.startswith(prefix))
             if own not in seen:
@@ -105,12 +111,13 @@ def find_islands(meeting: Meeting, storage: LocalStorage, machine: str) -> Islan
             if seen != [own]:
                 others = ", ".join(str(told.index(name)) for name, n in numbers.items() if n in seen and n != own)
                 raise StorageError(
-                    f"{storage.root}: is shared with the machine(s) of rank(s) {others}; this version writes a folder from "
-                    "one machine; needed a folder of each machine's own"
+                    f"{storage.root}: is shared with the machine(s) of rank(s) {others}; this version writes a folder from one machine; "
+                    "needed a folder of each machine's own"
                 )
     finally:
         if lead:
-            storage.remove_file(f"{prefix}{own}")
+            with suppress(NotFoundError):
+                storage.remove_file(f"{prefix}{own}")
     ranks = tuple(rank for rank, name in enumerate(told) if name == machine)
     return Island(own, len(numbers), ranks, meeting.world)
 

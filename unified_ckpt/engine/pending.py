@@ -72,18 +72,18 @@ class PendingSave:
             if not self._copied.is_set():
                 staged.copy()
                 self._copied.set()
-            self._report = staged.finish()
-            if self._after_commit is not None:
-                self._after_commit(self._report)
+            self._report = staged.finish(self._after_commit)
         except BaseException as error:  # told by `result`
             self._error = error
             if not threading.main_thread().is_alive():  # nobody is left to ask
                 _LOG.error("a save in the background failed while the process ended: %s", error)
         finally:
             self._copied.set()
-            if self._at_end is not None:
-                self._at_end()
-            self._ended.set()
+            try:
+                if self._at_end is not None:
+                    self._at_end()
+            finally:
+                self._ended.set()
 
     def _drop_hooks(self) -> None:
         for hook in self._hooks:

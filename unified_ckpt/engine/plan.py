@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,13 @@ from unified_ckpt.core.exchange import Moves
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.plan_save import FilePlan, plan_files, plan_moves
 from unified_ckpt.core.tables import Group, Row, check_agreed, check_complete, group_tables
-from unified_ckpt.engine.census import Census, Membership, announce, check_rules, holders_of, memberships, publish, table_id
+from unified_ckpt.engine.census import Census, Membership, announce, check_rules, holders_of, memberships, publish
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.tensors import Part
+
+Fingerprint = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class SavePlan:
     """`speaks`: whether this rank tells what is not tensors for the ranks of its table. `nbytes`: tensor bytes of the checkpoint.
     `replicas_checked`: at this layout, once."""
 
-    fingerprint: str
+    fingerprint: Fingerprint
     groups: list[GroupPlan]
     book: Book | None
     speaks: bool
@@ -82,15 +83,14 @@ class SavePlan:
     replicas_checked: bool = False
 
 
-def fingerprint(parts: Sequence[Part], *, rank: int, world: int, max_file_bytes: int) -> str:
+def fingerprint(parts: Sequence[Part], *, rank: int, world: int, max_file_bytes: int) -> Fingerprint:
     """Equal for two saves that one plan serves: the same rows, the same memory form, the same place in the world."""
-    forms = [(part.row.key, str(part.local.dtype), part.local.stride(), str(part.local.device)) for part in parts]
-    name, _ = table_id([part.row for part in parts])
-    return hashlib.sha256(repr((name, forms, rank, world, max_file_bytes)).encode()).hexdigest()
+    forms = tuple((part.row, part.local.dtype, part.local.stride(), part.local.device) for part in parts)
+    return forms, rank, world, max_file_bytes
 
 
 def make_plan(
-    meeting: Meeting, parts: Sequence[Part], *, layout: Layout | None, matched: set[str], max_file_bytes: int, mark: str
+    meeting: Meeting, parts: Sequence[Part], *, layout: Layout | None, matched: set[str], max_file_bytes: int, mark: Fingerprint
 ) -> SavePlan:
     """Collective. LayoutError or MismatchError on every rank where the ranks' claims do not add up. `mark`: the fingerprint."""
     rows = [part.row for part in parts]

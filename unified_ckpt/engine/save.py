@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit, extras
 from unified_ckpt.engine.build import Job, Kept, SaveReport, SaveRequest, finish, tell
 from unified_ckpt.engine.islands import Gate, Land, check_world, island_rules, on_island, open_gate, spread_extra, telling
-from unified_ckpt.engine.plan import SavePlan, fingerprint, make_plan
+from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
 from unified_ckpt.engine.snapshot import Snapshot, copy, hand_over, prepare
 from unified_ckpt.runtime.comm import Comm, Meeting
@@ -37,7 +37,7 @@ def save(
     `request` may be the error that this rank met while it made one: every rank raises it then.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, timeout_seconds=timeout_seconds)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds)
     job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
     return finish(job, kept, None)
 
@@ -58,17 +58,18 @@ def begin_save(
     With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does the rest.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, timeout_seconds=timeout_seconds)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds)
     meeting.to_background()
     try:
-        job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
-        with telling(job.gate), job.meeting.phase("stage"):
-            snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
-            job = replace(job, told=tell(job))
-            steady = steady_keys(job.request.state) if lazy else frozenset()
-            keys = {part.row.key for parts in job.held for part in parts}
-            later = {key for key in keys if origin(key) in steady}
-            copy(snapshot, keys - later)
+        with meeting.phase("stage"):
+            job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
+            with telling(job.gate):
+                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
+                job = replace(job, told=tell(job))
+                steady = steady_keys(job.request.state) if lazy else frozenset()
+                keys = {part.row.key for parts in job.held for part in parts}
+                later = {key for key in keys if origin(key) in steady}
+                copy(snapshot, keys - later)
     except BaseException:
         meeting.leave()
         raise
@@ -90,23 +91,33 @@ class Staged:
         except Exception as error:
             self._error = error
 
-    def finish(self) -> SaveReport:
-        """Collective. Writes, makes durable, publishes."""
+    def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
+        """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is one of all ranks."""
         try:
-            with self._job.meeting.phase("copy"):
+            with telling(self._job.gate), self._job.meeting.phase("copy"):
                 if self._error is not None:
                     raise self._error
-            return finish(self._job, self._kept, self._snapshot)
+            report = finish(self._job, self._kept, self._snapshot)
+            with telling(self._job.gate), self._job.meeting.phase("after"):
+                if after_commit is not None:
+                    after_commit(report)
+            return report
         finally:
             self._job.meeting.leave()
+            if self._job.gate is not None:
+                self._job.gate.meeting.leave()
 
 
-def _meet(comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, *, timeout_seconds: float) -> tuple[Meeting, str]:
+def _meet(
+    comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, land: Land | None, *, timeout_seconds: float
+) -> tuple[Meeting, Fingerprint]:
     """Collective. Everybody is here; and the fingerprint of what this rank saves."""
-    mark, same = "", False
+    mark: Fingerprint = ()
+    same = False
     if isinstance(request, SaveRequest):
         mark = fingerprint(request.parts(), rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
-        same = kept.plan is not None and kept.plan.fingerprint == mark
+        same = kept.plan is not None and kept.plan.fingerprint == mark and kept.land is land
+    kept.land = land
     return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds), mark
 
 
@@ -117,7 +128,7 @@ def _arrive(
     name: str,
     request: SaveRequest | Exception,
     kept: Kept,
-    mark: str,
+    mark: Fingerprint,
     started: float,
     *,
     background: bool,
@@ -126,7 +137,8 @@ def _arrive(
 
     `background`: keep nothing of the caller's but tensors, for it will change, and do not wait for storage.
     """
-    with meeting.phase("state"):
+    # A save in the background whose layout is known agrees once, when all is copied.
+    with nullcontext() if background and meeting.all_same else meeting.phase("state"):
         if isinstance(request, Exception):
             raise request
         words = extras.words_of(request.extra if meeting.rank == 0 else None, request.rank_extra, freeze=background)
@@ -143,9 +155,13 @@ def _arrive(
         own = land.comm.meet("save of an island", same=same, timeout_seconds=meeting.timeout_seconds)
         if background:
             own.to_background()
-        with own.phase("plan") if not same else nullcontext():
-            plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
-        return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate))
+        try:
+            with own.phase("plan") if not same else nullcontext():
+                plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
+            return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate))
+        except BaseException:
+            own.leave()
+            raise
 
 
 def _landed(gate: Gate, land: Land, request: SaveRequest, kept: Kept, *, same: bool) -> list[Part]:
@@ -158,7 +174,7 @@ def _landed(gate: Gate, land: Land, request: SaveRequest, kept: Kept, *, same: b
 
 
 def _plan(
-    meeting: Meeting, parts: Sequence[Part], request: SaveRequest, kept: Kept, mark: str, *, same: bool, layout: Layout | None
+    meeting: Meeting, parts: Sequence[Part], request: SaveRequest, kept: Kept, mark: Fingerprint, *, same: bool, layout: Layout | None
 ) -> SavePlan:
     """Collective. The plan of the last save, or a new one."""
     if not same or kept.plan is None:

@@ -7,8 +7,9 @@ served anew before its parties learn of it, and the copies are made before the c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,6 +27,8 @@ from unified_ckpt.runtime.staging import Wait, Window, giving_up
 from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, dense, fill_lines
 from unified_ckpt.runtime.windows import Windows
 
+# Between two blocks: who waits for the interpreter's lock gets it now, not when the switch interval of 5 ms is over.
+_BREATH_SECONDS = 50e-6
 _ALIGN = 64  # of an extent in the buffer: any dtype, whole cache lines
 
 
@@ -38,6 +41,7 @@ class Buffers:
     def __init__(self) -> None:
         self._own = torch.empty(0, dtype=torch.uint8)
         self.windows = Windows()
+        self.last: Snapshot | None = None  # without the tensors
 
     @property
     def nbytes(self) -> int:
@@ -52,14 +56,16 @@ class Buffers:
 
     def close(self) -> None:
         self._own = torch.empty(0, dtype=torch.uint8)
+        self.last = None
         self.windows.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What to copy where. `firsts`: of each group's extents, the first byte in `memory`; `slots`: mover -> group -> the slot of its first
-    tile in the mover's window."""
+    """What to copy where. `number`: of the save, higher than those before. `firsts`: of each group's extents, the first byte in `memory`;
+    `slots`: mover -> group -> the slot of its first tile in the mover's window."""
 
+    number: int
     rank: int
     groups: Sequence[GroupPlan]
     held: Sequence[Sequence[Part]]
@@ -78,8 +84,14 @@ class Snapshot:
 def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequence[Part]], buffers: Buffers) -> Snapshot:
     """Collective. Makes room, and learns where the other ranks' room is; copies nothing. StorageError where memory is short.
 
-    The buffers must be free on every rank: each has come here only after its last snapshot was written.
+    The buffers must be free on every rank: each has come here only after its last snapshot was written. Where the groups are those of
+    that one, on every rank, nobody has anything to tell.
     """
+    pinned = any(part.local.device.type == "cuda" for parts in held for part in parts)
+    if buffers.last is not None and buffers.last.groups is groups and meeting.all_same:
+        buffers.windows.revive()
+        return replace(buffers.last, number=meeting.number + 1, held=held)
+    buffers.last = None
     firsts, total = _layout(groups)
     slots, count = _slots(groups)
     tile_nbytes = max((group.tile_nbytes for group in groups if group.moves.mine), default=0)
@@ -90,12 +102,13 @@ def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequen
         tile_nbytes=tile_nbytes,
         partners={rank for group in groups for rank in group.moves.partners(meeting.rank)},
         slots=count,
-        exchange=meeting.number + 1,
+        exchange=0,
     )
     movers = {tile.mover for group in groups for tile in group.moves.shared}
-    told = {mover: _parse_slots(meeting.get(f"slots/{mover}")) for mover in movers | ({meeting.rank} if count else set())}
-    pinned = any(part.local.device.type == "cuda" for parts in held for part in parts)
-    return Snapshot(meeting.rank, groups, held, buffers.own(total, pinned=pinned), firsts, windows, told)
+    told = {mover: _parse_slots(meeting.get(f"slots/{mover}", of=mover)) for mover in movers | ({meeting.rank} if count else set())}
+    made = Snapshot(meeting.number + 1, meeting.rank, groups, held, buffers.own(total, pinned=pinned), firsts, windows, told)
+    buffers.last = replace(made, held=())
+    return made
 
 
 def _layout(groups: Sequence[GroupPlan]) -> tuple[list[list[int]], int]:
@@ -155,7 +168,7 @@ def copy(snapshot: Snapshot, keys: Collection[Key]) -> None:
 def hand_over(snapshot: Snapshot) -> None:
     """Tells the other ranks that everything of theirs is copied."""
     for mover in {tile.mover for group in snapshot.groups for tile in group.moves.shared}:
-        snapshot.windows[mover].mark(snapshot.rank, 1)
+        snapshot.windows[mover].mark(snapshot.rank, snapshot.number)
 
 
 def write(snapshot: Snapshot, writer: Writer, wait: Wait) -> list[Digested]:
@@ -171,7 +184,7 @@ def write(snapshot: Snapshot, writer: Writer, wait: Wait) -> list[Digested]:
         for tile in group.moves.mine:
             if own is None:
                 raise AssertionError(f"rank {rank} has tiles and no window")
-            wait.until_done(own, [party for party in tile.parties if party != rank], 1)
+            wait.until_done(own, [party for party in tile.parties if party != rank], snapshot.number)
             digested += put_tile(own.tile(snapshot.slots[rank][group.index] + tile.number), tile, group, writer)
         for extent, memory in sorted(extents.get(group.index, ()), key=partial(_place, group)):
             digested += _write_extent(group, extent, memory, writer)
@@ -191,5 +204,7 @@ def _write_extent(group: GroupPlan, extent: Extent, memory: torch.Tensor, writer
     for start, stop in chunks(extent.start, extent.stop):
         held = view[start - extent.start : stop - extent.start]
         writer.put(file.name, file.starts[extent.row] + start, [held])
-        digested.extend((extent.row, piece) for piece in digests.pieces(held, start=start))
+        for low, high in chunks(start, stop, nbytes=digests.BLOCK_NBYTES):
+            digested.extend((extent.row, piece) for piece in digests.pieces(held[low - start : high - start], start=low))
+            time.sleep(_BREATH_SECONDS)
     return digested

@@ -23,10 +23,13 @@ Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
 
 
 class Writer:
-    """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile."""
+    """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile.
 
-    def __init__(self, storage: LocalStorage, folder: str, *, durable: bool, ranks: int, beat: Callable[[], None]) -> None:
-        self._storage, self._folder, self._durable, self._beat = storage, folder, durable, beat
+    `hurry`: tell the disk to begin at once. `ranks`: that keep a core of this machine busy.
+    """
+
+    def __init__(self, storage: LocalStorage, folder: str, *, hurry: bool, ranks: int, beat: Callable[[], None]) -> None:
+        self._storage, self._folder, self._hurry, self._beat = storage, folder, hurry, beat
         self._lane = Lane(ranks=ranks)
         self._pending: list[Future[None]] = []
 
@@ -41,7 +44,7 @@ class Writer:
 
     def _write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
-        if self._durable:  # the disk works while we write on: a third off a durable save
+        if self._hurry:  # the disk works while we write on: a third off a durable save
             self._storage.start_flush(f"{self._folder}/{file}", start, sum(len(b) for b in buffers))
 
     def drain(self) -> None:
@@ -92,10 +95,10 @@ def write_extents(group: GroupPlan, parts: Sequence[Part], writer: Writer, *, ra
     return found
 
 
-def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut at multiples of the chunk size."""
+def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
+    """[start, stop) cut at multiples of `nbytes`."""
     while start < stop:
-        border = min((start // CHUNK_NBYTES + 1) * CHUNK_NBYTES, stop)
+        border = min((start // nbytes + 1) * nbytes, stop)
         yield start, border
         start = border
 

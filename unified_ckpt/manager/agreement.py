@@ -22,22 +22,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from unified_ckpt.errors import RankError
+from unified_ckpt.runtime.comm import Keys
 
 _LOOKS_PER_SECOND = 10_000  # of all ranks together, that the store shall see at most
-
-
-class Keys(Protocol):
-    """What is needed of the ranks' store; a c10d Store has it."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Agreement:

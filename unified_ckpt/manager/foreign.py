@@ -25,7 +25,9 @@ _MAXTEXT = {
     "load_full_state_path": "load_full_state_path",
 }
 _MAXTEXT_SAVE = {"checkpoint_storage_target_data_file_size_bytes": "max_file_bytes"}
-_TIERS = "there is one tier, the root; save there as often as needed"
+_MAXTEXT_TIERS = {"local_checkpoint_directory": "local_directory", "local_checkpoint_period": "local_interval_steps"}
+_TIER_SWITCH = "enable_emergency_checkpoint"
+_TIERS = "two tiers are what enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period give"
 _ORBAX = "it chooses between storage drivers of Orbax; files are safetensors here"
 # MaxText's name -> why it has no meaning here. Refused where it is set to anything but off.
 _MAXTEXT_REFUSED = {
@@ -38,9 +40,6 @@ _MAXTEXT_REFUSED = {
     "source_checkpoint_layout": "the format of a path is found by looking at it",
     "checkpoint_conversion_fn": "change the state after `restore`",
     "enable_single_replica_ckpt_restoring": "each rank reads the slices that it needs, each byte once per machine",
-    "enable_emergency_checkpoint": _TIERS,
-    "local_checkpoint_directory": _TIERS,
-    "local_checkpoint_period": _TIERS,
     "use_replicator_service": _TIERS,
     "replicator_backup_interval_minutes": _TIERS,
     "enable_multi_tier_checkpointing": _TIERS,
@@ -75,13 +74,31 @@ def from_maxtext(flags: Mapping[str, object], *, manager: ManagerOptions | None 
             changes[_MAXTEXT[name]] = value if value != "" else None
         elif name in _MAXTEXT_SAVE:
             file_changes[_MAXTEXT_SAVE[name]] = value
+        elif name in _MAXTEXT_TIERS or name == _TIER_SWITCH:
+            continue  # together, below
         elif name not in _MAXTEXT_REFUSED:
-            raise FormatError(
-                f"{name}: is no checkpoint flag of MaxText that is known here; known are {', '.join(_MAXTEXT | _MAXTEXT_SAVE)}"
-            )
+            known = ", ".join(_MAXTEXT | _MAXTEXT_SAVE | _MAXTEXT_TIERS)
+            raise FormatError(f"{name}: is no checkpoint flag of MaxText that is known here; known are {_TIER_SWITCH}, {known}")
         elif value not in (None, "", False, 0):
             raise FormatError(f"{name}={value!r}: has no meaning here: {_MAXTEXT_REFUSED[name]}; leave it out")
+    changes |= _tiers(flags)
     return Translated(_changed(manager or ManagerOptions(), changes), _changed_save(save or SaveOptions(), file_changes))
+
+
+def _tiers(flags: Mapping[str, object]) -> dict[str, object]:
+    """Both flags of the local tier are needed where it is on, in MaxText's words; where it is off they say nothing, and are refused."""
+    values = {name: flags.get(name) for name in _MAXTEXT_TIERS}
+    if not flags.get(_TIER_SWITCH):
+        for name, value in values.items():
+            if value not in (None, "", 0):
+                raise FormatError(f"{name}={value!r}: has no meaning without {_TIER_SWITCH}; set it, or leave {name} out")
+        return {}
+    directory, period = values.values()
+    if not directory:
+        raise FormatError("`local_checkpoint_directory` must be set for emergency checkpointing.")
+    if not isinstance(period, int) or period <= 0:
+        raise FormatError("`local_checkpoint_period` must be > 0 for emergency checkpointing.")
+    return {_MAXTEXT_TIERS[name]: value for name, value in values.items()}
 
 
 def from_paddle(config: str, *, manager: ManagerOptions | None = None, save: SaveOptions | None = None) -> Translated:

@@ -22,9 +22,9 @@ from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
-from unified_ckpt.manager.rotation import rotate
-from unified_ckpt.manager.saving import Saves
-from unified_ckpt.manager.steps import StepRecord, scan, step_name
+from unified_ckpt.manager.saving import Saves, Wanted
+from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
+from unified_ckpt.manager.tiers import Place, Tiers, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage
@@ -56,7 +56,11 @@ class CheckpointManager:
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
         self._save_options = _keeping(save_options or SaveOptions())
         self._checkpointer = Checkpointer(self.root, group=group)
-        self._saves = Saves(self._checkpointer, self.options, committed=self._rotate)
+        self._tiers: Tiers | None = None
+        if self.options.enabled and self.options.local_directory is not None:
+            timeout, ranks = self._save_options.timeout_seconds, self._checkpointer._ranks
+            self._tiers = Tiers(self.root, self.options, ranks=ranks, timeout_seconds=timeout)
+        self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
         self._bad: tuple[int, ...] = ()  # steps that were found damaged
         self._notices = Notices(self.options)
@@ -65,11 +69,12 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
+        if error is None:
             self.close()
+            return
+        try:
+            self._close(alone=True)
         except Exception as late:
-            if error is None:
-                raise
             _LOG.warning("%s: the save in flight failed: %s", self.root, late)  # the error under way is the one to raise
 
     def should_save(self, step: int) -> bool:
@@ -87,18 +92,19 @@ class CheckpointManager:
         reasons = self._due(step)
         if not self.options.enabled or not (reasons or force):
             return None
-        name, how = step_name(step, self.options.step_prefix), {**what, **self._how(step, metrics, what)}
+        wanted = self._wanted(step, metrics, what, due=force or reasons != (policies.LOCAL,))
         if self.options.asynchronous and not self.should_stop:
-            return self._saves.background(step, name, how, retried=reasons == ("retry",))
-        return self._saves.foreground(step, name, how, final=self.should_stop)
+            return self._saves.background(wanted, retried=reasons == ("retry",))
+        return self._saves.foreground(wanted, final=self.should_stop)
 
     def finish(self, step: int, *, metrics: Mapping[str, float] | None = None, **what: Any) -> SaveReport | None:
         """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails."""
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
-        name, how = step_name(step, self.options.step_prefix), {**what, **self._how(step, metrics, what)}
-        return self._saves.foreground(step, name, how, final=True)
+        report = self._saves.foreground(self._wanted(step, metrics, what, due=True), final=True)
+        self._drain()
+        return report
 
     def request_stop(self) -> None:
         """The scheduler's notice: all ranks save at a step on which they agree, and `should_stop`. One rank is enough; any thread."""
@@ -112,7 +118,7 @@ class CheckpointManager:
         return self._notices.stopped
 
     def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
-        """Fills the targets of `Checkpointer.load` from the newest valid step that has the parts asked for, or from `step`.
+        """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
 
         Where there is none: from `load_parameters_path` (the model only; the report has no step and no extra) or
         `load_full_state_path`; else None: start fresh. A step that is not whole is passed over with a warning, and stays.
@@ -129,7 +135,7 @@ class CheckpointManager:
                 try:
                     return self._load(found, targets)
                 except (IntegrityError, IncompleteError) as error:
-                    if step is not None or found.kind != "own":
+                    if found.kind != "own":
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:
@@ -137,8 +143,8 @@ class CheckpointManager:
         return None
 
     def steps(self) -> list[StepRecord]:
-        """The complete checkpoints of the root, by step. This and the next two look at the disk from this rank only."""
-        return scan(LocalStorage(self.root), self.options.step_prefix).complete
+        """The complete checkpoints, by step, each where it is best. This and the next two look at the disk from this rank only."""
+        return list({one.step: one for one in self._scan().complete}.values())
 
     def latest(self) -> StepRecord | None:
         """The newest complete one."""
@@ -153,16 +159,36 @@ class CheckpointManager:
         return found[order[0].step] if order else None
 
     def wait(self) -> None:
-        """Returns once no save is in flight. Raises the error of the one that was."""
+        """Returns once no save is in flight, and no copy to the root. Raises the error of the one that was.
+
+        StorageError also for a copy that has got on by no byte for the `timeout_seconds` of `save_options`; it may still go on.
+        """
         self._saves.collect(strict=True)
+        self._drain()
 
     def close(self) -> None:
-        """Waits for the save in flight, gives back signals and buffers. Raises that save's error."""
+        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up."""
+        self._close(alone=False)
+
+    def _close(self, *, alone: bool) -> None:
+        """`alone`: other ranks may not do the same."""
         self._notices.close()
         try:
-            self.wait()
+            self._saves.collect(strict=True)
+            self._drain(alone=alone)
         finally:
+            if self._tiers is not None:
+                self._tiers.stop()
             self._checkpointer.close()
+
+    def _drain(self, *, alone: bool = False) -> None:
+        if self._tiers is not None and alone:
+            self._tiers.finish_alone()
+        elif self._tiers is not None:
+            self._tiers.drain()
+
+    def _scan(self) -> Scan:
+        return scan(LocalStorage(self.root), self.options.step_prefix) if self._tiers is None else self._tiers.scan()
 
     def _due(self, step: int) -> tuple[str, ...]:
         """Why to save at this step. Asked again about it, it says the same again."""
@@ -174,13 +200,14 @@ class CheckpointManager:
             self._asked = (step, reasons)
         return self._asked[1]
 
-    def _how(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a save that are not the caller's. A step that was found damaged is replaced."""
+    def _wanted(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any], *, due: bool) -> Wanted:
+        """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
         given = what.get("options")
         options = self._save_options if given is None else _keeping(given)
         if step in self._bad:
             options = options.model_copy(update={"if_exists": "replace"})
-        return {"step": step, "metrics": metrics, "options": options}
+        how = {**what, "step": step, "metrics": metrics, "options": options}
+        return Wanted(step, step_name(step, self.options.step_prefix), how, due)
 
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
@@ -188,7 +215,7 @@ class CheckpointManager:
         meeting = self._checkpointer._ranks().meet("restore", same=False, timeout_seconds=self._load_options.timeout_seconds)
         with meeting.phase("choose"):
             if meeting.rank == 0:
-                told = origin.choose(LocalStorage(self.root), self.options, step=step, parts=wanted, failed=failed)
+                told = origin.choose(self._scan(), self.options, root=self.root, step=step, parts=wanted, failed=failed)
                 if told.path:
                     held.enter_context(reading(told.path))
                 meeting.put("origin", origin.encode(told))
@@ -201,17 +228,17 @@ class CheckpointManager:
             return replace(self._checkpointer.load(found.path, **wanted, options=options), step=None, extra=None, rank_extra=None)
         report = self._checkpointer.load(found.path, **{**targets, "options": options})
         if found.kind == "own" and found.step is not None:
-            self._saves.restored(found.step)
+            self._saves.restored(found.step, lasting=os.path.dirname(found.path) == self.root)
         return report
 
-    def _rotate(self, step: int) -> None:
-        """After the commit of a step: rank 0 removes what the rules do not keep. A failure of that is no failure of the save."""
+    def _committed(self, wanted: Wanted, place: Place) -> None:
+        """After a commit: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the save."""
         if self._checkpointer._ranks().rank != 0:
             return
-        try:
-            rotate(LocalStorage(self.root), self.options.step_prefix, policies.rules(self.options), protected={step})
-        except (CheckpointError, OSError) as error:
-            _LOG.warning("%s: old checkpoints stay for now: %s", self.root, error)
+        if self._tiers is not None:
+            self._tiers.committed(place, wanted.step, due=wanted.due, options=wanted.what["options"])
+        else:
+            keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
 
 
 def _keeping(options: SaveOptions) -> SaveOptions:

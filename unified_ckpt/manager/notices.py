@@ -53,7 +53,7 @@ class Notices:
 
     def _open(self, comm: Comm) -> None:
         """Each rank counts the managers that it has made, so that a later one finds no notices of an earlier one."""
-        store = comm._store
+        store = comm.keys("manager")
         number = store.add(f"managers/{comm.rank}", 1)
         agreement = partial(
             Agreement,
@@ -64,7 +64,7 @@ class Notices:
             look_seconds=self._options.notice_seconds,
         )
         if self.watching:
-            self._stop = agreement(f"manager/{number}/stop")
+            self._stop = agreement(f"{number}/stop")
         if uses_clock(self._options):
-            self._clock = agreement(f"manager/{number}/save")
+            self._clock = agreement(f"{number}/save")
         self._ready = True

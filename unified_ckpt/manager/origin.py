@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -11,9 +12,8 @@ from typing import Literal
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.steps import Scan, scan, step_name
+from unified_ckpt.manager.steps import Scan, step_name
 from unified_ckpt.options import ManagerOptions
-from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -38,15 +38,14 @@ def decode(told: bytes) -> Origin:
 
 
 def choose(
-    storage: LocalStorage, options: ManagerOptions, *, step: int | None, parts: Collection[str], failed: Mapping[str, str]
+    found: Scan, options: ManagerOptions, *, root: str, step: int | None, parts: Collection[str], failed: Mapping[str, str]
 ) -> Origin:
-    """The newest valid step of the root that has all `parts`; else what the options name. `step`: this one or NotFoundError.
+    """The newest valid step of what was found that has all `parts`; else what the options name. `step`: this one or NotFoundError.
 
     `failed`: folders that this load has tried in vain, and why. Each folder that is passed over is told in one warning; none is changed.
     """
-    found = scan(storage, options.step_prefix)
     if step is not None:
-        return Origin("own", storage.path(_given(storage, found, step, options.step_prefix)), step)
+        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed)
     for one in found.newer_and_bad:
         _warn(one.path, one.why)
     bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
@@ -68,15 +67,19 @@ def choose(
     return Origin("none", bad=numbers)
 
 
-def _given(storage: LocalStorage, found: Scan, step: int, prefix: str) -> str:
-    """The folder of a step that was asked for by its number."""
-    for one in found.complete:
-        if one.step == step:
-            return one.name
+def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:
+    """The folder of a step that was asked for by its number: the next one where the load has failed with one of two."""
+    those = [one for one in reversed(found.complete) if one.step == step]
+    for one in those:
+        if one.path not in failed:
+            return Origin("own", one.path, step)
+        _warn(one.path, failed[one.path])
+    if those:
+        return Origin("none")
     name = step_name(step, prefix)
     why = next((f"is {one.status}: {one.why}" for one in found.steps if one.name == name), "is not there")
-    there = ", ".join(str(one.step) for one in found.complete) or "none"
-    raise NotFoundError(f"{storage.path(name)}: {why}; complete steps are: {there}")
+    there = ", ".join(dict.fromkeys(str(one.step) for one in found.complete)) or "none"
+    raise NotFoundError(f"{os.path.join(root, name)}: {why}; complete steps are: {there}")
 
 
 def _damage(path: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules
 from unified_ckpt.options import ManagerOptions
 
+LOCAL = "local interval"  # the one reason for which the local tier is enough
+
 
 def due(options: ManagerOptions, step: int, *, last_step: int | None, first: bool) -> tuple[str, ...]:
     """Why a save is due at this step, by its number alone, so that every rank decides alike. Empty: it is not.
@@ -16,6 +18,8 @@ def due(options: ManagerOptions, step: int, *, last_step: int | None, first: boo
     reasons = []
     if options.interval_steps is not None and step > 0 and step % options.interval_steps == 0:
         reasons.append("interval")
+    if options.local_interval_steps is not None and step > 0 and step % options.local_interval_steps == 0:
+        reasons.append(LOCAL)
     if step in options.steps:
         reasons.append("given step")
     if options.on_start and first:
@@ -25,7 +29,7 @@ def due(options: ManagerOptions, step: int, *, last_step: int | None, first: boo
 
 def uses_clock(options: ManagerOptions) -> bool:
     """Whether rank 0 may ask for saves between those that the step's number gives."""
-    retried = options.asynchronous and options.retries > 0
+    retried = options.asynchronous and (options.retries > 0 or options.local_directory is not None)
     return options.enabled and (options.continuous or options.interval_seconds is not None or retried)
 
 
@@ -62,6 +66,12 @@ def rules(options: ManagerOptions) -> Rules:
         options.keep_latest_model_only or options.keep_latest, options.keep_every_steps_model_only or options.keep_every_steps
     )
     return Rules(tuple(_with_best(options, full + common)), tuple(_with_best(options, model_only + common)))
+
+
+def local_rules(options: ManagerOptions) -> Rules:
+    """The retention rules of the local tier."""
+    latest = (LatestN(options.keep_latest_local),)
+    return Rules(latest, latest)
 
 
 def _limits(latest: int | None, every_steps: int | None) -> list[Rule]:

@@ -13,20 +13,22 @@ from unified_ckpt.runtime.storage import LocalStorage
 _LOG = logging.getLogger("unified_ckpt")
 
 
-def condemned(found: Scan, rules: Rules, *, protected: Collection[int]) -> list[StepRecord]:
-    """Good checkpoints that no rule keeps. What is incomplete, misnamed or not ours is never among them."""
-    stays = kept([one.saved for one in found.complete], rules, protected=protected)
-    return [one for one in found.complete if one.step not in stays]
+def condemned(found: Scan, rules: Rules, *, protected: Collection[int], apart: Collection[str] = ()) -> list[StepRecord]:
+    """Good checkpoints that no rule keeps. What is incomplete, misnamed or not ours is never among them, nor saves that are `apart`."""
+    those = [one for one in found.complete if one.save_id not in apart]
+    stays = kept([one.saved for one in those], rules, protected=protected)
+    return [one for one in those if one.step not in stays]
 
 
-def rotate(storage: LocalStorage, prefix: str, rules: Rules, *, protected: Collection[int]) -> None:
-    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved among them.
+def rotate(storage: LocalStorage, prefix: str, rules: Rules, *, protected: Collection[int], apart: Collection[str] = ()) -> None:
+    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved among them. `apart`: ids of saves that
+    the rules are not about.
 
     What cannot be removed is told in a warning and tried again after the next save.
     """
     if not rules.full and not rules.model_only:
         return
-    going = condemned(scan(storage, prefix), rules, protected=protected)
+    going = condemned(scan(storage, prefix), rules, protected=protected, apart=apart)
     gone, stayed = removed_all(storage, {one.name: one.save_id or "" for one in going})
     if gone:
         _LOG.info("removed from %s by the rules: %s", storage.root, ", ".join(gone))

@@ -16,6 +16,7 @@ from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.manager import policies
 from unified_ckpt.manager.failures import Failures, may_pass
+from unified_ckpt.manager.tiers import Place, Tiers
 from unified_ckpt.options import ManagerOptions
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -23,10 +24,27 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A save. `due`: for the root, not only for the local tier. `what`: the arguments of `Checkpointer.save`."""
+
+    step: int
+    name: str
+    what: dict[str, Any]
+    due: bool = True
+
+    def at(self, place: Place) -> dict[str, Any]:
+        """The arguments, at this place."""
+        if not place.replace:
+            return self.what
+        return {**self.what, "options": self.what["options"].model_copy(update={"if_exists": "replace"})}
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
     """A save in the background. `retried`: it is another try of one that failed."""
 
-    step: int
+    wanted: Wanted
+    place: Place
     retried: bool
     save: PendingSave
 
@@ -34,50 +52,70 @@ class _Flight:
 class Saves:
     """The saves of a run. `begun`: the last step that was begun; `good`: the last one known to be saved, or restored.
 
-    `committed(step)` is called on every rank after each commit, in the background for a save in the background.
+    `committed(wanted, place)` is called on every rank after each commit, in the background for a save in the background.
     """
 
-    def __init__(self, checkpointer: Checkpointer, options: ManagerOptions, *, committed: Callable[[int], object]) -> None:
-        self._checkpointer, self._options, self._committed = checkpointer, options, committed
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        options: ManagerOptions,
+        *,
+        tiers: Tiers | None,
+        committed: Callable[[Wanted, Place], object],
+    ) -> None:
+        self._checkpointer, self._options, self._tiers, self._committed = checkpointer, options, tiers, committed
         self._failures = Failures()
         self._flight: _Flight | None = None
+        self._straight = False  # the next one that is due goes to the root: a local save that was due has failed
         self._began_at = time.monotonic()
         self.begun: int | None = None
         self.good: int | None = None
+        self._lasting: int | None = None  # of the good ones the last that is in the root, or is to be copied there
 
-    def restored(self, step: int) -> None:
+    def restored(self, step: int, *, lasting: bool) -> None:
+        """`lasting`: from the root."""
         self.begun = self.good = step
+        self._lasting = step if lasting else None
         self._began_at = time.monotonic()
 
-    def foreground(self, step: int, name: str, what: dict[str, Any], *, final: bool) -> SaveReport | None:
-        """Saves now. `final`: there is no later one, so that a failure is raised. None where it failed, or the step is saved."""
+    def foreground(self, wanted: Wanted, *, final: bool) -> SaveReport | None:
+        """Saves now. `final`: there is no later one: it goes to the root, and a failure is raised. None where it failed, or is saved."""
         self.collect()
-        if step == self.good:
+        if self._saved(wanted) and (not final or self._tiers is None or self._tiers.settle(wanted.step, wanted.name)):
             return None
-        self.begun, self._began_at = step, time.monotonic()
-        report = self._attempt(lambda: self._checkpointer.save(name, **what), retried=False, final=final)
-        if report is not None:
-            self._succeeded(step)
-            self._committed(step)
+        self._begin(wanted)
+
+        def save(place: Place) -> SaveReport:
+            return self._checkpointer.save(place.path, **wanted.at(place))
+
+        found = self._try(wanted, save, retried=False, final=final)
+        if found is None:
+            return None
+        place, report = found
+        self._succeeded(wanted)
+        self._committed(wanted, place)
         return report
 
-    def background(self, step: int, name: str, what: dict[str, Any], *, retried: bool) -> PendingSave | None:
+    def background(self, wanted: Wanted, *, retried: bool) -> PendingSave | None:
         """Begins a save. None where that failed, the step is saved, or an earlier save is under way and the options say to skip."""
         if self._options.in_flight == "skip" and not self._checkpointer.idle():
             return None
         self.collect()
-        if step == self.good:
+        if self._saved(wanted):
             return None
-        self.begun = step
+        committed = self._committed
 
-        def begin() -> PendingSave:
-            committed = self._committed
-            return self._checkpointer.save_async(name, lazy=self._options.lazy, after_commit=lambda _: committed(step), **what)
+        def begin(place: Place) -> PendingSave:
+            return self._checkpointer.save_async(
+                place.path, lazy=self._options.lazy, after_commit=lambda _: committed(wanted, place), **wanted.at(place)
+            )
 
-        self._began_at = time.monotonic()
-        save = self._attempt(begin, retried=retried, final=False)
-        if save is not None:
-            self._flight = _Flight(step, retried, save)
+        self._begin(wanted)
+        found = self._try(wanted, begin, retried=retried, final=False)
+        if found is None:
+            return None
+        place, save = found
+        self._flight = _Flight(wanted, place, retried, save)
         return save
 
     def collect(self, *, strict: bool = False) -> None:
@@ -88,15 +126,23 @@ class Saves:
         try:
             flight.save.result()
         except Exception as error:
-            if strict or not may_pass(error):
+            if flight.place.local:
+                self._straight = self._straight or flight.wanted.due
+            needed = flight.wanted.due or not flight.place.local
+            if (strict and needed) or not may_pass(error):
                 raise
-            self._failed(error, retried=flight.retried, attempts=1)
+            if flight.place.local:
+                self._failed_locally(flight.wanted, error)
+            else:
+                self._failed(error, retried=flight.retried, attempts=1)
         else:
-            self._succeeded(flight.step)
+            self._succeeded(flight.wanted)
 
     def clock_says(self) -> str | None:
         """Why a save is due by this rank's clock. Waits for nobody, and counts nothing."""
         flight, attempts, in_flight = self._flight, self._failures.attempts, False
+        if flight is None and self._straight:
+            return "retry"
         if flight is not None:
             in_flight = not flight.save.done()
             try:
@@ -104,11 +150,41 @@ class Saves:
             except TimeoutError:
                 pass
             except Exception:
-                attempts = attempts + 1 if flight.retried else 1
+                if flight.place.local and flight.wanted.due:
+                    return "retry"
+                if not flight.place.local:
+                    attempts = attempts + 1 if flight.retried else 1
             else:
                 attempts = 0
         since = time.monotonic() - self._began_at
         return policies.due_by_clock(self._options, seconds_since_last=since, in_flight=in_flight, failed=attempts)
+
+    def _saved(self, wanted: Wanted) -> bool:
+        return wanted.step == self.good and (not wanted.due or wanted.step == self._lasting)
+
+    def _begin(self, wanted: Wanted) -> None:
+        self.begun = wanted.step
+        if wanted.due:
+            self._began_at = time.monotonic()
+
+    def _try(self, wanted: Wanted, start: Callable[[Place], _Result], *, retried: bool, final: bool) -> tuple[Place, _Result] | None:
+        """Where it went and what `start` returned: in the local tier first, if there is one. None for a failure that may be."""
+        place = Place(wanted.name)
+        if self._tiers is not None:
+            place = self._tiers.where(wanted.name, due=wanted.due, straight=final or (wanted.due and self._straight))
+        if place.local:
+            try:
+                return place, start(place)
+            except Exception as error:
+                if not may_pass(error):
+                    raise
+                self._failed_locally(wanted, error)
+            if not wanted.due:
+                return None
+            place = Place(wanted.name)
+        self._straight = self._straight and not wanted.due
+        found = self._attempt(lambda: start(place), retried=retried, final=final)
+        return None if found is None else (place, found)
 
     def _attempt(self, start: Callable[[], _Result], *, retried: bool, final: bool) -> _Result | None:
         """What `start` returns, tried again after a growing pause. None for a failure that may be."""
@@ -127,9 +203,16 @@ class Saves:
                 self._warn("a save failed at attempt %d of %d: %s", attempts, self._options.retries + 1, error)
             time.sleep(policies.pause_seconds(self._options, attempts))
 
-    def _succeeded(self, step: int) -> None:
+    def _succeeded(self, wanted: Wanted) -> None:
         self._failures.clear()
-        self.good = step
+        self.good = wanted.step
+        if wanted.due:
+            self._lasting = wanted.step
+
+    def _failed_locally(self, wanted: Wanted, error: Exception) -> None:
+        """No matter for the run, as long as the root takes what is due."""
+        then = "it is saved to the root" if wanted.due else "the training goes on without it"
+        self._warn("the save of step %d to the local directory failed, %s: %s", wanted.step, then, error)
 
     def _failed(self, error: Exception, *, retried: bool, attempts: int) -> None:
         """Warns, or raises the error."""

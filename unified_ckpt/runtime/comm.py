@@ -7,7 +7,6 @@ leaves together or fails together, with one text. Every wait is bounded and name
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from unified_ckpt import errors
 from unified_ckpt.core.tables import short
-from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+from unified_ckpt.errors import CheckpointError, RankError
+from unified_ckpt.runtime.verdicts import decode_error, encode_error
 
 _ECHO_SECONDS = 10.0
 _BEATS = 20  # signs of life in the time that silence is allowed to last
@@ -32,6 +31,38 @@ def _reaching() -> Iterator[None]:
         raise RankError(
             f"the ranks' common store cannot be reached; the process that serves it, usually rank 0's, has ended: {error}"
         ) from error
+
+
+class Keys:
+    """Keys of all ranks outside of meetings, under a name of their own. No call waits. RankError where the store cannot be reached."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str, /) -> None:
+        with _reaching():
+            self._store.set(key, value)
+
+    def get(self, key: str, /) -> bytes:
+        """Of a key that is set: `check` first."""
+        with _reaching():
+            return bytes(self._store.get(key))
+
+    def check(self, keys: list[str], /) -> bool:
+        with _reaching():
+            return bool(self._store.check(keys))
+
+    def add(self, key: str, amount: int, /) -> int:
+        with _reaching():
+            return int(self._store.add(key, amount))
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        with _reaching():
+            return [bytes(value) for value in self._store.multi_get(keys)]
+
+    def delete_key(self, key: str, /) -> bool:
+        with _reaching():
+            return bool(self._store.delete_key(key))
 
 
 class Comm:
@@ -77,6 +108,10 @@ class Comm:
         ranks = [self.ranks[i] for i in members]
         return Comm(PrefixStore(name, self._store), rank=list(members).index(self.rank), ranks=ranks)
 
+    def keys(self, name: str) -> Keys:
+        """Keys of these ranks outside of meetings."""
+        return Keys(PrefixStore(name, self._store))
+
     def leave(self) -> None:
         """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
         try:
@@ -95,7 +130,7 @@ class Comm:
         with _reaching():
             lines = self._left()
             stay = [line for line in lines if not self._delete(line)]
-            self._past = [meeting for meeting in self._past[:-1] if not self._delete(meeting.leftovers())] + self._past[-1:]
+            self._past = [m for m in self._past[:-1] if m.goes_on or not self._delete(m.leftovers())] + self._past[-1:]
             if stay:
                 self._store.set(f"left/{self.rank}", "\n".join(stay))
             elif lines:
@@ -104,8 +139,12 @@ class Comm:
     def _delete(self, leftovers: str) -> bool:
         """Deletes the keys unless some rank is still in that meeting. Whoever sees first that all are out deletes the count too."""
         count, _, keys = leftovers.partition("\t")
-        if count and self._store.check([count]) and self._store.add(count, 0) < self.world:
-            return False
+        if count and self._store.check([count]):
+            out = self._store.add(count, 0)
+            if 0 < out < self.world:
+                return False
+            if out == 0:  # this rank is out, so it was deleted between the two looks and made anew by the second
+                self._store.delete_key(count)
         for key in keys.split():
             self._store.delete_key(key)
         return True
@@ -125,17 +164,18 @@ class Meeting:
         self.ranks = ranks  # as the caller counts them; texts name these
         self.all_same = self.any_busy = False
         self._last_beat = time.monotonic()
-        self._background = False
+        self._background = self.goes_on = False
         self.keys: list[str] = []  # that this rank has set, as the store knows them
         self._store, self._prefix = store, f"{number}/"
 
     def to_background(self) -> None:
         """This rank may come to other meetings before it leaves this one, which it says by `leave`."""
-        self._background = True
+        self._background = self.goes_on = True
         self.count("left", 0)  # there from the start: where it is not, all have left and somebody has deleted it
 
     def leave(self) -> None:
         """This rank is through with a meeting in the background."""
+        self.goes_on = False
         self.count("left")
 
     def leftovers(self) -> str:
@@ -143,7 +183,7 @@ class Meeting:
         return f"{self._prefix}n/left\t{' '.join(self.keys)}" if self._background else "\t" + " ".join(self.keys)
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key of this meeting; `value` must not be empty."""
+        """Sets a key of this meeting, which has no spaces; `value` must not be empty."""
         self.keys.append(self._prefix + key)
         with _reaching():
             self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str; bytes are taken
@@ -170,7 +210,7 @@ class Meeting:
                 if not heedless and self._store.check([self._prefix + "failed"]):
                     if self._store.check(names):  # set between the two looks
                         return True
-                    raise self._failure()
+                    raise self.failure()
             waited = time.monotonic() - began
             left = (self.timeout_seconds if seconds is None else seconds) - waited
             if left <= 0:
@@ -179,7 +219,7 @@ class Meeting:
                     return False
                 began, beats = time.monotonic(), heard
                 continue
-            time.sleep(min(max(waited / 10, 0.001), 1.0, left))
+            time.sleep(min(max(waited / 10, 0.0001), 1.0, left))
 
     def beat(self) -> None:
         """A sign of life, for those who wait: this rank is getting on. Cheap: most calls do nothing."""
@@ -192,16 +232,18 @@ class Meeting:
         with _reaching():
             return int(self._store.add(f"{self._prefix}n/beats", 0))
 
-    def _failure(self, cause: BaseException | None = None) -> CheckpointError:
+    def failure(self, cause: BaseException | None = None) -> CheckpointError:
         """The first error of this meeting, the same on every rank."""
         with _reaching():
             error = decode_error(self._store.get(f"{self._prefix}failed").decode())
-        error.agreed, error.__cause__ = True, cause
+        error.agreed, error.named, error.__cause__ = True, True, cause
         return error
 
-    def get(self, key: str) -> bytes:
-        """A key's value, once some rank has set it."""
+    def get(self, key: str, *, of: int | None = None) -> bytes:
+        """A key's value, once some rank has set it; `of`: the one that does, before it waits for anybody."""
         if not self.wait([key]):
+            if of is not None:
+                raise RankError(f"rank(s) {self.ranks[of]} did not get to {key!r} within {self.timeout_seconds:g} s")
             late = RankError(f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, which no rank set")
             late.echo = True  # whoever should have set it waits for somebody else, or is named by who collects from it
             raise late
@@ -227,7 +269,7 @@ class Meeting:
                 raise AssertionError(f"rank 0 has nothing to say for {key!r}")
             self.put(key, value)
             return value
-        return self.get(key)
+        return self.get(key, of=0)
 
     def collect(self, key: str, value: bytes, *, at: int, ranks: Sequence[int]) -> list[bytes]:
         """The values of `ranks`, in their order, on rank `at`; an empty list elsewhere. Other ranks' values are not sent."""
@@ -266,7 +308,7 @@ class Meeting:
                 self.wait(["failed"], seconds=_ECHO_SECONDS, heedless=True)  # the rank that failed first says why
             self.settle("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
             self.settle(f"done/{phase}", "failed")
-            raise self._failure(error)
+            raise self.failure(error)
         if self.count(f"at/{phase}") == self.world:
             self.settle(f"done/{phase}", "ok")
         if not self.wait([f"done/{phase}"]):
@@ -276,27 +318,7 @@ class Meeting:
                 self.settle("failed", encode_error(late, rank=self.ranks[self.rank], world=1))
         if self.get(f"done/{phase}") != b"ok":
             self.wait(["failed"])
-            raise self._failure()
-
-
-def encode_error(error: BaseException, *, rank: int, world: int) -> str:
-    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes a RankError."""
-    known = isinstance(error, CheckpointError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
-    where = f"rank {rank}: " if world > 1 and not isinstance(error, RankError) else ""
-    lists = [error.missing, error.unexpected, error.wrong] if isinstance(error, MismatchError) else []
-    return json.dumps({"kind": type(error).__name__ if known else "RankError", "text": where + text, "lists": lists})
-
-
-def decode_error(text: str) -> CheckpointError:
-    """The inverse: the same class and text on every rank."""
-    told = json.loads(text)
-    kind = getattr(errors, told["kind"], RankError)
-    if kind is MismatchError:
-        missing, unexpected, wrong = told["lists"]
-        return MismatchError(told["text"], missing=missing, unexpected=unexpected, wrong=wrong)
-    error: CheckpointError = kind(told["text"])
-    return error
+            raise self.failure()
 
 
 def solo() -> Comm:

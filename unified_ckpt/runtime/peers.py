@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -16,12 +17,13 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 
 _HEAD = struct.Struct("<QQ")  # of a request: bytes of its words, 0; of an answer: bytes of its words, bytes of the file
 _MAX_WORDS = 1 << 26
 _TOKEN_CHARS = 32
+_PIECE_NBYTES = 1 << 20  # read and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +66,53 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), name="unified_ckpt-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.settimeout(self._timeout)
-            if hmac.compare_digest(_receive(connection, _TOKEN_CHARS), self.address.token.encode()):
-                while not self._closed:
-                    size, _ = _HEAD.unpack(_receive(connection, _HEAD.size))
-                    if size > _MAX_WORDS:
-                        return
-                    self._answer(connection, json.loads(_receive(connection, size)))
-        with self._lock:
-            self._open.discard(connection)
+        try:
+            with contextlib.suppress(OSError, ValueError), connection:  # ValueError: words that are no JSON
+                connection.settimeout(self._timeout)
+                if hmac.compare_digest(_receive(connection, _TOKEN_CHARS), self.address.token.encode()):
+                    while not self._closed:
+                        size, _ = _HEAD.unpack(_receive(connection, _HEAD.size))
+                        if size > _MAX_WORDS:
+                            return
+                        self._answer(connection, json.loads(_receive(connection, size)))
+        finally:
+            with self._lock:
+                self._open.discard(connection)
 
     def _answer(self, connection: socket.socket, asked: Mapping[str, object]) -> None:
-        body = b""
+        """Piece by piece, however much is asked for. What cannot be read to its end ends the connection."""
         words: dict[str, object] = {}
+        start = nbytes = 0
+        name, held = "", bytearray()
         try:
-            storage, files = self._folders[int(str(asked["folder"]))]
+            folder = int(str(asked["folder"]))
+            if not 0 <= folder < len(self._folders):
+                raise NotFoundError(f"{folder}: is no folder that is served")
+            storage, files = self._folders[folder]
             name = str(asked["file"])
             if name not in files:
                 raise NotFoundError(f"{name}: is no file of this checkpoint")
+            size = storage.size(name)
             if asked["what"] == "size":
-                words = {"size": storage.size(name)}
-            elif asked["what"] == "read":
-                body = storage.read(name)
+                words = {"size": size}
+            elif size is None:
+                raise NotFoundError(f"{storage.path(name)}: no such file or folder")
             else:
-                held = bytearray(int(str(asked["nbytes"])))
-                storage.read_at(name, int(str(asked["start"])), memoryview(held))
-                body = bytes(held)
-        except (StorageError, KeyError, ValueError, IndexError, TypeError) as error:
-            words = {"error": str(error), "missing": isinstance(error, NotFoundError)}
+                start, nbytes = (0, size) if asked["what"] == "read" else (int(str(asked["start"])), int(str(asked["nbytes"])))
+                if not 0 <= start <= start + nbytes <= size:
+                    raise StorageError(f"{storage.path(name)}: has {size} bytes; needed bytes [{start}, {start + nbytes})")
+                held = _held(storage, name, start, min(nbytes, _PIECE_NBYTES))  # an error of the first is told in words
+        except (CheckpointError, KeyError, ValueError, TypeError) as error:
+            words, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
         told = json.dumps(words).encode()
-        connection.sendall(_HEAD.pack(len(told), len(body)) + told)
-        connection.sendall(body)
+        connection.sendall(_HEAD.pack(len(told), nbytes) + told)
+        for at in range(start, start + nbytes, _PIECE_NBYTES):
+            if at != start:
+                try:
+                    held = _held(storage, name, at, min(start + nbytes - at, _PIECE_NBYTES))
+                except CheckpointError as error:
+                    raise ConnectionAbortedError(str(error)) from error
+            connection.sendall(held)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -118,6 +135,7 @@ class PeerStorage:
         self.root, self._address, self._folder, self._rank = root, address, folder, rank
         self._names, self._timeout = sorted(names), timeout_seconds
         self._connection: socket.socket | None = None
+        self._gone: StorageError | None = None  # it did not answer once: nobody waits for it again
         self._lock = threading.Lock()
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
@@ -144,11 +162,14 @@ class PeerStorage:
         asked = {"folder": self._folder, "file": name, "what": what, "start": start, "nbytes": len(into) if into is not None else 0}
         where = f"{self.root}/{name} at rank {self._rank}"
         with self._lock:
+            if self._gone is not None:
+                raise StorageError(str(self._gone))
             try:
                 words, body = self._exchange(json.dumps(asked).encode(), into)
             except OSError as error:
                 self.close()
-                raise StorageError(f"{where}: the rank does not answer: {error.strerror or error}") from error
+                self._gone = StorageError(f"{where}: the rank does not answer: {error.strerror or error}")
+                raise self._gone from error
         if "error" in words:
             kind = NotFoundError if words["missing"] else StorageError
             raise kind(f"{where}: {words['error']}")
@@ -156,7 +177,7 @@ class PeerStorage:
 
     def _exchange(self, asked: bytes, into: Buffer | None) -> tuple[Mapping[str, object], bytes]:
         if self._connection is None:
-            self._connection = socket.create_connection((self._address.host, self._address.port), timeout=self._timeout)
+            self._connection = socket.create_connection((_seen_from_here(self._address.host), self._address.port), timeout=self._timeout)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection.sendall(self._address.token.encode())
         self._connection.sendall(_HEAD.pack(len(asked), 0) + asked)
@@ -167,6 +188,12 @@ class PeerStorage:
         if "error" not in words:
             _fill(self._connection, into)
         return words, b""
+
+
+def _held(storage: LocalStorage, name: str, start: int, nbytes: int) -> bytearray:
+    found = bytearray(nbytes)
+    storage.read_at(name, start, memoryview(found))
+    return found
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
@@ -182,6 +209,12 @@ def _fill(connection: socket.socket, into: Buffer) -> None:
         if count == 0:
             raise ConnectionResetError("the connection was closed")
         done += count
+
+
+def _seen_from_here(host: str) -> str:
+    """Rank 0's machine may know its own name as a loopback address (Debian's /etc/hosts); only there does the way to MASTER_ADDR lead
+    through one."""
+    return os.environ.get("MASTER_ADDR", host) if ipaddress.ip_address(host).is_loopback else host
 
 
 def _own_host() -> str:

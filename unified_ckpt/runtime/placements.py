@@ -38,6 +38,15 @@ class Placer:
     matched: set[str] = field(default_factory=set)
     meshes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # mesh dim names -> sizes, for people
     _rules: dict[object, Sharding] = field(default_factory=dict)
+    _shapes: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _alone: Placer | None = None
+
+    @property
+    def without_layout(self) -> Placer:
+        """A placer for what no Layout rule is about."""
+        if self._alone is None:
+            self._alone = self if self.layout is None else Placer(self.rank, self.ranks, None, meshes=self.meshes)
+        return self._alone
 
     def place(self, fqn: str, tensor: torch.Tensor) -> Placed | None:
         """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError where it cannot be said."""
@@ -49,8 +58,7 @@ class Placer:
             inner, local = Sharding(), tensor.detach()
         _refuse_unreal(fqn, local)
         shape, cuts, padded = tuple(tensor.shape), tuple[Cut, ...](), set[int]()
-        pattern = self.layout.rule_for(fqn) if self.layout is not None else None
-        if self.layout is not None and pattern is not None:
+        if self.layout is not None and (pattern := self.layout.rule_for(fqn)) is not None:
             self.matched.add(pattern)
             cuts = self.layout.cuts(pattern, len(shape))
             if isinstance(tensor, DTensor):
@@ -59,9 +67,11 @@ class Placer:
             if declared is not None:
                 padded = _padded_dims(shape, declared, cuts, self.layout.dims(pattern, len(shape)))
             shape, cuts = _global_shape(fqn, shape, cuts, declared, padded)
-        sharding = _nested(fqn, cuts, inner)
+        sharding = _nested(fqn, cuts, inner) if cuts else inner
         try:
-            derived = sharding.local_shape(self.rank, shape)
+            derived = self._shapes.get((sharding, shape))
+            if derived is None:
+                derived = self._shapes[sharding, shape] = sharding.local_shape(self.rank, shape)
         except LayoutError as error:
             raise LayoutError(f"{fqn}: {error}; needed sections that make up the dim") from error
         return Placed(shape, sharding, _checked_local(fqn, local, derived, padded), tuple(local.shape))

@@ -114,7 +114,7 @@ def _place_all(placer: Placer, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | None) -> Placed | None:
     """Where a tensor that belongs to a parameter sits: one element is replicated, the parameter's own shape takes its rule."""
-    fqn, alone = key.rpartition("/")[0] or key, Placer(placer.rank, placer.ranks, None, meshes=placer.meshes)
+    fqn, alone = key.rpartition("/")[0] or key, placer.without_layout
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if leader is None:
         return (alone if tensor.numel() == 1 else placer).place(fqn, tensor)

@@ -35,13 +35,18 @@ class Windows:
                 own.serve(exchange)
             meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes} {own.slots}".encode())
         for rank in sorted(wanted - {meeting.rank}):
-            token, *sizes = meeting.get(f"window/{rank}").decode().split()
+            token, *sizes = meeting.get(f"window/{rank}", of=rank).decode().split()
             if rank not in self._opened or self._opened[rank].token != token:
                 if rank in self._opened:
                     self._opened.pop(rank).close()
                 self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=int(sizes[0]), slots=int(sizes[1]))
             found[rank] = self._opened[rank]
         return found
+
+    def revive(self) -> None:
+        """A new call begins: what failed in the last one is over."""
+        if self._own is not None:
+            self._own.revive()
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,126 @@
+"""Machines as folders: thread ranks that are told which machine they are on, each with a place of its own to save to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from oracles import part_of, where
+from test_reshard import Case, bits
+
+import unified_ckpt as uc
+from unified_ckpt import api
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.build import SaveRequest
+from unified_ckpt.engine.load import LoadRequest
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.testing import Arrangement, checkpointer_of, run_ranks, try_ranks
+
+NAME = "checkpoint-1"
+SECONDS = 30.0
+SAVE = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)
+LOAD = uc.LoadOptions(timeout_seconds=SECONDS)
+Result = TypeVar("Result")
+Paths = Sequence[Path]
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `State` may be given as the model: tensors by any rule, which no Layout could name."""
+    save_request, load_request = api.save_request, api.load_request
+
+    def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
+        if not isinstance(what.model, State):
+            return save_request(comm, what, options)
+        return SaveRequest(what.model, what.extra, what.rank_extra, None, set(), {}, what.step, what.metrics or {}, what.attach, options)
+
+    def to_load(comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions) -> LoadRequest:
+        if not isinstance(what.model, State):
+            return load_request(comm, folder, what, strict=strict, options=options)
+        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
+
+    monkeypatch.setattr(api, "save_request", to_save)
+    monkeypatch.setattr(api, "load_request", to_load)
+
+
+@contextmanager
+def on_machine(comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None) -> Iterator[uc.Checkpointer]:
+    """A Checkpointer of a rank on its machine. `storage`: what it writes to, by the folder's path."""
+    made = checkpointer_of(comm)
+    made._machine = f"machine {machines[comm.rank]}"
+    if storage is not None:
+        place = made._place
+        made._place = lambda path: (storage(place(path)[0].root), place(path)[1])  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def folder_of(root: Path, machine: int) -> Path:
+    return root / f"machine-{machine}" / NAME
+
+
+def save_all(root: Path, machines: Sequence[int], state: Callable[[int], Any], **what: Any) -> list[uc.SaveReport]:
+    """Each rank saves to its machine's folder."""
+
+    def act(comm: Comm) -> uc.SaveReport:
+        with on_machine(comm, machines) as made:
+            return made.save(folder_of(root, machines[comm.rank]), model=state(comm.rank), **{"options": SAVE, **what})
+
+    return run_ranks(len(machines), act)
+
+
+def save_case(case: Case, root: Path, machines: Sequence[int], **what: Any) -> list[uc.SaveReport]:
+    return save_all(root, machines, case.state, **what)
+
+
+def load_case(
+    case: Case, wanted: Arrangement, machines: Sequence[int], paths: Mapping[int, Paths], **what: Any
+) -> list[uc.LoadReport | BaseException]:
+    """Loads from the folders of each machine, and compares every byte of the ranks that got through."""
+
+    def act(comm: Comm) -> uc.LoadReport:
+        state = case.target(wanted, comm.rank)
+        with on_machine(comm, machines) as made:
+            report = made.load(list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what})
+        for part in state.parts:
+            oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
+            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
+        return report
+
+    return try_ranks(wanted.world, act)
+
+
+def fine(found: Sequence[Result | BaseException]) -> list[Result]:
+    """What all ranks returned."""
+    results: list[Result] = []
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        results.append(one)
+    return results
+
+
+def gaps(case: Case, machines: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
+    """Tensors of which the machines `there` have a part only, and those of which they have nothing; by what their ranks held."""
+    parts, unknown = [], []
+    for one in case.saved.held:
+        mask = np.zeros(one.row.spec.shape, dtype=bool)
+        holders = [rank for rank in one.ranks if machines[rank] in there]
+        boxes = [box for rank in holders for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape)]
+        for box in boxes:
+            mask[where(box)] = True
+        if mask.size == 0 and holders:
+            continue
+        if not mask.any():
+            unknown.append(one.row.key)
+        elif not mask.all():
+            parts.append(one.row.key)
+    return parts, unknown

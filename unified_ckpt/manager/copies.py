@@ -1,0 +1,190 @@
+"""Copies from the local directory to the root, one after the other, in a thread of one rank. Training waits for none of them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unified_ckpt.engine.transfer import transfer
+from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
+from unified_ckpt.manager import policies
+from unified_ckpt.manager.failures import may_pass
+from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+_LOOK_SECONDS = 0.2  # between two looks of who waits
+DAMAGED = (IntegrityError, IncompleteError)  # of the source: to try again does not help
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A checkpoint to be copied. `if_exists`: for another save of its name in the root."""
+
+    step: int
+    name: str
+    if_exists: str
+    fsync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a copy ended. `error`: after all of its attempts."""
+
+    step: int
+    error: Exception | None
+
+
+class _GivenUpError(StorageError):
+    """Nobody waits for this copy any more."""
+
+
+class Copies:
+    """One copy runs; one waits, the newest that was ordered: an older one gives way to it. `copied` is called after each good one.
+
+    A daemon thread, since a write to storage that hangs cannot be ended; at exit the process waits for it as long as it gets on.
+    `silence_seconds`: how long it may give no sign of life before those who wait do not wait any more.
+    """
+
+    def __init__(
+        self, source: str, target: str, options: ManagerOptions, *, silence_seconds: float, copied: Callable[[Order], object]
+    ) -> None:
+        self._source, self._target, self._options, self._copied = source, target, options, copied
+        self._silence_seconds = silence_seconds
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting: Order | None = None
+        self._current: Order | None = None
+        self._outcomes: list[Outcome] = []
+        self._given_up = False
+        self._last_sign = time.monotonic()
+
+    def order(self, order: Order) -> None:
+        """Has a checkpoint copied, after the one that is on its way. Returns at once."""
+        with self._changed:
+            given_way, self._waiting = self._waiting, order
+            if self._current is None:
+                self._last_sign = time.monotonic()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="unified_ckpt-copy", daemon=True)
+                self._thread.start()
+                atexit.register(self._at_exit)
+            self._changed.notify_all()
+        if given_way is not None and given_way.step != order.step:
+            _LOG.warning(
+                "%s/%s is not copied to %s: %s is newer, and the copy before has not ended yet",
+                *(self._source, given_way.name, self._target, order.name),
+            )
+
+    def owed(self) -> set[int]:
+        """Steps that are being copied or wait for it."""
+        with self._changed:
+            return {order.step for order in (self._waiting, self._current) if order is not None}
+
+    def outcomes(self) -> list[Outcome]:
+        """What has ended since it was last asked."""
+        with self._changed:
+            found, self._outcomes = self._outcomes, []
+            return found
+
+    def wait(self, *, step: int | None = None, beat: Callable[[], object] = lambda: None) -> None:
+        """Returns once nothing is owed, or nothing of `step`. StorageError where the copy gives no sign of life; it may go on."""
+        while True:
+            with self._changed:
+                owed = self._waiting, self._current
+                if not any(order is not None and step in (None, order.step) for order in owed):
+                    return
+                silent = time.monotonic() - self._last_sign
+                if silent > self._silence_seconds:
+                    order = self._current or self._waiting
+                    raise StorageError(
+                        f"{self._source}/{order.name if order else ''}: its copy to {self._target} has got on by no byte for "
+                        f"{silent:.1f} s; needed storage that answers; it is in {self._source} only"
+                    )
+                self._changed.wait(_LOOK_SECONDS)
+            beat()
+
+    def stop(self) -> None:
+        """Gives up what is owed. A copy that hangs clears itself away if it ever comes back."""
+        atexit.unregister(self._at_exit)
+        with self._changed:
+            self._given_up, self._waiting = True, None
+            self._changed.notify_all()
+            thread, hangs = self._thread, self._current is not None
+        if thread is not None and not hangs:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._waiting is None and not self._given_up:
+                    self._changed.wait()
+                if self._waiting is None:
+                    return
+                order, self._waiting = self._waiting, None
+                self._current = order
+                self._last_sign = time.monotonic()
+            error = self._copy(order)
+            if error is None:
+                try:
+                    self._copied(order)
+                except Exception as late:
+                    _LOG.warning("%s: what follows a copy failed: %s", self._target, late)
+            with self._changed:
+                self._current = None
+                self._outcomes.append(Outcome(order.step, error))
+                self._changed.notify_all()
+
+    def _copy(self, order: Order) -> Exception | None:
+        """None once it is there, or the error of the last attempt."""
+        attempt, attempts = 0, self._options.retries + 1
+        while True:
+            attempt += 1
+            try:
+                self._once(order)
+            except Exception as error:
+                if attempt == attempts or isinstance(error, (_GivenUpError, *DAMAGED)) or not may_pass(error):
+                    return error
+                _LOG.warning("a copy failed at attempt %d of %d: %s", attempt, attempts, error)
+            else:
+                return None
+            if not self._pause(policies.pause_seconds(self._options, attempt)):
+                return _GivenUpError(f"{order.name}: given up")
+
+    def _once(self, order: Order) -> None:
+        began, path = time.monotonic(), f"{self._source}/{order.name}"
+        os.makedirs(self._target, exist_ok=True)
+        with LocalStorage(self._target) as storage:
+            done = transfer(path, storage, order.name, if_exists=order.if_exists, fsync=order.fsync, beat=self._beat)
+        seconds = time.monotonic() - began
+        if done.nbytes:
+            _LOG.info("copied %s to %s: %.3f GB in %.2f s", path, self._target, done.nbytes / 1e9, seconds)
+        else:
+            _LOG.info("%s is not copied: %s/%s is save %s, and stays", path, self._target, order.name, done.save_id)
+
+    def _pause(self, seconds: float) -> bool:
+        """False where it was given up meanwhile. Resting is a sign of life."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while not self._given_up and (left := until - time.monotonic()) > 0:
+                self._last_sign = time.monotonic()
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            self._last_sign = time.monotonic()
+            return not self._given_up
+
+    def _beat(self, nbytes: int) -> None:
+        self._last_sign = time.monotonic()
+        if self._given_up:
+            raise _GivenUpError(f"{self._target}: given up after {nbytes} bytes more")
+
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        except StorageError as error:
+            _LOG.error("a copy failed while the process ended: %s", error)
+        self.stop()

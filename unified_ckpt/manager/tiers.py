@@ -1,0 +1,228 @@
+"""Two tiers of one run: a local directory for frequent saves, and the root, to which some are copied. Rank 0 acts, all are told alike.
+
+Nothing here waits for the root's storage but what says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from unified_ckpt.core.retention import Rules
+from unified_ckpt.engine import commit
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager import lineage, policies
+from unified_ckpt.manager.copies import DAMAGED, Copies, Order
+from unified_ckpt.manager.lineage import Lineage
+from unified_ckpt.manager.removal import clear
+from unified_ckpt.manager.rotation import rotate
+from unified_ckpt.manager.steps import Scan, scan
+from unified_ckpt.options import ManagerOptions, SaveOptions
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.verdicts import decode_error, encode_error
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a save goes: `path`, below the root unless absolute. `replace`: what is there is of another run."""
+
+    path: str
+    local: bool = False
+    replace: bool = False
+
+
+class Tiers:
+    """Of the ranks of one manager. `root`, `directory`: absolute. Collective calls say so; the others are for rank 0."""
+
+    def __init__(self, root: str, options: ManagerOptions, *, ranks: Callable[[], Comm], timeout_seconds: float) -> None:
+        self.root, self.directory = root, os.path.realpath(options.local_directory or "")
+        self._options, self._ranks, self._timeout_seconds = options, ranks, timeout_seconds
+        self._copies = Copies(self.directory, root, options, silence_seconds=timeout_seconds, copied=self._after_copy)
+        self._lineage: Lineage | None = None  # once it is opened
+        self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
+        self._failed = 0  # copies in a row
+        self._distrusted = False  # what lay in the local directory was damaged
+
+    # collective
+
+    def where(self, name: str, *, due: bool, straight: bool) -> Place:
+        """Collective. Where the save `name` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
+        `raise_after` times in a row."""
+        straight = straight or (due and self._distrusted)
+        told = self._tell("where", lambda _: {"place": asdict(self._place(name, due=due, straight=straight))})
+        self._hear(told["outcomes"], strict=False)
+        place = Place(**told["place"])
+        self._distrusted = self._distrusted and (place.local or not due)
+        return place
+
+    def settle(self, step: int, name: str) -> bool:
+        """Collective. Whether the last step saved locally is in the root too, once its copy is waited for. Raises that copy's silence."""
+
+        def settled(meeting: Meeting) -> dict[str, Any]:
+            self._copies.wait(step=step, beat=meeting.beat)
+            there, here = (commit.committed(LocalStorage(path), name) for path in (self.root, self.directory))
+            return {"settled": there is not None and (here is None or here.save_id == there.save_id)}
+
+        told = self._tell("settle", settled)
+        self._hear([one for one in told["outcomes"] if one["step"] != step], strict=False)  # of `step` the caller has an answer
+        return bool(told["settled"])
+
+    def drain(self) -> None:
+        """Collective. Returns once nothing is owed to the root. Raises the error of a copy that failed, or its silence."""
+
+        def drained(meeting: Meeting) -> dict[str, Any]:
+            self._copies.wait(beat=meeting.beat)
+            return {}
+
+        self._hear(self._tell("copies", drained)["outcomes"], strict=True)
+
+    def _tell(self, what: str, act: Callable[[Meeting], dict[str, Any]]) -> dict[str, Any]:
+        """What `act` says on rank 0, and how copies ended that were not told yet, on every rank."""
+        meeting = self._ranks().meet(what, same=False, timeout_seconds=self._timeout_seconds)
+        with meeting.phase("tell"):
+            if meeting.rank == 0:
+                said = act(meeting)
+                outcomes = [
+                    {
+                        "step": one.step,
+                        "error": one.error and encode_error(one.error, rank=0, world=1),
+                        "damaged": isinstance(one.error, DAMAGED),
+                    }
+                    for one in self._copies.outcomes()
+                ]
+                meeting.put("told", json.dumps({**said, "outcomes": outcomes}).encode())
+        found: dict[str, Any] = json.loads(meeting.get("told"))
+        return found
+
+    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool) -> None:
+        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row."""
+        failure: CheckpointError | None = None
+        for one in outcomes:
+            self._distrusted = self._distrusted or one["damaged"]
+            self._failed = self._failed + 1 if one["error"] else 0
+            if one["error"] and (strict or self._failed >= self._options.raise_after):
+                failure = failure or decode_error(one["error"])
+            elif one["error"] and self._ranks().rank == 0:
+                text = "the copy of step %d to %s failed, the training goes on; %d of %d in a row: %s"
+                _LOG.warning(text, one["step"], self.root, self._failed, self._options.raise_after, decode_error(one["error"]))
+        if failure is not None:
+            raise failure
+
+    # of rank 0
+
+    def _place(self, name: str, *, due: bool, straight: bool) -> Place:
+        if straight:
+            return Place(name)
+        path = os.path.join(self.directory, name)
+        try:
+            with self._housekeeping:
+                opened = self._lineage or self._open()
+            found = commit.committed(LocalStorage(self.directory), name)
+        except (CheckpointError, OSError) as error:
+            if not due:
+                return Place(path, local=True)  # which says itself what is wrong
+            _LOG.warning("the local directory cannot be used, this save goes to %s: %s", self.root, error)
+            return Place(name)
+        return Place(path, local=True, replace=found is not None and found.save_id in opened.strangers)
+
+    def _open(self) -> Lineage:
+        """Before the first save: whose the local directory is. Clears away what this run's interrupted saves have left there."""
+        os.makedirs(self.directory, exist_ok=True)
+        storage, prefix = LocalStorage(self.directory), self._options.step_prefix
+        said, local, committed = lineage.read(self.directory), scan(storage, prefix), self._committed()
+        foreign = lineage.strangers(said, self.root, committed=committed, local=lineage.ids(local.steps))
+        opened = Lineage(self.root, committed, foreign)
+        lineage.write(self.directory, opened)
+        if foreign:
+            _LOG.warning("%s: %d checkpoints are of another run; they are not used, and stay until `prune`", self.directory, len(foreign))
+        if said is not None and said.root == self.root:
+            for left in local.leftovers:
+                if left.kind == "construction" and not left.needed:
+                    clear(storage, left.name)
+        self._lineage = opened
+        return opened
+
+    def committed(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
+        """After the commit of a save: has it copied where it is due, and removes what the rules of its tier do not keep."""
+        if not place.local:
+            self._keep_root(step)
+            return
+        if due:
+            self._copies.order(Order(step, os.path.relpath(place.path, self.directory), options.if_exists, options.fsync))
+        self._keep_local({step} | self._copies.owed())
+
+    def _after_copy(self, order: Order) -> None:
+        self._keep_root(order.step)
+        self._keep_local(self._copies.owed() - {order.step})
+
+    def _keep_root(self, step: int) -> None:
+        """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
+        committed = self._committed()
+        self._note(committed | (self._lineage.saves if self._lineage else frozenset()))
+        keep(LocalStorage(self.root), self._options, policies.rules(self._options), protected={step})
+        self._note(self._committed())
+
+    def _keep_local(self, steps: set[int]) -> None:
+        with self._housekeeping:
+            apart = self._lineage.strangers if self._lineage else frozenset()
+            rules = policies.local_rules(self._options)
+            keep(LocalStorage(self.directory), self._options, rules, protected=steps, apart=apart)
+        self._note(None)
+
+    def _note(self, saves: frozenset[str] | None) -> None:
+        """The local directory, if this run has one, says which saves are in the root; None: those that it knows."""
+        with self._housekeeping:
+            if self._lineage is None:
+                return
+            if saves is not None:
+                self._lineage = replace(self._lineage, saves=saves)
+            if lineage.read(self.directory) == self._lineage:
+                return
+            try:
+                lineage.write(self.directory, self._lineage)
+            except CheckpointError as error:
+                _LOG.warning("after a restart local checkpoints may be taken for those of another run: %s", error)
+
+    def _committed(self) -> frozenset[str]:
+        return lineage.ids(scan(LocalStorage(self.root), self._options.step_prefix).complete)
+
+    # of any rank
+
+    def scan(self) -> Scan:
+        """Both tiers, the best last; without the local checkpoints of other runs."""
+        return both_tiers(self.root, self.directory, self._options.step_prefix)[0]
+
+    def finish_alone(self) -> None:
+        """Not collective: waits for what is owed as long as it gets on. Raises its silence."""
+        self._copies.wait()
+
+    def stop(self) -> None:
+        self._copies.stop()
+
+
+def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:
+    """What lies in both, the best last, and the ids of the local saves that are of other runs and not among them."""
+    there = scan(LocalStorage(root), prefix)
+    try:
+        here = scan(LocalStorage(directory), prefix)
+    except CheckpointError as error:
+        _LOG.warning("the local directory cannot be looked at: %s", error)
+        here = Scan((), ())
+    apart = lineage.strangers(lineage.read(directory), root, committed=lineage.ids(there.complete), local=lineage.ids(here.steps))
+    return lineage.together(there, here, apart), apart
+
+
+def keep(storage: LocalStorage, options: ManagerOptions, rules: Rules, *, protected: set[int], apart: frozenset[str] = frozenset()) -> None:
+    """Rotates. A failure of that is no failure of the save."""
+    try:
+        rotate(storage, options.step_prefix, rules, protected=protected, apart=apart)
+    except (CheckpointError, OSError) as error:
+        _LOG.warning("%s: old checkpoints stay for now: %s", storage.root, error)

@@ -192,6 +192,15 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
     same_error(load(tmp_path, [0, 0, 1, 2], copies=2), uc.IntegrityError, r"no machine has these bytes undamaged \(2\)")
 
 
+def test_fragments_on_the_own_disk_come_before_a_whole_copy_elsewhere(tmp_path: Path) -> None:
+    """Ranks 2 and 3 have their halves on their own machines: they do not meet what is wrong with machine 0's."""
+    save(tmp_path, [0, 0, 1, 2], copies=2)
+    flip(folder_of(tmp_path, 0) / "model.safetensors", at=0.3)
+    flip(folder_of(tmp_path, 0) / "model.safetensors", at=0.9)
+    reports = fine(load(tmp_path, [0, 0, 1, 2], copies=2))
+    assert [bool(report.notes) for report in reports] == [True, True, False, False]
+
+
 def test_own_disk_first(twice: Path) -> None:
     """Each machine reads its own copy: damage on the other one is not met."""
     flip(folder_of(twice, 1) / "model.safetensors")

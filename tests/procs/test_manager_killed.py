@@ -45,7 +45,7 @@ class Run:
         ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(WORLD)]
         for rank in ranks:
             rank.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while len(re.findall("resumed 0", self.said())) == already or self.newest() <= before + 1:
             assert all(rank.is_alive() for rank in ranks), self.said()
             assert time.monotonic() < deadline, self.said()

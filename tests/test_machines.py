@@ -140,7 +140,7 @@ def check_load(
 
 
 SIZES = [*product([1, 2, 3, 4], [1, 2])]
-PAIRS = [((2, 2), (1, 1)), ((2, 2), (3, 1)), ((3, 1), (2, 2))]
+PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -230,7 +230,7 @@ FILES = st.sampled_from([100_000, 1 << 30])
 FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-@given(scattered(max_world=5, max_tensors=3), TILES, FILES)
+@given(scattered(max_world=4, max_tensors=2), TILES, FILES)
 @settings(max_examples=50, suppress_health_check=FUNCTION_FIXTURE)
 def test_any_ranks_on_any_machines(
     tmp_path: Path, drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]], tile_nbytes: int, max_file_bytes: int

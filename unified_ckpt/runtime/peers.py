@@ -49,8 +49,9 @@ class Server:
     def __init__(self, folders: Sequence[tuple[str, Collection[str]]], *, timeout_seconds: float) -> None:
         self._folders = [(LocalStorage(root), frozenset(files)) for root, files in folders]
         self._timeout = timeout_seconds
+        host = _own_host()
         self._listener = socket.create_server(("", 0))
-        self.address = Address(_own_host(), self._listener.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2))
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2))
         self._open: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import threading
@@ -33,8 +34,10 @@ class Counted:
         return found
 
 
-def agreements(world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] = time.monotonic) -> list[Agreement]:
+def agreements(world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] | None = None) -> list[Agreement]:
+    """By a clock that goes on by a second whenever somebody looks at it, where none is given."""
     store = dist.HashStore()
+    clock = clock or itertools.count().__next__
     return [
         Agreement(store, "test", rank=rank, ranks=range(world), margin_steps=margin, look_seconds=look, clock=clock)
         for rank in range(world)
@@ -106,8 +109,8 @@ def test_in_a_large_world_they_look_less_often() -> None:
 
 
 def test_keys_do_not_pile_up() -> None:
-    store = dist.HashStore()
-    ranks = [Agreement(store, "t", rank=r, ranks=range(3), margin_steps=1, look_seconds=0.0) for r in range(3)]
+    ranks = agreements(3, margin=1)
+    store = ranks[0]._store
     sizes = []
     for step in range(60):
         if step % 6 == 0:

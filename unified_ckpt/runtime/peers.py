@@ -57,12 +57,15 @@ class Server:
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
             with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
                 self._open.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="unified_ckpt-serve", daemon=True).start()
 
@@ -79,6 +82,7 @@ class Server:
         finally:
             with self._lock:
                 self._open.discard(connection)
+                self._close_files()
 
     def _answer(self, connection: socket.socket, asked: Mapping[str, object]) -> None:
         """Piece by piece, however much is asked for. What cannot be read to its end ends the connection."""
@@ -116,17 +120,23 @@ class Server:
             connection.sendall(held)
 
     def close(self) -> None:
-        """Ends all connections."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
-        self._listener.close()
+        """Ends all connections. The files are closed once no thread reads in them."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        for storage, _ in self._folders:
-            storage.close()
+            self._close_files()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
+        self._listener.close()
+
+    def _close_files(self) -> None:
+        if self._closed and not self._open:
+            for storage, _ in self._folders:
+                storage.close()
 
 
 class PeerStorage:

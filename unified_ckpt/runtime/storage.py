@@ -198,9 +198,11 @@ class LocalStorage:
         return stats.f_bavail * stats.f_frsize
 
     def close(self) -> None:
-        for fd in (*self._writing.values(), *self._reading.values()):
+        with self._lock:
+            open_now = (*self._writing.values(), *self._reading.values())
+            self._writing, self._reading = {}, {}
+        for fd in open_now:
             os.close(fd)
-        self._writing, self._reading = {}, {}
 
     def _open_for_writing(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -13,8 +13,9 @@ from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
-from unified_ckpt.runtime.peers import PeerStorage, Server, parse_address
+from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url
+from unified_ckpt.runtime.wire import parse_address
 
 
 def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: float) -> list[int]:

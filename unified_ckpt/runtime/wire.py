@@ -100,8 +100,12 @@ class Listener:
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
     """A connection to a listener, its token said. OSError where nobody answers."""
     made = socket.create_connection((_seen_from_here(address.host), address.port), timeout=timeout_seconds)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.sendall(address.token.encode())
+    try:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.sendall(address.token.encode())
+    except OSError:
+        made.close()
+        raise
     return made
 
 

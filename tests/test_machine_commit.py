@@ -23,7 +23,7 @@ from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
-pytestmark = pytest.mark.long  # minutes
+pytestmark = pytest.mark.slow  # minutes
 
 MACHINES = [0, 0, 1, 1]
 FULL = {"w": torch.arange(500 * 90, dtype=torch.float32).reshape(500, 90), "o": torch.arange(900.0).reshape(30, 30), "b": torch.arange(5.0)}

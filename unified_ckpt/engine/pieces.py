@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
@@ -26,6 +28,8 @@ from unified_ckpt.runtime.storage import Buffer
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
+_LONG_RUN_NBYTES = 64 << 10  # copied one by one
+_ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
 _MAX_REGIONS = 1 << 16  # remembered
 
 
@@ -123,37 +127,70 @@ class JointStorage:
         item, stop, done = spec.nbytes // whole(spec.shape).numel, start + len(into), 0
         regions = self._regions(key, _rows(spec, start, stop), spoilt)
         for region in regions:
-            shared, of = region.box, region.of
-            local = Box(tuple(a - b for a, b in zip(shared.offsets, of.offsets, strict=True)), shared.shape)
-            pieces = _Pieces(key, spec, region, of.numel * item)
-            for first, in_piece, count in runs(shared, spec.shape, local=local, local_shape=of.shape):
-                low, high = max(first * item, start), min((first + count) * item, stop)
-                if low < high:
-                    run = _Run(low, (in_piece - first) * item + low, spoilt, why)
-                    self._copy(pieces, run, into[low - start : high - start], keep=len(regions) + 1)
-                    done += high - low
+            pieces = _Pieces(key, spec, region, region.of.numel * item)
+            inner, outer = _whole_rows(region.box, spec, start, stop)
+            if inner is not None and self._fill_rows(pieces, inner, start, into, keep=len(regions) + 1):
+                done += inner.numel * item
+            elif inner is not None:
+                outer = [region.box]
+            for box in outer:
+                local = Box(tuple(a - b for a, b in zip(box.offsets, region.of.offsets, strict=True)), box.shape)
+                for first, in_piece, count in runs(box, spec.shape, local=local, local_shape=region.of.shape):
+                    low, high = max(first * item, start), min((first + count) * item, stop)
+                    if low < high:
+                        run = _Run(low, (in_piece - first) * item + low, spoilt, why)
+                        self._copy(pieces, run, into[low - start : high - start], keep=len(regions) + 1)
+                        done += high - low
         return done
+
+    def _fill_rows(self, pieces: _Pieces, box: Box, start: int, into: Buffer, *, keep: int) -> bool:
+        """Rows of a box, all of them in `into`: read as they lie in the piece, then put in their place at once. False where a block of
+        them is damaged everywhere."""
+        spec, of = pieces.spec, pieces.region.of
+        item, row = spec.nbytes // whole(spec.shape).numel, spec.nbytes // spec.shape[0]
+        width = pieces.nbytes // of.shape[0]
+        target = np.frombuffer(into, dtype=np.uint8)
+        at_once = max(_ROWS_NBYTES // width, 1)
+        for first in range(box.offsets[0], box.offsets[0] + box.shape[0], at_once):
+            count = min(at_once, box.offsets[0] + box.shape[0] - first)
+            held = np.empty(count * width, dtype=np.uint8)
+            if not self._read_piece(pieces, (first - of.offsets[0]) * width, held.data, keep=keep):
+                return False
+            there = target[first * row - start : (first + count) * row - start].reshape(count, *spec.shape[1:], item)
+            here = held.reshape(count, *of.shape[1:], item)
+            dims = list(zip(box.offsets[1:], of.offsets[1:], box.shape[1:], strict=True))
+            into_there = tuple(slice(low, low + n) for low, _, n in dims)
+            there[(slice(None), *into_there)] = here[(slice(None), *(slice(low - base, low - base + n) for low, base, n in dims))]
+        return True
+
+    def _read_piece(self, pieces: _Pieces, start: int, into: Buffer, *, keep: int) -> bool:
+        """Bytes from `start` of a piece. False where some of them are right on no machine."""
+        for position, target in _blocks_of(pieces, start, into):
+            why: list[str] = []
+            fine = self._take(pieces, position, target, why, keep=keep)
+            self._report(why)
+            if not fine:
+                return False
+        return True
 
     def _copy(self, pieces: _Pieces, run: _Run, into: Buffer, *, keep: int) -> None:
         """A run out of a region's box, block by block, each from the first owner whose bytes are right."""
-        position, stop = run.in_piece, run.in_piece + len(into)
-        while position < stop:
-            block = position // digests.BLOCK_NBYTES
-            low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, pieces.nbytes)
-            upto = min(high, stop)
-            target = into[position - run.in_piece : upto - run.in_piece]
+        for position, target in _blocks_of(pieces, run.in_piece, into):
             why: list[str] = []
-            if (position, upto) == (low, high):
-                fine = self._read_block(pieces, block, target, why)
-            else:
-                held = self._part_of_block(pieces, block, high - low, why, keep=keep)
-                fine = held is not None
-                if held is not None:
-                    target[:] = held[position - low : upto - low]
-            if not fine:
+            if not self._take(pieces, position, target, why, keep=keep):
                 self._from_elsewhere(pieces, run, run.low + position - run.in_piece, target, why)
             self._report(why)
-            position = upto
+
+    def _take(self, pieces: _Pieces, position: int, into: Buffer, why: list[str], *, keep: int) -> bool:
+        """Bytes of one block of a piece, from the first owner whose bytes are right; False where there is none."""
+        block = position // digests.BLOCK_NBYTES
+        low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, pieces.nbytes)
+        if (position, position + len(into)) == (low, high):
+            return self._read_block(pieces, block, into, why)
+        held = self._part_of_block(pieces, block, high - low, why, keep=keep)
+        if held is not None:
+            into[:] = held[position - low : position - low + len(into)]
+        return held is not None
 
     def _from_elsewhere(self, pieces: _Pieces, run: _Run, start: int, into: Buffer, why: list[str]) -> None:
         """Bytes of a block that no copy of its box has undamaged, out of boxes that overlap it."""
@@ -238,6 +275,31 @@ class _Run:
     in_piece: int
     spoilt: frozenset[Box]
     why: Sequence[str]
+
+
+def _blocks_of(pieces: _Pieces, start: int, into: Buffer) -> Iterator[tuple[int, Buffer]]:
+    """`into`, from byte `start` of a piece, cut where its blocks are: (first byte, what of it lies in one block)."""
+    position, stop = start, start + len(into)
+    while position < stop:
+        upto = min((position // digests.BLOCK_NBYTES + 1) * digests.BLOCK_NBYTES, pieces.nbytes, stop)
+        yield position, into[position - start : upto - start]
+        position = upto
+
+
+def _whole_rows(box: Box, spec: TensorSpec, start: int, stop: int) -> tuple[Box | None, list[Box]]:
+    """The rows of a box that lie in [start, stop) of the tensor as a whole, where it is worth while to move them at once; and the rest."""
+    if len(spec.shape) < 2 or not box.numel:
+        return None, [box]
+    row, item = spec.nbytes // spec.shape[0], spec.nbytes // whole(spec.shape).numel
+    low, high = max(box.offsets[0], -(-start // row)), min(box.offsets[0] + box.shape[0], stop // row)
+    if high - low < 2 or box.shape[-1] * item >= _LONG_RUN_NBYTES or box.shape[1:] == spec.shape[1:]:
+        return None, [box]
+
+    def rows(first: int, last: int) -> Box:
+        return Box((first, *box.offsets[1:]), (last - first, *box.shape[1:]))
+
+    around = [rows(box.offsets[0], low), rows(high, box.offsets[0] + box.shape[0])]
+    return rows(low, high), [one for one in around if one.numel]
 
 
 def _rows(spec: TensorSpec, start: int, stop: int) -> Box:

@@ -20,6 +20,7 @@ from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.pieces import JointStorage, Piece, Whole, file_of
 from unified_ckpt.engine.source import Catalog, Location, Said
 from unified_ckpt.errors import CheckpointError, IncompleteError
+from unified_ckpt.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class Joint:
     """The folders of one save on several machines, as a Source. `folders`: by number, opened here or through a peer, for some ranks."""
 
     def __init__(self, found: Whole, folders: Mapping[int, Folder], *, own: Collection[int], lost: Sequence[str], turn: int) -> None:
-        self._found, self._folders = found, folders
+        self._found, self._folders, self._own = found, folders, frozenset(own)
         self._order = sorted(folders, key=lambda number: (number not in own, number))
         self.storage = JointStorage(found, folders, own=own, turn=turn)
         self.storage.ledger.damage.extend(lost)
@@ -222,6 +223,23 @@ class Joint:
             raise errors[0]
         self.storage.ledger.damage.append(f"rank_extra of rank {rank} is not given back: the folder that has it is on no machine here")
         return None
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Of all folders, in the order of the islands that wrote them."""
+        found = [folder.manifest for folder in self._folders.values() if folder.manifest is not None]
+        return sorted(found, key=lambda one: one.island.number if one.island is not None else -1)
+
+    @property
+    def here(self) -> list[Folder]:
+        """The folders that lie on this machine, in the order of the islands that wrote them."""
+        own = [self._folders[number] for number in self._own]
+        return sorted(own, key=lambda one: one.manifest.island.number if one.manifest and one.manifest.island else -1)
+
+    def nbytes_here(self, part: str, name: str) -> int:
+        """About how many bytes of a tensor lie on this machine: a byte that it has in two boxes counts twice."""
+        boxes = {piece.box: piece.spec.nbytes for piece in self._found.pieces[part, name] if piece.folder in self._own}
+        return min(sum(boxes.values()), self._found.specs[part, name].nbytes)
 
     def close(self) -> None:
         for folder in self._folders.values():

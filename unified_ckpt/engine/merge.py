@@ -70,14 +70,14 @@ def merge_paths(
     """Collective. `merge` of the folders `paths` of each machine; a machine may have none. Nobody who asks removes them meanwhile."""
     what = f"merge of {', '.join(paths)}"
     with ExitStack() as owned:
-        opened = _open(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
+        opened = open_folders(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
         found = gather(comm, what, paths, opened, machines, owned, timeout_seconds=options.timeout_seconds)
         if not isinstance(found, Joint):
             raise NotFoundError(f"{what}: holds no checkpoint with a manifest; needed the folders of one save")
         return merge(comm, found, storage, name, options, machines=machines, beat=beat)
 
 
-def _open(paths: Sequence[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
+def open_folders(paths: Sequence[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
     """This rank's folders, or why there is none: the other machines may have enough."""
     found = []
     try:

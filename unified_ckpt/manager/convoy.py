@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from unified_ckpt.engine.merge import MergeOptions, merge_paths
-from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -174,6 +174,8 @@ class Convoy:
     def _at_exit(self) -> None:
         try:
             self.wait()
+        except RankError as error:
+            _LOG.debug("the first lead has ended: %s", error)  # after what it owed, and with a word if that has failed
         except CheckpointError as error:
             _LOG.error("a merge failed while the process ended: %s", error)
         self.stop()

@@ -22,6 +22,8 @@ import unified_ckpt as uc
 from unified_ckpt.engine import merge as merge_module
 from unified_ckpt.manager import convoy
 from unified_ckpt.manager.lineage import MARKER
+from unified_ckpt.manager.steps import StepRecord
+from unified_ckpt.manager.survey import joined
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, checkpointer_of, run_ranks, try_ranks
@@ -261,8 +263,13 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no machine here"
+    shutil.rmtree(tmp_path / ROOT)
+    for disk in job.disks:
+        (disk / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
+    assert Job(tmp_path, (0, 0)).restored() is None, "half of it is no reason to stop"
     job = Job(tmp_path / "twice", copies=2)
     job.run(range(1, 14))
+    assert Job(tmp_path / "twice", (0, 0), disks=job.disks[1:]).restored() == 13
     assert Job(tmp_path / "twice", (0, 1), disks=[job.disks[1], tmp_path / "empty"]).restored() == 13
 
 
@@ -447,3 +454,39 @@ def ended_or_blown(self: convoy.Convoy, fuse: Fuse) -> None:
 def test_stopped_is_no_exception() -> None:
     """The threads of merges do not answer it, as a process that is killed does not."""
     assert not issubclass(Stopped, Exception)
+
+
+# what all machines have, as one
+
+
+def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
+    status, name = "complete" if save_id else "incomplete", f"checkpoint-{step}"
+    return StepRecord(name, f"/elsewhere/{name}", status, "", True, step, 10, 2, parts=parts, save_id=save_id)
+
+
+def test_folders_of_one_save_are_one_step() -> None:
+    first = [record_of(3, "a", "model", "model_fragments"), record_of(4, "b", "model")]
+    second = [record_of(3, "a", "model_fragments", "optimizer_fragments"), record_of(4, None), record_of(5, None)]
+    found, apart = joined([(first, []), (second, [])], "/here")
+    assert apart == frozenset()
+    assert [(one.name, one.status, one.save_id) for one in found.steps] == [
+        ("checkpoint-3", "complete", "a"),
+        ("checkpoint-4", "complete", "b"),
+        ("checkpoint-5", "incomplete", None),
+    ]
+    assert (found.steps[0].parts, found.steps[0].nbytes) == (("model", "optimizer"), 20)
+    assert {os.path.dirname(one.path) for one in found.steps} == {"/here"}
+
+
+def test_a_save_counts_where_any_machine_counts_it() -> None:
+    records = [record_of(3, "a", "model")]
+    assert joined([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
+    assert joined([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
+
+
+def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    shutil.rmtree(tmp_path / ROOT)
+    (job.disks[1] / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
+    assert job.restored() is None

@@ -5,6 +5,7 @@ What could lose bytes: two writers of one byte, or none. So every border is a fu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,44 +36,37 @@ class Span:
 
 
 def plan_merge(
-    sizes: Mapping[Key, int], here: Mapping[int, Mapping[Key, int]], *, writers: Sequence[int], max_file_bytes: int
+    sizes: Mapping[Key, int], held: Mapping[Key, Mapping[int, int]], *, writers: Sequence[int], max_file_bytes: int
 ) -> list[MergedFile]:
-    """The files. `sizes`: bytes of each tensor; `here`: of these the bytes on each machine's own disk; `writers`: machines that may write.
+    """The files. `sizes`: bytes of each tensor; `held`: of these how many lie on which machines' own disks, none left out but with 0;
+    `writers`: machines that may write.
 
     Tensors that the same machines have whole share files, so that most files are read where they are written; a file goes to the
     machine that has most of its bytes, of several such to the one with the least to write.
     """
-    homes = {key: _homes(key, sizes, here) for key in sizes if sizes[key]}
+    homes = {key: tuple(sorted(m for m, n in held.get(key, {}).items() if n == sizes[key])) for key in sizes if sizes[key]}
+    most = {key: min(((-n, m) for m, n in held.get(key, {}).items()), default=(0, -1)) for key in sizes}
     first: dict[str, tuple[int, ...]] = {}  # of each part: where tensors without bytes go along
     for (part, _), where in homes.items():
         first[part] = min(first.get(part, where), where)
-    order = sorted(sizes, key=lambda key: (key[0], homes.get(key, first.get(key[0], ())), _most(key, here), key[1]))
+    group = {key: (key[0], homes.get(key, first.get(key[0], ()))) for key in sizes}
     cut: list[tuple[str, tuple[Key, ...]]] = []
-    for (part, _), members in groupby(order, key=lambda key: (key[0], homes.get(key, first.get(key[0], ())))):
+    for (part, _), members in groupby(sorted(sizes, key=lambda key: (group[key], most[key][1], key[1])), key=lambda key: group[key]):
         keys = list(members)
         cut += [(part, tuple(keys[i] for i in span)) for span in split_files([sizes[k] for k in keys], max_file_bytes=max_file_bytes)]
-    counts: dict[str, int] = {}
-    for part, _ in cut:
-        counts[part] = counts.get(part, 0) + 1
+    counts = Counter(part for part, _ in cut)
+    numbers: Counter[str] = Counter()
     load = dict.fromkeys(writers, 0)
-    numbers: dict[str, int] = {}
     files = []
-    for part, held in cut:
-        chosen = max(writers, key=lambda machine: (sum(here[machine].get(key, 0) for key in held), -load[machine], -machine))
-        load[chosen] += sum(sizes[key] for key in held)
-        numbers[part] = numbers.get(part, 0) + 1
-        files.append(MergedFile(part, numbers[part], counts[part], held, chosen))
+    for part, keys_of_file in cut:
+        there: Counter[int] = Counter()
+        for key in keys_of_file:
+            there.update(held.get(key, {}))
+        chosen = max(writers, key=lambda machine: (there[machine], -load[machine], -machine))
+        load[chosen] += sum(sizes[key] for key in keys_of_file)
+        numbers[part] += 1
+        files.append(MergedFile(part, numbers[part], counts[part], keys_of_file, chosen))
     return files
-
-
-def _homes(key: Key, sizes: Mapping[Key, int], here: Mapping[int, Mapping[Key, int]]) -> tuple[int, ...]:
-    """The machines that have it whole; none for one in fragments."""
-    return tuple(machine for machine, held in sorted(here.items()) if held.get(key, 0) == sizes[key])
-
-
-def _most(key: Key, here: Mapping[int, Mapping[Key, int]]) -> int:
-    """The first of the machines that have most of it: neighbours in a file lie together."""
-    return min(here, key=lambda machine: (-here[machine].get(key, 0), machine))
 
 
 def share(

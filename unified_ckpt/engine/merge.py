@@ -100,7 +100,7 @@ def merge(
     """
     meeting = comm.meet(f"merge to {storage.path(name)}", same=False, timeout_seconds=options.timeout_seconds)
     with storage:
-        lead, here = _survey(meeting, joint, machines)
+        lead, held = _survey(meeting, joint, machines)
         told = _begin(meeting, joint, storage, name, options, lead=lead)
         if "folder" not in told:
             return Merged(told["id"], 0, ())
@@ -109,7 +109,7 @@ def merge(
             writers = _who_sees(meeting, storage, construction, machines, lead=lead)
             with meeting.phase("plan"):
                 if meeting.rank == lead:
-                    files = plan_merge(_sizes(joint), here, writers=writers, max_file_bytes=options.max_file_bytes)
+                    files = plan_merge(_sizes(joint), held, writers=writers, max_file_bytes=options.max_file_bytes)
                     body = json.dumps([[file.part, file.number, file.count, file.keys, file.machine] for file in files])
                     meeting.put("files", zlib.compress(body.encode(), 1))
             work = _Work(meeting, joint, storage, construction, options, lead, tuple(machines), _planned(meeting), _sizes(joint))
@@ -124,22 +124,26 @@ def _sizes(joint: Joint) -> dict[Key, int]:
     return {(part, name): spec.nbytes for part in joint.parts for name, spec in joint.specs(part, joint.names(part)).items()}
 
 
-def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[int, dict[int, dict[Key, int]]]:
+def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[int, dict[Key, dict[int, int]]]:
     """Collective. The rank that leads, the first of the machine that has the first folder; on it what lies on which machine."""
     keys, firsts = sorted(_sizes(joint)), [machines.index(machine) for machine in range(max(machines) + 1)]
     with meeting.phase("survey"):
         if meeting.rank in firsts:
             numbers = [one.manifest.island.number if one.manifest and one.manifest.island else 0 for one in joint.here]
             meeting.put(f"first/{meeting.rank}", str(min(numbers, default=-1)).encode())
-            meeting.put(f"here/{meeting.rank}", zlib.compress(json.dumps([joint.nbytes_here(*key) for key in keys]).encode(), 1))
+            own = [(i, nbytes) for i, key in enumerate(keys) if (nbytes := joint.nbytes_here(*key))]
+            meeting.put(f"here/{meeting.rank}", zlib.compress(json.dumps(own).encode(), 1))
         if meeting.rank == 0:
             first = {rank: int(meeting.get(f"first/{rank}")) for rank in firsts}
             meeting.put("lead", str(min((n, rank) for rank, n in first.items() if n >= 0)[1]).encode())
     lead = int(meeting.get("lead"))
     if meeting.rank != lead:
         return lead, {}
-    told = {machines[rank]: json.loads(zlib.decompress(meeting.get(f"here/{rank}"))) for rank in firsts}
-    return lead, {machine: dict(zip(keys, held, strict=True)) for machine, held in told.items()}
+    held: dict[Key, dict[int, int]] = {}
+    for rank in firsts:
+        for i, nbytes in json.loads(zlib.decompress(meeting.get(f"here/{rank}"))):
+            held.setdefault(keys[i], {})[machines[rank]] = nbytes
+    return lead, held
 
 
 def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, options: MergeOptions, *, lead: int) -> dict[str, str]:

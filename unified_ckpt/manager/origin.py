@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.joint import choose as gathered
+from unified_ckpt.engine.joint import take_inventory
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import Scan, StepRecord, step_name
@@ -97,6 +99,8 @@ def damage(path: str) -> str:
     try:
         folder = open_path(path, hold=False)
         try:
+            if folder.manifest is not None and folder.manifest.island is not None:
+                gathered([take_inventory(folder, machine=0)], where=path)  # of several machines' folders this one may have enough
             problems = verify_folder(folder, deep=False).problems
         finally:
             folder.close()

@@ -45,6 +45,8 @@ class Survey:
         self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
         told = [self._own(saves)] + [json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]]
         here, apart = joined([([_record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
+        if not saves and any(own["known"] for own in told):  # the root was emptied: a directory that was not told so does not count either
+            apart = lineage.ids(here.steps)
         return lineage.together(there, here, apart)
 
     def damage(self, record: StepRecord, *, otherwise: Callable[[str], str]) -> str:
@@ -82,14 +84,16 @@ class Survey:
         self._meeting.put(f"ask/{self._asked}", name.encode())
 
     def _own(self, saves: frozenset[str]) -> dict[str, Any]:
-        """What this machine's directory holds, and which of that is of other runs."""
+        """What this machine's directory holds, which of that is of other runs, and whether it knows of saves in the root."""
         try:
             found = scan(LocalStorage(self._directory), self._prefix)
         except CheckpointError as error:
             _LOG.warning("the local directory cannot be looked at: %s", error)
             found = Scan((), ())
-        apart = lineage.strangers(lineage.read(self._directory), self._root, committed=saves, local=lineage.ids(found.steps))
-        return {"steps": [asdict(one) for one in found.steps], "strangers": sorted(apart)}
+        said = lineage.read(self._directory)
+        apart = lineage.strangers(said, self._root, committed=saves, local=lineage.ids(found.steps))
+        known = said is not None and said.root == self._root and bool(said.saves)
+        return {"steps": [asdict(one) for one in found.steps], "strangers": sorted(apart), "known": known}
 
     def _gathered(self, name: str) -> str | None:
         """Collective over the leads. The save that a load of this name would take. Its errors are those of the load."""

@@ -144,10 +144,13 @@ class Tiers:
                     }
                     for one in self._copies.outcomes()
                 ]
-                meeting.put("told", json.dumps({**said, "outcomes": outcomes}).encode())
+                saves = sorted(self._lineage.saves) if self._lineage is not None else []
+                meeting.put("told", json.dumps({**said, "outcomes": outcomes, "saves": saves}).encode())
             elif others is not None and meeting.rank in self._leads:
                 others(meeting)
         found: dict[str, Any] = json.loads(meeting.get("told"))
+        if self._convoy is not None and self._lineage is not None and not self._lineage.saves.issuperset(found["saves"]):
+            self._note(frozenset(found["saves"]))
         return found
 
     def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool) -> None:

@@ -249,6 +249,17 @@ def test_a_lost_machine_takes_the_root_unless_the_others_have_all(tmp_path: Path
         assert job.local_steps() == [[20], [20]] or copies == 1
 
 
+def test_half_of_a_later_save_does_not_push_out_what_was_saved_since(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    shutil.rmtree(job.disks[1])
+    assert job.restored() == 10
+    job.run(range(11, 13))
+    assert job.restored() == 12
+    job.run(range(13, 15))
+    assert job.local_steps() == [[14], [14]]
+
+
 def test_machines_that_have_changed_places_and_one_that_is_new(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))

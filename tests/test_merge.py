@@ -438,6 +438,43 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
 
 
 @pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
+    once: Path, tmp_path: Path, machine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_module, "_STOP_SECONDS", 0.2)
+    for at in (0, 1, 3):
+        root, fuse = tmp_path / f"root-{at}", Fuse(at)
+        found = merge_all(
+            root,
+            MACHINES,
+            own_folders(once),
+            storages=lambda rank, root=root, fuse=fuse: (
+                FaultyStorage(str(root), fuse) if MACHINES[rank] == machine else LocalStorage(str(root))
+            ),
+            timeout_seconds=1.0,
+            max_file_bytes=1 << 20,
+        )
+        assert fuse.blown
+        assert all(
+            isinstance(one, uc.CheckpointError if MACHINES[rank] != machine else Stopped | uc.CheckpointError)
+            for rank, one in enumerate(found)
+        )
+        assert good(root) == []
+        assert machine == 0 or os.listdir(root) == [], "the lead has cleared it away"
+        fine(merge_all(root, MACHINES, own_folders(once)))
+        check_target(root)
+
+
+def test_an_ordinary_checkpoint_that_one_machine_has(once: Path, tmp_path: Path) -> None:
+    """What a merge has made, merged again: nothing is lost in either."""
+    fine(merge_all(tmp_path / "first", MACHINES, own_folders(once)))
+    paths = {0: [tmp_path / "nothing" / NAME], 1: [tmp_path / "first" / NAME]}
+    fine(merge_all(tmp_path / "root", MACHINES, paths))
+    check_target(tmp_path / "root")
+    assert digests_of(tmp_path / "root" / NAME) == digests_of(tmp_path / "first" / NAME)
+
+
+@pytest.mark.parametrize("machine", [0, 1])
 def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) -> None:
     """As one machine's ranks see it, each counting its own writes."""
     number = 0

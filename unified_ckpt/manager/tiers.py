@@ -63,6 +63,7 @@ class Tiers:
         self._token = secrets.token_hex(8)  # rank 0's is that of all
         self._convoy: Convoy | None = None  # on the leads of several machines
         self._due = 0  # local saves that were due
+        self._newest: set[int] = set()  # the last step that was committed locally: a later one may be there, and be damaged
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -100,9 +101,15 @@ class Tiers:
     def _join(self) -> None:
         """The lead's part in merges, from the first save on."""
         if self._convoy is None and len(self._leads) > 1 and self._ranks().rank in self._leads:
-            where = {"source": self.directory, "target": self.root, "timeout_seconds": self._timeout_seconds}
-            self._convoy = Convoy(self._ranks(), self._leads, self._token, note=self._note, **where)  # type: ignore[arg-type]
-            self._copies.convoy = self._convoy
+            self._convoy = self._copies.convoy = Convoy(
+                self._ranks(),
+                self._leads,
+                self._token,
+                source=self.directory,
+                target=self.root,
+                timeout_seconds=self._timeout_seconds,
+                note=self._note,
+            )
 
     def settle(self, step: int, name: str) -> bool:
         """Collective. Whether the last step saved locally is in the root too, once its copy is waited for. Raises that copy's silence."""
@@ -124,7 +131,7 @@ class Tiers:
             return {}
 
         told = self._tell("copies", drained)
-        if self._convoy is not None and self._lineage is not None:
+        if self._convoy is not None and self._lineage is not None and not any(one["error"] for one in told["outcomes"]):
             self._keep_local(set())
         self._hear(told["outcomes"], strict=True)
 
@@ -251,7 +258,8 @@ class Tiers:
             except CheckpointError as error:
                 _LOG.warning("%s: old checkpoints stay for now: %s", self.directory, error)
                 return
-            self._keep_local({step} | owed)
+            self._newest = {step}
+            self._keep_local(owed)
 
     def _after_copy(self, order: Order) -> None:
         self._keep_root(order.step)
@@ -271,7 +279,7 @@ class Tiers:
         with self._housekeeping:
             apart = self._lineage.strangers if self._lineage else frozenset()
             rules = policies.local_rules(self._options)
-            keep(LocalStorage(self.directory), self._options, rules, protected=steps, apart=apart)
+            keep(LocalStorage(self.directory), self._options, rules, protected=steps | self._newest, apart=apart)
         self._note(None)
 
     def _note(self, saves: frozenset[str] | None) -> None:

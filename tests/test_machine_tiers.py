@@ -501,3 +501,35 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
     shutil.rmtree(tmp_path / ROOT)
     (job.disks[1] / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
     assert job.restored() is None
+
+
+# one tier: a root of each machine's own
+
+
+def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def manager(comm: Comm, machine: int) -> uc.CheckpointManager:
+        options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2})
+        made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
+        made._checkpointer._comm = checkpointer_of(comm)._comm
+        return made
+
+    def life(steps: range, places: Sequence[int]) -> int | None:
+        def act(comm: Comm) -> int | None:
+            with manager(comm, places[comm.rank]) as made:
+                found = job.restore(comm, made)
+                job.train(comm, made, steps)
+                return found
+
+        (found,) = set(run_ranks(4, act))
+        return found
+
+    assert life(range(1, 6), MACHINES) is None
+    assert job.local_steps() == [[4, 5], [4, 5]]
+    assert life(range(0), (1, 1, 0, 0)) == 5, "the machines have changed places"
+    (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    assert life(range(0), MACHINES) == 4
+    shutil.rmtree(job.disks[0])
+    assert life(range(1, 3), MACHINES) is None, "half of each is nothing"
+    assert job.local_steps()[0] == [1, 2]

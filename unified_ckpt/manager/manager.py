@@ -26,7 +26,7 @@ from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.survey import Survey
-from unified_ckpt.manager.tiers import Place, Tiers, keep
+from unified_ckpt.manager.tiers import Place, Tiers, first_ranks, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage
@@ -139,7 +139,7 @@ class CheckpointManager:
                 try:
                     return self._load(found, targets)
                 except (IntegrityError, IncompleteError) as error:
-                    if found.kind != "own":
+                    if found.kind != "own" or len(leads) == 1:
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:
@@ -216,11 +216,14 @@ class CheckpointManager:
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
         wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
-        comm, tiers = self._checkpointer._ranks(), self._tiers
-        leads = tiers.leads() if tiers is not None else (0,)
-        meeting = comm.meet("restore", same=False, timeout_seconds=self._load_options.timeout_seconds)
+        comm, tiers, timeout = self._checkpointer._ranks(), self._tiers, self._load_options.timeout_seconds
+        leads = first_ranks(self._checkpointer._find_machines(f"restore from {self.root}", timeout))
+        meeting = comm.meet("restore", same=False, timeout_seconds=timeout)
         with meeting.phase("choose"):
-            survey = tiers.survey(meeting) if tiers is not None and len(leads) > 1 and meeting.rank in leads else None
+            survey = None
+            if len(leads) > 1 and meeting.rank in leads:
+                directory = tiers.directory if tiers is not None else self.root
+                survey = Survey(meeting, comm, leads, root=self.root, directory=directory, prefix=self.options.step_prefix)
             if meeting.rank == 0:
                 told = self._told_by_first(survey, step, wanted, failed)
                 if told.path:
@@ -229,10 +232,13 @@ class CheckpointManager:
             elif survey is not None:
                 survey.answer()
         found = origin.decode(meeting.get("origin"))
-        return replace(found, path=tiers.here(found.path)) if tiers is not None and found.local else found
+        if found.kind != "own" or len(leads) == 1:
+            return found
+        directory = tiers.directory if tiers is not None and found.local else self.root
+        return replace(found, path=os.path.join(directory, os.path.split(found.path)[1]))  # as this machine has it
 
     def _told_by_first(self, survey: Survey | None, step: int | None, parts: set[str], failed: Mapping[str, str]) -> Origin:
-        """Rank 0 only. `survey`: where there are several machines with a local directory each."""
+        """Rank 0 only. `survey`: where there are several machines."""
         look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
         every = survey.look(scan(LocalStorage(self.root), self.options.step_prefix)) if survey is not None else self._scan()
         told = origin.choose(every, self.options, root=self.root, step=step, parts=parts, failed=failed, look=look)
@@ -251,10 +257,13 @@ class CheckpointManager:
         return report
 
     def _committed(self, wanted: Wanted, place: Place) -> None:
-        """After a commit: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the save."""
+        """After a commit of all machines: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the
+        save."""
         if self._tiers is not None:
             self._tiers.committed(place, wanted.step, due=wanted.due, options=wanted.what["options"])
-        elif self._checkpointer._ranks().rank == 0:
+            return
+        land = self._checkpointer._lands.get(self.root)
+        if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
             keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
 
 

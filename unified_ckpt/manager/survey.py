@@ -2,7 +2,7 @@
 
 A local save counts where any machine's directory counts it (`lineage.py`), and is good where a gathering of its folders, as a load makes
 it, finds a complete copy between the machines. So a machine may be lost, or replaced by an empty one, and a folder of another run in the
-way of a load is no choice.
+way of a load is no choice. With one tier the root is looked at in this way, for it may be a folder of each machine's own.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ class Survey:
         self._meeting, self._leads, self._root, self._directory, self._prefix = meeting, leads, root, directory, prefix
         self._comm = ranks.among("tiers/survey", leads)
         self._asked = 0
+        self._plain: set[str | None] = set()  # saves in the root that rank 0 sees, of one folder
 
     def look(self, there: Scan) -> Scan:
-        """On rank 0: both tiers, the best last. `there`: the root."""
+        """On rank 0: both tiers, the best last. `there`: the root, as rank 0 sees it."""
         saves = lineage.ids(there.complete)
+        self._plain = {one.save_id for one in there.complete if not one.island}
         self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
         told = [self._own(saves)] + [json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]]
         here, apart = joined([([_record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
         if not saves and any(own["known"] for own in told):  # the root was emptied: a directory that was not told so does not count either
             apart = lineage.ids(here.steps)
-        return lineage.together(there, here, apart)
+        return here if self._directory == self._root else lineage.together(there, here, apart)
 
     def damage(self, record: StepRecord, *, otherwise: Callable[[str], str]) -> str:
         """On rank 0: why these machines cannot load a step of the local tier, empty where they can; `otherwise`: one of the root."""
-        if os.path.dirname(record.path) != self._directory:
+        if os.path.dirname(record.path) == self._root and (self._directory != self._root or record.save_id in self._plain):
             return otherwise(record.path)
         self._ask(record.name)
         try:
@@ -90,6 +92,8 @@ class Survey:
         except CheckpointError as error:
             _LOG.warning("the local directory cannot be looked at: %s", error)
             found = Scan((), ())
+        if self._directory == self._root:
+            return {"steps": [asdict(one) for one in found.steps], "strangers": [], "known": False}
         said = lineage.read(self._directory)
         apart = lineage.strangers(said, self._root, committed=saves, local=lineage.ids(found.steps))
         known = said is not None and said.root == self._root and bool(said.saves)

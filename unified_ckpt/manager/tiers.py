@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from unified_ckpt.manager.lineage import Lineage
 from unified_ckpt.manager.removal import clear
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import Scan, scan
-from unified_ckpt.manager.survey import Survey
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.storage import LocalStorage
@@ -71,20 +70,14 @@ class Tiers:
 
     # collective
 
-    def leads(self) -> tuple[int, ...]:
-        """Collective at the first call. The first rank of each machine."""
-        if not self._leads:
-            machines = self._machines()
-            self._leads = tuple(machines.index(machine) for machine in range(max(machines) + 1))
-        return self._leads
-
     def where(self, name: str, *, due: bool, straight: bool, final: bool) -> Place:
         """Collective. Where the save `name` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
         `raise_after` times in a row.
 
         One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
         """
-        alone = len(self.leads()) == 1
+        self._leads = self._leads or first_ranks(self._machines())
+        alone = len(self._leads) == 1
         straight = straight or (alone and (final or (due and self._distrusted)))
 
         def told_by_first(meeting: Meeting) -> dict[str, Any]:
@@ -96,7 +89,7 @@ class Tiers:
         self._join()
         place = Place(**told["place"])
         self._distrusted = self._distrusted and (place.local or not due)
-        return replace(place, path=self.here(name)) if place.local else place
+        return replace(place, path=os.path.join(self.directory, name)) if place.local else place
 
     def _join(self) -> None:
         """The lead's part in merges, from the first save on."""
@@ -305,15 +298,6 @@ class Tiers:
         """Both tiers, the best last; without the local checkpoints of other runs."""
         return both_tiers(self.root, self.directory, self._options.step_prefix)[0]
 
-    def here(self, path: str) -> str:
-        """A folder of the local directory, by its name or its path on another machine, on this one."""
-        return os.path.join(self.directory, os.path.split(path)[1])
-
-    def survey(self, meeting: Meeting) -> Survey:
-        """For a lead: what all machines have."""
-        where = {"root": self.root, "directory": self.directory, "prefix": self._options.step_prefix}
-        return Survey(meeting, self._ranks(), self._leads, **where)
-
     def finish_alone(self) -> None:
         """Not collective: waits for what is owed as long as it gets on. Raises its silence."""
         self._copies.wait()
@@ -324,6 +308,11 @@ class Tiers:
         self._copies.stop()
         if self._convoy is not None:
             self._convoy.stop()
+
+
+def first_ranks(machines: Sequence[int]) -> tuple[int, ...]:
+    """The first rank of each machine, by the machine of each rank."""
+    return tuple(machines.index(machine) for machine in range(max(machines) + 1))
 
 
 def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:

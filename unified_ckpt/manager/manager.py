@@ -139,7 +139,7 @@ class CheckpointManager:
                 try:
                     return self._load(found, targets)
                 except (IntegrityError, IncompleteError) as error:
-                    if found.kind != "own" or len(leads) == 1:
+                    if found.kind != "own":
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:

@@ -49,10 +49,20 @@ def check_regions(storage: JointStorage, key: Key, save: Sequence[Held], window:
         assert intersect(region.box, region.of) == region.box
         assert {folder for folder, _ in region.owners} == {n for n, held in enumerate(save) if region.of in held.get(key, ())}
         assert [folder in own for folder, _ in region.owners] == sorted((folder in own for folder, _ in region.owners), reverse=True)
-        told[where(region.box)] += 1
-        told_here[where(region.box)] += region.owners[0][0] in own
+        if (shared := intersect(region.box, window)) is not None:
+            told[where(shared)] += 1
+            told_here[where(shared)] += region.owners[0][0] in own
     assert np.array_equal(told, needed)
     assert np.array_equal(told_here, here)
+
+
+def test_windows_between_the_same_edges_share_their_regions() -> None:
+    """A tensor that is read row by row is not put together for each row."""
+    key = ("model", "w")
+    storage = JointStorage(whole_of([{key: [Box((0, 0), (3, 4))]}, {key: [Box((3, 0), (3, 4))]}]), Folders([]), own=[], turn=0)
+    found = [storage._regions(key, Box((row, 0), (1, 4)), frozenset()) for row in range(6)]
+    assert [found[row] is found[row - 1] for row in range(1, 6)] == [True, True, False, True, True]
+    assert [region.box for region in found[4]] == [Box((3, 0), (3, 4))]
 
 
 @given(covered(), st.data())

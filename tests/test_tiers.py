@@ -364,6 +364,18 @@ def test_of_the_same_step_the_local_one_is_read_and_the_root_when_that_is_damage
     assert restored(tmp_path) == (10, ROOT)
 
 
+def test_a_damaged_later_one_does_not_push_out_what_was_saved_since(tmp_path: Path) -> None:
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(1, 24))
+    flip(tmp_path / LOCAL / "checkpoint-23")
+    with tiers_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
+        train(manager, range(21, 23))
+        manager.save(22, force=True, **state(22))  # due: copied, and local ones looked through after that
+    assert 22 in steps_in(tmp_path / LOCAL)
+    assert restored(tmp_path)[0] == 22
+
+
 def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))

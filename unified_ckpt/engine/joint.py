@@ -19,13 +19,14 @@ from unified_ckpt.engine.pieces import JointStorage, file_of
 from unified_ckpt.engine.source import Catalog, Location, Said
 from unified_ckpt.engine.whole import Whole
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.manifest import Manifest
 
 
 class Joint:
     """The folders of one save on several machines, as a Source. `own`: those that are on this machine."""
 
     def __init__(self, found: Whole, folders: Folders, *, own: Collection[int], turn: int) -> None:
-        self._found, self._folders = found, folders
+        self._found, self._folders, self._own = found, folders, frozenset(own)
         count = len(found.folders)
         self._order = sorted(range(count), key=lambda number: (number not in own, (number + turn) % count))
         self.storage = JointStorage(found, folders, own=own, turn=turn)
@@ -96,6 +97,28 @@ class Joint:
             raise errors[0]
         self.storage.ledger.damage.append(f"rank_extra of rank {rank} is not given back: the folder that has it is on no machine here")
         return None
+
+    @property
+    def save_id(self) -> str:
+        return self._found.save_id
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Of all folders, in the order of the islands that wrote them. Opens each."""
+        found = [manifest for number in range(len(self._found.folders)) if (manifest := self._folders[number].manifest) is not None]
+        return sorted(found, key=lambda one: one.island.number if one.island is not None else -1)
+
+    @property
+    def here(self) -> list[Folder]:
+        """The folders that lie on this machine, in the order of the islands that wrote them."""
+        own = [self._folders[number] for number in self._own]
+        return sorted(own, key=lambda one: one.manifest.island.number if one.manifest and one.manifest.island else -1)
+
+    def nbytes_here(self, part: str, name: str) -> int:
+        """About how many bytes of a tensor lie on this machine: a byte that it has in two boxes counts twice."""
+        spec, family = self._found.specs[part, name], self._found.family((part, name))
+        boxes = {box for number in self._own for box, _, _ in family.of_folder(number)}
+        return min(sum(box.numel for box in boxes) * spec.nbytes // max(whole(spec.shape).numel, 1), spec.nbytes)
 
     def close(self) -> None:
         self._folders.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ class JointStorage:
         self._own = frozenset(own)
         self._digests: dict[int, Mapping[Key, Sequence[int] | None]] = {}  # of a folder, by its own parts and names
         self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
+        self._edges: dict[int, list[int]] = {}  # by family
         self._tilings: dict[tuple[int, Box], list[Region]] = {}  # by family and window: most tensors have many of the same family
         self._tiled = 0  # regions in them
         self._tensor: Key | None = None  # that was read last
         # Blocks of that tensor that were read for a part of them: a line takes a part of one in each region that it crosses.
-        self._blocks: OrderedDict[tuple[int, Key, int], bytes] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, bool, Box, int], bytes] = OrderedDict()
         self._mates: dict[int, list[int]] = {}  # folders that are one and the same, seen by several machines, which read it for each other
 
     def share(self, *, slow_only: bool) -> None:
@@ -104,11 +106,14 @@ class JointStorage:
         """The folders are another's."""
 
     def _regions(self, key: Key, window: Box, spoilt: frozenset[Box]) -> list[Region]:
-        """A window of the tensor, as far as the boxes that are not `spoilt` have it, in disjoint regions.
+        """At least a window of the tensor, as far as the boxes that are not `spoilt` have it, in disjoint regions.
 
-        Boxes on this machine come first, then whole copies.
+        Boxes on this machine come first, then whole copies. Windows between the same edges of boxes share the regions between those.
         """
-        known = (self._found.numbers[key], window)
+        number = self._found.numbers[key]
+        if number not in self._edges:
+            self._edges[number] = self._found.family(key).edges()
+        known = number, (window := _widened(window, self._edges[number]))
         if spoilt or known not in self._tilings:
             tiling = self._tile(self._found.family(key), window, spoilt)
             if spoilt:
@@ -146,14 +151,18 @@ class JointStorage:
         if not len(into):
             return 0
         item, stop, done = spec.nbytes // whole(spec.shape).numel, start + len(into), 0
-        regions = self._regions(key, _rows(spec, start, stop), spoilt)
+        window = _rows(spec, start, stop)
+        regions = self._regions(key, window, spoilt)
         for region in regions:
+            shared = intersect(region.box, window)
+            if shared is None:
+                continue
             pieces = _Pieces(key, spec, region, region.of.numel * item)
-            inner, outer = _whole_rows(region.box, spec, start, stop)
+            inner, outer = _whole_rows(shared, spec, start, stop)
             if inner is not None and self._fill_rows(pieces, inner, start, into, keep=len(regions) + 1):
                 done += inner.numel * item
             elif inner is not None:
-                outer = [region.box]
+                outer = [shared]
             for box in outer:
                 local = Box(tuple(a - b for a, b in zip(box.offsets, region.of.offsets, strict=True)), box.shape)
                 for first, in_piece, count in runs(box, spec.shape, local=local, local_shape=region.of.shape):
@@ -221,8 +230,7 @@ class JointStorage:
 
     def _part_of_block(self, pieces: _Pieces, block: int, nbytes: int, why: list[str], *, keep: int) -> bytes | None:
         """A whole block, of which only a part is wanted now, and more of it soon."""
-        folder, fragment = pieces.region.owners[0]
-        name = (folder, pieces.stored(fragment=fragment), block)
+        name = (*pieces.region.owners[0], pieces.region.of, block)
         if name not in self._blocks:
             held = bytearray(nbytes)
             if not self._read_block(pieces, block, memoryview(held), why):
@@ -322,6 +330,15 @@ def _whole_rows(box: Box, spec: TensorSpec, start: int, stop: int) -> tuple[Box 
 
     around = [rows(box.offsets[0], low), rows(high, box.offsets[0] + box.shape[0])]
     return rows(low, high), [one for one in around if one.numel]
+
+
+def _widened(window: Box, edges: Sequence[int]) -> Box:
+    """The window up to the edges around it, along dim 0."""
+    if not window.shape:
+        return window
+    low, high = window.offsets[0], window.offsets[0] + window.shape[0]
+    first, last = edges[bisect_right(edges, low) - 1], edges[bisect_left(edges, high)]
+    return Box((first, *window.offsets[1:]), (last - first, *window.shape[1:]))
 
 
 def _rows(spec: TensorSpec, start: int, stop: int) -> Box:

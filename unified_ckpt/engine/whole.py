@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
+from operator import add
 
 import numpy as np
 
@@ -56,6 +57,13 @@ class Family:
         """The boxes in one folder, in the same way."""
         return self._told(self.boxes[self.boxes[:, 0] == folder])
 
+    def edges(self) -> list[int]:
+        """Where boxes begin and end along dim 0, ascending, and the tensor too."""
+        if not self.shape:
+            return [0, 1]
+        lows, sizes = self.boxes[:, 2].tolist(), self.boxes[:, 2 + len(self.shape)].tolist()
+        return sorted({0, self.shape[0], *lows, *map(add, lows, sizes)})
+
     def distinct(self) -> list[Box]:
         dims = len(self.shape)
         return [Box(tuple(row[:dims]), tuple(row[dims:])) for row in set(map(tuple, self.boxes[:, 2:].tolist()))]
@@ -78,6 +86,7 @@ class Whole:
     families: Sequence[Family]
     rank_extras: int
     lost: tuple[str, ...] = ()
+    save_id: str = ""
 
     def family(self, key: Key) -> Family:
         return self.families[self.numbers[key]]
@@ -100,6 +109,7 @@ class Whole:
                 "families": [[one.shape, len(one.boxes)] for one in self.families],
                 "rank_extras": self.rank_extras,
                 "lost": self.lost,
+                "save_id": self.save_id,
             },
             separators=(",", ":"),
         ).encode()
@@ -131,6 +141,7 @@ def decode_whole(body: bytes) -> Whole:
         families=families,
         rank_extras=told["rank_extras"],
         lost=tuple(told["lost"]),
+        save_id=told["save_id"],
     )
 
 
@@ -158,6 +169,7 @@ def put_together(inventories: Sequence[Inventory]) -> Whole:
         families=[_family(kinds, listings, spans) for kinds in families],
         rank_extras=max(one.rank_extras for one in inventories),
         lost=tuple(f"machine {one.machine}: {text}" for one in inventories for text in one.lost),
+        save_id=inventories[0].save_id,
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unified_ckpt.engine.transfer import transfer
-from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
+from unified_ckpt.errors import IncompleteError, IntegrityError, RankError, StorageError
 from unified_ckpt.manager import policies
+from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.failures import may_pass
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage import LocalStorage
@@ -20,16 +21,6 @@ from unified_ckpt.runtime.storage import LocalStorage
 _LOG = logging.getLogger("unified_ckpt")
 _LOOK_SECONDS = 0.2  # between two looks of who waits
 DAMAGED = (IntegrityError, IncompleteError)  # of the source: to try again does not help
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A checkpoint to be copied. `if_exists`: for another save of its name in the root."""
-
-    step: int
-    name: str
-    if_exists: str
-    fsync: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,8 @@ class Copies:
     """One copy runs; one waits, the newest that was ordered: an older one gives way to it. `copied` is called after each good one.
 
     A daemon thread, since a write to storage that hangs cannot be ended; at exit the process waits for it as long as it gets on.
-    `silence_seconds`: how long it may give no sign of life before those who wait do not wait any more.
+    `silence_seconds`: how long it may give no sign of life before those who wait do not wait any more. `convoy`: where the saves lie on
+    several machines: these are merged then.
     """
 
     def __init__(
@@ -63,6 +55,8 @@ class Copies:
         self._outcomes: list[Outcome] = []
         self._given_up = False
         self._last_sign = time.monotonic()
+        self._signs = 0  # of other machines
+        self.convoy: Convoy | None = None
 
     def order(self, order: Order) -> None:
         """Has a checkpoint copied, after the one that is on its way. Returns at once."""
@@ -99,6 +93,8 @@ class Copies:
                 owed = self._waiting, self._current
                 if not any(order is not None and step in (None, order.step) for order in owed):
                     return
+                if self.convoy is not None and (signs := self.convoy.signs()) != self._signs:
+                    self._signs, self._last_sign = signs, time.monotonic()
                 silent = time.monotonic() - self._last_sign
                 if silent > self._silence_seconds:
                     order = self._current or self._waiting
@@ -135,6 +131,7 @@ class Copies:
                     self._copied(order)
                 except Exception as late:
                     _LOG.warning("%s: what follows a copy failed: %s", self._target, late)
+            self._tell_ended(order)
             with self._changed:
                 self._current = None
                 self._outcomes.append(Outcome(order.step, error))
@@ -156,9 +153,21 @@ class Copies:
             if not self._pause(policies.pause_seconds(self._options, attempt)):
                 return _GivenUpError(f"{order.name}: given up")
 
+    def _tell_ended(self, order: Order) -> None:
+        if self.convoy is not None:
+            try:
+                self.convoy.ended(order)
+            except RankError as error:
+                _LOG.warning("the other machines are not told that %s has ended: %s", order.name, error)
+
     def _once(self, order: Order) -> None:
         began, path = time.monotonic(), f"{self._source}/{order.name}"
         os.makedirs(self._target, exist_ok=True)
+        if self.convoy is not None:
+            nbytes = self.convoy.merge(order, self._beat)
+            seconds = time.monotonic() - began
+            _LOG.info("merged %s to %s: %.3f GB by this machine in %.2f s", order.name, self._target, nbytes / 1e9, seconds)
+            return
         with LocalStorage(self._target) as storage:
             done = transfer(path, storage, order.name, if_exists=order.if_exists, fsync=order.fsync, beat=self._beat)
         seconds = time.monotonic() - began

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
-from unified_ckpt.manager.tiers import Place, Tiers, keep
+from unified_ckpt.manager.survey import Survey
+from unified_ckpt.manager.tiers import Place, Tiers, first_ranks, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage
@@ -40,7 +42,7 @@ class CheckpointManager:
     """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the signals and a `Checkpointer`.
 
     `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that is committed already is left as it is,
-    unless `save_options` sets another `if_exists`. `group`: as in `Checkpointer`.
+    unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
     """
 
     def __init__(
@@ -51,15 +53,17 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: dist.ProcessGroup | None = None,
+        machine: str | None = None,
     ) -> None:
         self.root = os.path.realpath(os.fspath(root).removeprefix("file://"))
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
         self._save_options = _keeping(save_options or SaveOptions())
-        self._checkpointer = Checkpointer(self.root, group=group)
+        self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
         self._tiers: Tiers | None = None
         if self.options.enabled and self.options.local_directory is not None:
-            timeout, ranks = self._save_options.timeout_seconds, self._checkpointer._ranks
-            self._tiers = Tiers(self.root, self.options, ranks=ranks, timeout_seconds=timeout)
+            timeout, own = self._save_options.timeout_seconds, self._checkpointer
+            machines = partial(own._find_machines, f"two tiers of {self.root}", timeout)
+            self._tiers = Tiers(self.root, self.options, ranks=own._ranks, machines=machines, timeout_seconds=timeout)
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
         self._bad: tuple[int, ...] = ()  # steps that were found damaged
@@ -212,14 +216,35 @@ class CheckpointManager:
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
         wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
-        meeting = self._checkpointer._ranks().meet("restore", same=False, timeout_seconds=self._load_options.timeout_seconds)
+        comm, tiers, timeout = self._checkpointer._ranks(), self._tiers, self._load_options.timeout_seconds
+        leads = first_ranks(self._checkpointer._find_machines(f"restore from {self.root}", timeout))
+        meeting = comm.meet("restore", same=False, timeout_seconds=timeout)
         with meeting.phase("choose"):
+            survey = None
+            if len(leads) > 1 and meeting.rank in leads:
+                directory = tiers.directory if tiers is not None else self.root
+                survey = Survey(meeting, comm, leads, root=self.root, directory=directory, prefix=self.options.step_prefix)
             if meeting.rank == 0:
-                told = origin.choose(self._scan(), self.options, root=self.root, step=step, parts=wanted, failed=failed)
+                told = self._told_by_first(survey, step, wanted, failed)
                 if told.path:
                     held.enter_context(reading(told.path))
                 meeting.put("origin", origin.encode(told))
-        return origin.decode(meeting.get("origin"))
+            elif survey is not None:
+                survey.answer()
+        found = origin.decode(meeting.get("origin"))
+        if found.kind != "own" or len(leads) == 1:
+            return found
+        directory = tiers.directory if tiers is not None and found.local else self.root
+        return replace(found, path=os.path.join(directory, os.path.split(found.path)[1]))  # as this machine has it
+
+    def _told_by_first(self, survey: Survey | None, step: int | None, parts: set[str], failed: Mapping[str, str]) -> Origin:
+        """Rank 0 only. `survey`: where there are several machines."""
+        look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
+        every = survey.look(scan(LocalStorage(self.root), self.options.step_prefix)) if survey is not None else self._scan()
+        told = origin.choose(every, self.options, root=self.root, step=step, parts=parts, failed=failed, look=look)
+        if survey is not None:
+            survey.end()
+        return replace(told, local=told.kind == "own" and os.path.dirname(told.path) != self.root)
 
     def _load(self, found: Origin, targets: Mapping[str, Any]) -> LoadReport:
         options = targets.get("options") or self._load_options
@@ -228,16 +253,17 @@ class CheckpointManager:
             return replace(self._checkpointer.load(found.path, **wanted, options=options), step=None, extra=None, rank_extra=None)
         report = self._checkpointer.load(found.path, **{**targets, "options": options})
         if found.kind == "own" and found.step is not None:
-            self._saves.restored(found.step, lasting=os.path.dirname(found.path) == self.root)
+            self._saves.restored(found.step, lasting=not found.local)
         return report
 
     def _committed(self, wanted: Wanted, place: Place) -> None:
-        """After a commit: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the save."""
-        if self._checkpointer._ranks().rank != 0:
-            return
+        """After a commit of all machines: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the
+        save."""
         if self._tiers is not None:
             self._tiers.committed(place, wanted.step, due=wanted.due, options=wanted.what["options"])
-        else:
+            return
+        _, land = self._checkpointer._lands.get(self.root, (None, None))
+        if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
             keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.inventory import take_inventory
 from unified_ckpt.engine.prove import verify_folder
+from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.steps import Scan, step_name
+from unified_ckpt.manager.steps import Scan, StepRecord, step_name
 from unified_ckpt.options import ManagerOptions
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -20,12 +22,14 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`kind`: the run's own step, weights only, a whole state, or nothing. `bad`: own steps that are there and cannot be used."""
+    """`kind`: the run's own step, weights only, a whole state, or nothing. `bad`: own steps that are there and cannot be used. `local`:
+    `path` is a name in the local directory of each machine."""
 
     kind: Literal["own", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
     bad: tuple[int, ...] = ()
+    local: bool = False
 
 
 def encode(origin: Origin) -> bytes:
@@ -38,11 +42,19 @@ def decode(told: bytes) -> Origin:
 
 
 def choose(
-    found: Scan, options: ManagerOptions, *, root: str, step: int | None, parts: Collection[str], failed: Mapping[str, str]
+    found: Scan,
+    options: ManagerOptions,
+    *,
+    root: str,
+    step: int | None,
+    parts: Collection[str],
+    failed: Mapping[str, str],
+    look: Callable[[StepRecord], str],
 ) -> Origin:
     """The newest valid step of what was found that has all `parts`; else what the options name. `step`: this one or NotFoundError.
 
-    `failed`: folders that this load has tried in vain, and why. Each folder that is passed over is told in one warning; none is changed.
+    `failed`: folders that this load has tried in vain, and why. `look`: what is wrong with one, in a sentence, empty for a good one. Each
+    folder that is passed over is told in one warning; none is changed.
     """
     if step is not None:
         return _given(found, step, root=root, prefix=options.step_prefix, failed=failed)
@@ -51,7 +63,7 @@ def choose(
     bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
     for one in reversed(found.complete):
         missing = sorted(set(parts) - set(one.parts))
-        why = failed.get(one.path) or ("" if missing else _damage(one.path))
+        why = failed.get(one.path) or ("" if missing else look(one))
         if why:
             _warn(one.path, why)
             bad.add(one.saved.step)
@@ -82,11 +94,13 @@ def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[st
     raise NotFoundError(f"{os.path.join(root, name)}: {why}; complete steps are: {there}")
 
 
-def _damage(path: str) -> str:
+def damage(path: str) -> str:
     """What a look at every header finds wrong, in a sentence; empty for a good checkpoint."""
     try:
         folder = open_path(path, hold=False)
         try:
+            if folder.manifest is not None and folder.manifest.island is not None:
+                gathered([take_inventory(folder, machine=0)], where=path)  # of several machines' folders this one may have enough
             problems = verify_folder(folder, deep=False).problems
         finally:
             folder.close()

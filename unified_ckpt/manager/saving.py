@@ -94,6 +94,8 @@ class Saves:
         place, report = found
         self._succeeded(wanted)
         self._committed(wanted, place)
+        if final and place.local and self._tiers is not None:
+            self._tiers.drain()
         return report
 
     def background(self, wanted: Wanted, *, retried: bool) -> PendingSave | None:
@@ -171,7 +173,7 @@ class Saves:
         """Where it went and what `start` returned: in the local tier first, if there is one. None for a failure that may be."""
         place = Place(wanted.name)
         if self._tiers is not None:
-            place = self._tiers.where(wanted.name, due=wanted.due, straight=final or (wanted.due and self._straight))
+            place = self._tiers.where(wanted.name, due=wanted.due, straight=wanted.due and self._straight, final=final)
         if place.local:
             try:
                 return place, start(place)

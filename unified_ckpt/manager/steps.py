@@ -27,7 +27,8 @@ class StepRecord:
     """One folder. `why`: what is wrong with it, empty when complete. `ours`: it bears a trace of this library.
 
     "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
-    where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder.
+    where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
+    of the folders of its save, which may be on as many machines.
     """
 
     name: str
@@ -43,6 +44,7 @@ class StepRecord:
     parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
     save_id: str | None = None
+    island: bool = False
 
     @property
     def full(self) -> bool:
@@ -148,6 +150,7 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         parts=parts,
         metrics=dict(manifest.metrics),
         save_id=manifest.save_id,
+        island=manifest.island is not None,
     )
 
 

@@ -1,6 +1,7 @@
 """Two tiers of one run: a local directory for frequent saves, and the root, to which some are copied. Rank 0 acts, all are told alike.
 
-Nothing here waits for the root's storage but what says so.
+On several machines the first rank of each, its lead, acts for that machine's local directory. Nothing here waits for the root's storage
+but what says so.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.engine import commit
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.manager import lineage, policies
-from unified_ckpt.manager.copies import DAMAGED, Copies, Order
+from unified_ckpt.manager.convoy import Convoy, Order
+from unified_ckpt.manager.copies import DAMAGED, Copies
 from unified_ckpt.manager.lineage import Lineage
 from unified_ckpt.manager.removal import clear
 from unified_ckpt.manager.rotation import rotate
@@ -32,7 +35,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save goes: `path`, below the root unless absolute. `replace`: what is there is of another run."""
+    """Where a save goes: `path`, below the root unless absolute, on this machine. `replace`: what is there is of another run."""
 
     path: str
     local: bool = False
@@ -40,12 +43,26 @@ class Place:
 
 
 class Tiers:
-    """Of the ranks of one manager. `root`, `directory`: absolute. Collective calls say so; the others are for rank 0."""
+    """Of the ranks of one manager. `root`, `directory`: absolute. `machines`: collective, the machine of each rank. Collective calls say
+    so; the others are for leads."""
 
-    def __init__(self, root: str, options: ManagerOptions, *, ranks: Callable[[], Comm], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        root: str,
+        options: ManagerOptions,
+        *,
+        ranks: Callable[[], Comm],
+        machines: Callable[[], list[int]],
+        timeout_seconds: float,
+    ) -> None:
         self.root, self.directory = root, os.path.realpath(options.local_directory or "")
-        self._options, self._ranks, self._timeout_seconds = options, ranks, timeout_seconds
+        self._options, self._ranks, self._machines, self._timeout_seconds = options, ranks, machines, timeout_seconds
         self._copies = Copies(self.directory, root, options, silence_seconds=timeout_seconds, copied=self._after_copy)
+        self._leads: tuple[int, ...] = ()  # once they are known
+        self._token = secrets.token_hex(8)  # rank 0's is that of all
+        self._convoy: Convoy | None = None  # on the leads of several machines
+        self._due = 0  # local saves that were due
+        self._newest: set[int] = set()  # the last step that was committed locally: a later one may be there, and be damaged
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -53,15 +70,39 @@ class Tiers:
 
     # collective
 
-    def where(self, name: str, *, due: bool, straight: bool) -> Place:
+    def where(self, name: str, *, due: bool, straight: bool, final: bool) -> Place:
         """Collective. Where the save `name` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
-        `raise_after` times in a row."""
-        straight = straight or (due and self._distrusted)
-        told = self._tell("where", lambda _: {"place": asdict(self._place(name, due=due, straight=straight))})
+        `raise_after` times in a row.
+
+        One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
+        """
+        self._leads = self._leads or first_ranks(self._machines())
+        alone = len(self._leads) == 1
+        straight = straight or (alone and (final or (due and self._distrusted)))
+
+        def told_by_first(meeting: Meeting) -> dict[str, Any]:
+            return {"place": asdict(self._place(meeting, name, due=due, straight=straight)), "token": self._token}
+
+        told = self._tell("where", told_by_first, others=None if straight else lambda meeting: self._look_too(meeting, name))
         self._hear(told["outcomes"], strict=False)
+        self._token = told["token"]
+        self._join()
         place = Place(**told["place"])
         self._distrusted = self._distrusted and (place.local or not due)
-        return place
+        return replace(place, path=os.path.join(self.directory, name)) if place.local else place
+
+    def _join(self) -> None:
+        """The lead's part in merges, from the first save on."""
+        if self._convoy is None and len(self._leads) > 1 and self._ranks().rank in self._leads:
+            self._convoy = self._copies.convoy = Convoy(
+                self._ranks(),
+                self._leads,
+                self._token,
+                source=self.directory,
+                target=self.root,
+                timeout_seconds=self._timeout_seconds,
+                note=self._note,
+            )
 
     def settle(self, step: int, name: str) -> bool:
         """Collective. Whether the last step saved locally is in the root too, once its copy is waited for. Raises that copy's silence."""
@@ -82,10 +123,15 @@ class Tiers:
             self._copies.wait(beat=meeting.beat)
             return {}
 
-        self._hear(self._tell("copies", drained)["outcomes"], strict=True)
+        told = self._tell("copies", drained)
+        if self._convoy is not None and self._lineage is not None and not any(one["error"] for one in told["outcomes"]):
+            self._keep_local(set())
+        self._hear(told["outcomes"], strict=True)
 
-    def _tell(self, what: str, act: Callable[[Meeting], dict[str, Any]]) -> dict[str, Any]:
-        """What `act` says on rank 0, and how copies ended that were not told yet, on every rank."""
+    def _tell(
+        self, what: str, act: Callable[[Meeting], dict[str, Any]], *, others: Callable[[Meeting], None] | None = None
+    ) -> dict[str, Any]:
+        """What `act` says on rank 0, and how copies ended that were not told yet, on every rank. `others`: called on the other leads."""
         meeting = self._ranks().meet(what, same=False, timeout_seconds=self._timeout_seconds)
         with meeting.phase("tell"):
             if meeting.rank == 0:
@@ -98,8 +144,13 @@ class Tiers:
                     }
                     for one in self._copies.outcomes()
                 ]
-                meeting.put("told", json.dumps({**said, "outcomes": outcomes}).encode())
+                saves = sorted(self._lineage.saves) if self._lineage is not None else []
+                meeting.put("told", json.dumps({**said, "outcomes": outcomes, "saves": saves}).encode())
+            elif others is not None and meeting.rank in self._leads:
+                others(meeting)
         found: dict[str, Any] = json.loads(meeting.get("told"))
+        if self._convoy is not None and self._lineage is not None and not self._lineage.saves.issuperset(found["saves"]):
+            self._note(frozenset(found["saves"]))
         return found
 
     def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool) -> None:
@@ -116,28 +167,60 @@ class Tiers:
         if failure is not None:
             raise failure
 
-    # of rank 0
+    # of rank 0, and of the other leads
 
-    def _place(self, name: str, *, due: bool, straight: bool) -> Place:
+    def _place(self, meeting: Meeting, name: str, *, due: bool, straight: bool) -> Place:
+        """On rank 0: the local directory, where all machines can use theirs."""
         if straight:
             return Place(name)
-        path = os.path.join(self.directory, name)
+        saves: list[frozenset[str]] = []
+
+        def committed() -> frozenset[str]:
+            saves[:] = saves or [self._committed()]
+            return saves[0]
+
+        words, others = [self._look(name, committed)], self._leads[1:]
+        if any(meeting.get(f"opened/{rank}") == b"0" for rank in others):
+            try:
+                body: list[str] | str = sorted(committed())
+            except (CheckpointError, OSError) as error:
+                body = str(error)
+            meeting.put("committed", json.dumps(body).encode())
+        words += [json.loads(meeting.get(f"look/{rank}")) for rank in others]
+        wrong = next((one["error"] for one in words if one["error"]), None)
+        if wrong is not None and due:
+            _LOG.warning("the local directory cannot be used, this save goes to %s: %s", self.root, wrong)
+            return Place(name)
+        return Place(name, local=True, replace=any(one["replace"] for one in words))  # one that is not due says itself what is wrong
+
+    def _look_too(self, meeting: Meeting, name: str) -> None:
+        """On the other leads, what `_place` waits for."""
+
+        def committed() -> frozenset[str]:
+            found = json.loads(meeting.get("committed"))
+            if isinstance(found, str):
+                raise StorageError(found)
+            return frozenset(found)
+
+        meeting.put(f"opened/{meeting.rank}", b"0" if self._lineage is None else b"1")
+        meeting.put(f"look/{meeting.rank}", json.dumps(self._look(name, committed)).encode())
+
+    def _look(self, name: str, committed: Callable[[], frozenset[str]]) -> dict[str, Any]:
+        """Whether what this machine's local directory has by this name is to be replaced, or why it cannot be used."""
         try:
             with self._housekeeping:
-                opened = self._lineage or self._open()
+                opened = self._lineage or self._open(committed())
             found = commit.committed(LocalStorage(self.directory), name)
         except (CheckpointError, OSError) as error:
-            if not due:
-                return Place(path, local=True)  # which says itself what is wrong
-            _LOG.warning("the local directory cannot be used, this save goes to %s: %s", self.root, error)
-            return Place(name)
-        return Place(path, local=True, replace=found is not None and found.save_id in opened.strangers)
+            return {"replace": False, "error": str(error)}
+        return {"replace": found is not None and found.save_id in opened.strangers, "error": None}
 
-    def _open(self) -> Lineage:
-        """Before the first save: whose the local directory is. Clears away what this run's interrupted saves have left there."""
+    def _open(self, committed: frozenset[str]) -> Lineage:
+        """Before the first save: whose the local directory is, by what is `committed` in the root. Clears away what this run's interrupted
+        saves have left there."""
         os.makedirs(self.directory, exist_ok=True)
         storage, prefix = LocalStorage(self.directory), self._options.step_prefix
-        said, local, committed = lineage.read(self.directory), scan(storage, prefix), self._committed()
+        said, local = lineage.read(self.directory), scan(storage, prefix)
         foreign = lineage.strangers(said, self.root, committed=committed, local=lineage.ids(local.steps))
         opened = Lineage(self.root, committed, foreign)
         lineage.write(self.directory, opened)
@@ -151,17 +234,32 @@ class Tiers:
         return opened
 
     def committed(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
-        """After the commit of a save: has it copied where it is due, and removes what the rules of its tier do not keep."""
+        """After the commit of a save, on every rank: leads have it copied where it is due, and remove what the rules do not keep."""
+        rank = self._ranks().rank
         if not place.local:
-            self._keep_root(step)
-            return
-        if due:
-            self._copies.order(Order(step, os.path.relpath(place.path, self.directory), options.if_exists, options.fsync))
-        self._keep_local({step} | self._copies.owed())
+            if rank == 0:
+                self._keep_root(step)
+        elif rank in self._leads:
+            self._due += due
+            if due and self._convoy is not None:
+                self._convoy.due(self._due)
+            if due and rank == 0:
+                name = os.path.relpath(place.path, self.directory)
+                self._copies.order(Order(step, name, options.if_exists, options.fsync, options.max_file_bytes, self._due))
+            try:
+                owed = self._copies.owed() if self._convoy is None else self._convoy.agree(self._copies.owed())
+            except CheckpointError as error:
+                _LOG.warning("%s: old checkpoints stay for now: %s", self.directory, error)
+                return
+            self._newest = {step}
+            self._keep_local(owed)
 
     def _after_copy(self, order: Order) -> None:
         self._keep_root(order.step)
-        self._keep_local(self._copies.owed() - {order.step})
+        if self._convoy is None:
+            self._keep_local(self._copies.owed() - {order.step})
+        elif self._lineage is not None:
+            self._convoy.tell(self._lineage.saves)  # local ones go on all machines alike, with the next commit
 
     def _keep_root(self, step: int) -> None:
         """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
@@ -174,7 +272,7 @@ class Tiers:
         with self._housekeeping:
             apart = self._lineage.strangers if self._lineage else frozenset()
             rules = policies.local_rules(self._options)
-            keep(LocalStorage(self.directory), self._options, rules, protected=steps, apart=apart)
+            keep(LocalStorage(self.directory), self._options, rules, protected=steps | self._newest, apart=apart)
         self._note(None)
 
     def _note(self, saves: frozenset[str] | None) -> None:
@@ -203,9 +301,18 @@ class Tiers:
     def finish_alone(self) -> None:
         """Not collective: waits for what is owed as long as it gets on. Raises its silence."""
         self._copies.wait()
+        if self._convoy is not None:
+            self._convoy.wait()
 
     def stop(self) -> None:
         self._copies.stop()
+        if self._convoy is not None:
+            self._convoy.stop()
+
+
+def first_ranks(machines: Sequence[int]) -> tuple[int, ...]:
+    """The first rank of each machine, by the machine of each rank."""
+    return tuple(machines.index(machine) for machine in range(max(machines) + 1))
 
 
 def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:

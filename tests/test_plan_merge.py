@@ -1,0 +1,72 @@
+"""Files and shares of a merge: every byte has one writer, whatever the sizes; what a machine has whole it writes itself."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share
+from unified_ckpt.core.tables import Key
+
+BLOCK = 8
+
+
+@st.composite
+def states(draw: st.DrawFn) -> tuple[dict[Key, int], dict[Key, dict[int, int]]]:
+    keys = draw(st.lists(st.tuples(st.sampled_from(["model", "optimizer"]), st.sampled_from("abcdefgh")), unique=True))
+    sizes = {key: draw(st.sampled_from([0, 1, 7, 8, 9, 40, 100])) for key in keys}
+    amounts = {key: st.sampled_from([0, 1, sizes[key]]).map(lambda n, key=key: min(n, sizes[key])) for key in keys}
+    return sizes, {key: {m: n for m in range(4) if (n := draw(amounts[key]))} for key in keys}
+
+
+@given(states(), st.integers(1, 200), st.integers(1, 4), st.data())
+def test_every_byte_is_written_once_by_one_machine_of_its_file(
+    state: tuple[dict[Key, int], dict[Key, dict[int, int]]], max_file_bytes: int, count: int, data: st.DataObject
+) -> None:
+    sizes, held = state
+    writers = sorted(data.draw(st.sets(st.sampled_from(range(4)), min_size=1)))
+    files = plan_merge(sizes, held, writers=writers, max_file_bytes=max_file_bytes)
+    assert sorted(key for file in files for key in file.keys) == sorted(sizes)
+    for part in {file.part for file in files}:
+        those = [file for file in files if file.part == part]
+        assert [file.number for file in those] == list(range(1, len(those) + 1))
+        assert {file.count for file in those} == {len(those)}
+    for file in files:
+        assert file.machine in writers
+        assert {part for part, _ in file.keys} == {file.part}
+        assert len(file.keys) == 1 or sum(sizes[key] for key in file.keys) <= max_file_bytes
+    spans = [
+        (span.key, span.start, span.stop)
+        for machine in range(4)
+        for index in range(count)
+        for span in share(files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK)
+    ]
+    ends = dict.fromkeys(sizes, 0)
+    for key, start, stop in sorted(spans):
+        assert start == ends[key] < stop
+        assert start % BLOCK == 0
+        ends[key] = stop
+    assert ends == sizes
+
+
+def test_what_a_machine_has_whole_it_writes_and_the_rest_where_most_lies() -> None:
+    sizes = {("model", name): 100 for name in "abcd"}
+    amounts = {"a": {0: 100}, "b": {1: 100}, "c": {0: 60, 1: 40}, "d": {0: 49, 1: 51}}
+    held = {("model", name): of for name, of in amounts.items()}
+    files = plan_merge(sizes, held, writers=[0, 1], max_file_bytes=100)
+    assert {file.keys[0][1]: file.machine for file in files} == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert {file.machine for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {1}
+    assert [len(file.keys) for file in plan_merge(sizes, held, writers=[0, 1], max_file_bytes=1000)] == [2, 1, 1], "a and b are apart"
+
+
+def test_what_all_have_is_shared_out_evenly() -> None:
+    sizes = {("model", f"{i:02}"): 10 for i in range(12)}
+    files = plan_merge(sizes, {key: dict.fromkeys(range(4), 10) for key in sizes}, writers=range(4), max_file_bytes=10)
+    assert sorted(file.machine for file in files) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_ranks_of_a_machine_share_its_bytes_evenly() -> None:
+    files = [MergedFile("model", 1, 1, (("model", "a"), ("model", "b")), 0)]
+    sizes = {("model", "a"): 1600, ("model", "b"): 800}
+    loads = [sum(s.stop - s.start for s in share(files, sizes, machine=0, index=i, count=3, block_nbytes=BLOCK)) for i in range(3)]
+    assert loads == [800, 800, 800]

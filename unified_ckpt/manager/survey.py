@@ -1,0 +1,139 @@
+"""What the local directories of all machines hold between them, for a restore: rank 0 asks, the other machines' leads answer.
+
+A local save counts where any machine's directory counts it (`lineage.py`), and is good where a gathering of its folders, as a load makes
+it, finds a complete copy between the machines. So a machine may be lost, or replaced by an empty one, and a folder of another run in the
+way of a load is no choice. With one tier the root is looked at in this way, for it may be a folder of each machine's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import count
+from typing import Any
+
+from unified_ckpt.core.islands import FRAGMENTS
+from unified_ckpt.engine.gather import gather
+from unified_ckpt.engine.joint import Joint
+from unified_ckpt.engine.merge import open_folders
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager import lineage
+from unified_ckpt.manager.steps import Scan, StepRecord, scan
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+_END = "."
+
+
+class Survey:
+    """Inside a phase of a meeting of all ranks. `leads`: one rank of each machine, 0 the first. Rank 0 calls `look`, `damage` and `end`,
+    the other leads `answer`."""
+
+    def __init__(self, meeting: Meeting, ranks: Comm, leads: Sequence[int], *, root: str, directory: str, prefix: str) -> None:
+        self._meeting, self._leads, self._root, self._directory, self._prefix = meeting, leads, root, directory, prefix
+        self._comm = ranks.among("tiers/survey", leads)
+        self._asked = 0
+        self._plain: set[str | None] = set()  # saves in the root that rank 0 sees, of one folder
+
+    def look(self, there: Scan) -> Scan:
+        """On rank 0: both tiers, the best last. `there`: the root, as rank 0 sees it."""
+        saves = lineage.ids(there.complete)
+        self._plain = {one.save_id for one in there.complete if not one.island}
+        self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
+        told = [self._own(saves)] + [json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]]
+        here, apart = joined([([_record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
+        if not saves and any(own["known"] for own in told):  # the root was emptied: a directory that was not told so does not count either
+            apart = lineage.ids(here.steps)
+        return here if self._directory == self._root else lineage.together(there, here, apart)
+
+    def damage(self, record: StepRecord, *, otherwise: Callable[[str], str]) -> str:
+        """On rank 0: why these machines cannot load a step of the local tier, empty where they can; `otherwise`: one of the root."""
+        if os.path.dirname(record.path) == self._root and (self._directory != self._root or record.save_id in self._plain):
+            return otherwise(record.path)
+        self._ask(record.name)
+        try:
+            found = self._gathered(record.name)
+        except CheckpointError as error:
+            return str(error)
+        return "" if found == record.save_id else f"another save, {found}, is in the way of save {record.save_id}"
+
+    def end(self) -> None:
+        self._ask(_END)
+        self._comm.leave()
+
+    def answer(self) -> None:
+        """On the other leads, until rank 0 has chosen."""
+        saves = frozenset(json.loads(self._meeting.get("root-saves")))
+        self._meeting.put(f"local/{self._meeting.rank}", json.dumps(self._own(saves)).encode())
+        for number in count(1):
+            name = self._meeting.get(f"ask/{number}").decode()
+            if name == _END:
+                break
+            try:
+                self._gathered(name)
+            except CheckpointError as error:
+                _LOG.debug("%s: %s", name, error)  # rank 0 has it too
+        self._comm.leave()
+
+    def _ask(self, name: str) -> None:
+        self._asked += 1
+        self._meeting.beat()
+        self._meeting.put(f"ask/{self._asked}", name.encode())
+
+    def _own(self, saves: frozenset[str]) -> dict[str, Any]:
+        """What this machine's directory holds, which of that is of other runs, and whether it knows of saves in the root."""
+        try:
+            found = scan(LocalStorage(self._directory), self._prefix)
+        except CheckpointError as error:
+            _LOG.warning("the local directory cannot be looked at: %s", error)
+            found = Scan((), ())
+        if self._directory == self._root:
+            return {"steps": [asdict(one) for one in found.steps], "strangers": [], "known": False}
+        said = lineage.read(self._directory)
+        apart = lineage.strangers(said, self._root, committed=saves, local=lineage.ids(found.steps))
+        known = said is not None and said.root == self._root and bool(said.saves)
+        return {"steps": [asdict(one) for one in found.steps], "strangers": sorted(apart), "known": known}
+
+    def _gathered(self, name: str) -> str | None:
+        """Collective over the leads. The save that a load of this name would take. Its errors are those of the load."""
+        with ExitStack() as owned:
+            paths, machines = [os.path.join(self._directory, name)], range(self._comm.world)
+            opened = open_folders(paths, owned, hold=False)
+            timeout = self._meeting.timeout_seconds
+            found = gather(self._comm, f"restore of {name}", paths, opened, machines, owned, timeout_seconds=timeout)
+            with self._comm.meet("gathered", same=False, timeout_seconds=timeout).phase("gathered"):  # others may read here until then
+                return found.save_id if isinstance(found, Joint) else None
+
+
+def joined(told: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str) -> tuple[Scan, frozenset[str]]:
+    """What all machines have as if it lay in one `directory`: a record for each save; and the saves that no machine counts. Pure.
+
+    Of each machine: its steps, and the ids of those that it does not count.
+    """
+    every = [(one, set(apart)) for records, apart in told for one in records]
+    counting = {one.save_id for one, apart in every if one.save_id is not None and one.save_id not in apart}
+    saves: dict[str, list[StepRecord]] = {}
+    for one, _ in every:
+        if one.status == "complete" and one.save_id is not None:
+            saves.setdefault(one.save_id, []).append(one)
+    found = [_as_one(records, directory) for records in saves.values()]
+    good = {one.name for one in found}
+    bad = {one.name: replace(one, path=os.path.join(directory, one.name)) for one, _ in every if one.name not in good}
+    steps = sorted([*found, *bad.values()], key=lambda one: (-1 if one.step is None else one.step, one.name))
+    return Scan(tuple(steps), ()), frozenset(id_ for _, apart in every for id_ in apart) - counting
+
+
+def _as_one(records: Sequence[StepRecord], directory: str) -> StepRecord:
+    """The folders of one save."""
+    parts = sorted({part.removesuffix(FRAGMENTS) for one in records for part in one.parts})
+    nbytes, files = sum(one.nbytes for one in records), sum(one.files for one in records)
+    return replace(records[0], path=os.path.join(directory, records[0].name), parts=tuple(parts), nbytes=nbytes, files=files)
+
+
+def _record(told: dict[str, Any]) -> StepRecord:
+    return StepRecord(**{**told, "parts": tuple(told["parts"])})

@@ -16,10 +16,12 @@ from unified_ckpt.testing import checkpointer_of
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
 
 
-def manager_of(comm: Comm | None, root: Path, *, save_options: uc.SaveOptions | None = None, **options: Any) -> uc.CheckpointManager:
+def manager_of(
+    comm: Comm | None, root: Path, *, save_options: uc.SaveOptions | None = None, machine: str | None = None, **options: Any
+) -> uc.CheckpointManager:
     """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say otherwise."""
     save_options = save_options or uc.SaveOptions(timeout_seconds=30)
-    made = uc.CheckpointManager(root, options=uc.ManagerOptions(**{**QUICK, **options}), save_options=save_options)
+    made = uc.CheckpointManager(root, options=uc.ManagerOptions(**{**QUICK, **options}), save_options=save_options, machine=machine)
     if comm is not None:
         made._checkpointer._comm = checkpointer_of(comm)._comm
     return made

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import LOAD, NAME, SAVE, fine, on_machine, states
+from managing import manager_of
 from refusals import same_error
 from test_reshard import Case, cases
 from test_reshard import save_case as save_alone
@@ -349,3 +350,25 @@ def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     run_ranks(4, act)
     assert len(made_plans) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manager_on_two_machines_with_one_root(tmp_path: Path, asynchronous: bool) -> None:
+    """One rank removes what the rules do not keep, once for all machines; all start from the same step."""
+
+    def act(comm: Comm) -> list[str]:
+        options = uc.SaveOptions(timeout_seconds=30, fsync=False, write_alignment=4096)
+        with manager_of(
+            comm, tmp_path, save_options=options, interval_steps=1, keep_latest=2, asynchronous=asynchronous, machine=f"m{comm.rank // 2}"
+        ) as manager:
+            for step in range(1, 6):
+                manager.save(step, model=contents(step, comm.rank), layout=LAYOUT)
+            manager.wait()
+            target = {name: torch.zeros_like(tensor) for name, tensor in contents(0, comm.rank).items()}
+            report = manager.restore(model=target, layout=LAYOUT)
+        assert report is not None
+        assert report.step == 5
+        assert all(torch.equal(target[name], tensor) for name, tensor in contents(5, comm.rank).items())
+        return sorted(os.listdir(tmp_path))
+
+    assert run_ranks(4, act) == [["checkpoint-4", "checkpoint-5"]] * 4

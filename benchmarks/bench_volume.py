@@ -1,0 +1,82 @@
+"""What a rank sends to ranks of other machines at a save to a folder that all see, by number of ranks and kind of volume. Simulated: the
+plan of one rank of Llama 3.1 405B (weights, fp32 masters, two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
+
+Run: python benchmarks/bench_volume.py [--out FILE]. One JSON line per row: bytes that the rank holds, bytes that it sends (blocks, and parts
+of tiles), to how many ranks, from how many it may hear, and the seconds that it takes to find that out (median of 3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench_plan import BOUND, PP, TP, census_of, llama_405b
+
+from unified_ckpt.core.volumes import NO_BLOCKS, WHOLE_FILES, Volume
+from unified_ckpt.engine.census import Membership
+from unified_ckpt.engine.plan import GroupPlan, checked_groups, list_pages, plan_group
+
+BLOCKS = {"coherent": NO_BLOCKS, "nfs": 1 << 20, "unknown": WHOLE_FILES}
+RANKS_OF_A_MACHINE = 8
+RUNS = 3
+
+
+def sent(groups: list[GroupPlan], volume: Volume, rank: int) -> dict[str, Any]:
+    """What one rank sends: blocks of its extents that another machine writes, and its pieces of tiles that a rank elsewhere moves."""
+    held = blocks = pieces = 0
+    to: set[int] = set()
+    movers: set[int] = set()
+    parties: set[int] = set()
+    for group in groups:
+        for extent in group.moves.extents:
+            file = group.files[group.file_of[extent.row]]
+            span = file.starts[extent.row] + extent.start, file.starts[extent.row] + extent.stop
+            held += extent.stop - extent.start
+            for low, high, writer in volume.cut(file.name, *span, alone=span, rank=rank):
+                if not volume.near(rank, writer):
+                    blocks += high - low
+                    to.add(writer)
+        for tile in group.moves.shared:
+            own = sum((piece.stop - piece.start) // len(piece.parties) for piece in tile.pieces if rank in piece.parties)
+            held += own
+            if not volume.near(rank, tile.mover):
+                pieces += own
+                movers.add(tile.mover)
+        parties |= {party for tile in group.moves.mine for party in tile.parties if not volume.near(rank, party)}
+    return {"held": held, "sent_blocks": blocks, "sent_pieces": pieces, "sends_to": len(to | movers), "hears_from": len(parties)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for world in (64, 1024, 16384):
+        fsdp = world // (TP * PP)
+        tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
+        ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
+        census, rank = census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3]
+        pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+        members = [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if "stage1" in p.group.tables]
+        groups = [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members]
+        machines = tuple(one // RANKS_OF_A_MACHINE for one in range(world))
+        for kind, block in BLOCKS.items():
+            seconds = []
+            for _ in range(RUNS):
+                volume, began = Volume(machines, block), time.perf_counter()
+                found = sent(groups, volume, rank)
+                seconds.append(time.perf_counter() - began)
+            row = {"bench": "volume", "model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world, "volume": kind, **found}
+            rows.append({**row, "seconds": round(statistics.median(seconds), 4), "date": datetime.now(UTC).isoformat(timespec="seconds")})
+            print(json.dumps(rows[-1]), flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,7 @@ class JointStorage:
                 self._blocks.clear()
             done = self._fill(key, self._tiling[1], start, into, frozenset(), [])
             if done != len(into):
-                raise IntegrityError(f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; this is a bug")
+                raise IntegrityError(f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; needed all of them")
 
     def read(self, name: str) -> bytes:
         found = bytearray(self.size(name) or 0)

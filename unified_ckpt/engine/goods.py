@@ -1,0 +1,183 @@
+"""Proved blocks of a damaged folder's tensors: each from the first folder that has it right, or out of slices, or out of damaged copies.
+
+Nothing leaves here that does not have the digest which the damaged folder's own manifest leads to.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from unified_ckpt.core.dtypes import packed
+from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.islands import FRAGMENTS, parse_fragment
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.checkpoint import Folder, open_folder
+from unified_ckpt.engine.joint import put_together, take_inventory
+from unified_ckpt.engine.pieces import JointStorage, file_of
+from unified_ckpt.engine.truth import Copy, Truth, lenient, parse_digests, same_cut
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format import digests, header
+from unified_ckpt.format.header import Entry
+from unified_ckpt.format.manifest import DigestFile
+from unified_ckpt.format.mosaic import mosaic
+from unified_ckpt.runtime.storage import Reader
+
+_BLOCK = digests.BLOCK_NBYTES
+
+
+class Goods:
+    """Where the good bytes are. `damage`: what of the sources was wrong, in sentences."""
+
+    def __init__(self, truth: Truth, target: Reader, sources: Sequence[Copy]) -> None:
+        self._truth, self._sources = truth, sources
+        alike = [one.storage for one in sources if one.manifest is None or same_cut(one.manifest, truth.manifest)]
+        self._copies = [target, *alike]  # of the same files: a block lies at the same place in all of them
+        self.damage: list[str] = []
+
+    def block(self, part: str, name: str, file: str, block: int) -> bytes | None:
+        """A block of a tensor; None where no folder has it right."""
+        entry, needed = self._truth.heads[file].entries[name], self._truth.blocks[part, name][block]
+        start = block * _BLOCK
+        nbytes = min(_BLOCK, entry.stop - entry.start - start)
+        bad: list[bytes] = []
+        for found in self._found(part, name, file, entry, start, nbytes):
+            if digests.crc(found) == needed:
+                return found
+            bad.append(found)
+        return mosaic(bad, needed)
+
+    def redigest(self) -> None:
+        """The digest file, where no copy of it is right, out of the tensors: if it then has its CRC, so have all of them.
+
+        Of each block the folders may say different things; of all those the CRC proves one.
+        """
+        record = self._truth.manifest.digests
+        if record is None or record.file in self._truth.singles or record.algorithm != digests.ALGORITHM:
+            return
+        claims: dict[str, list[list[int]]] = {}  # by name in the digest file: of each block, what its CRC may be
+        for part in self._truth.parts:
+            for file in self._truth.manifest.parts[part].files:
+                for name, entry in self._truth.heads[file].entries.items() if file in self._truth.heads else ():
+                    claims[f"{part}:{name}"] = [
+                        list(
+                            dict.fromkeys(
+                                map(digests.crc, self._found(part, name, file, entry, low, min(_BLOCK, entry.stop - entry.start - low)))
+                            )
+                        )
+                        for low in range(0, entry.stop - entry.start, _BLOCK)
+                    ]
+        kept = [body for storage in self._copies if (body := lenient(storage, record.file, record.nbytes)) is not None]
+        made = [
+            body
+            for order in (*_orders(kept, record), sorted(claims))
+            for body in _digest_files(claims, order)
+            if len(body) == record.nbytes
+        ]
+        right = mosaic([*made, *kept], int(record.crc, 16))
+        if right is not None:
+            self._truth.singles[record.file] = right
+            self._truth.blocks = parse_digests(right, record)
+
+    def _found(self, part: str, name: str, file: str, entry: Entry, start: int, nbytes: int) -> Iterator[bytes]:
+        """What the folders say these bytes are."""
+        for number, storage in enumerate(self._copies):
+            body = bytearray(nbytes)
+            try:
+                storage.read_at(file, entry.start + start, memoryview(body))
+            except CheckpointError as error:
+                if number:
+                    self._tell(str(error))
+                continue
+            needed = self._truth.blocks.get((part, name))
+            if number and needed is not None and digests.crc(body) != needed[start // _BLOCK]:
+                self._tell(f"{storage.root}/{file}: block {start // _BLOCK} of {part}:{name} is damaged there too")
+            yield bytes(body)
+        for joint in self._joints:
+            body = bytearray(nbytes)
+            try:
+                _read_slices(joint, part, name, entry, start, memoryview(body))
+            except CheckpointError as error:
+                self._tell(str(error))
+                continue
+            for text in joint.ledger.damage:
+                self._tell(text)
+            yield bytes(body)
+
+    def _tell(self, text: str) -> None:
+        if text not in self.damage:
+            self.damage.append(text)
+
+    @cached_property
+    def _joints(self) -> list[JointStorage]:
+        """The sources' tensors, put together: by their own digests, and, for a source whose digests are damaged, without, in each order."""
+        folders: dict[int, Folder] = {}
+        inventories = []
+        for source in self._sources:
+            if source.manifest is None or same_cut(source.manifest, self._truth.manifest):
+                continue  # read already, as far as it has the bytes at all
+            try:
+                folder = open_folder(source.storage)
+                inventories.append(take_inventory(folder, machine=len(folders)))
+            except CheckpointError as error:
+                self._tell(str(error))
+                continue
+            folders[len(folders)] = folder
+            for text in inventories[-1].lost:
+                self._tell(text)
+        found = put_together(inventories, range(len(folders)))
+        bare = {number: _without_digests(folder) for number, folder in folders.items()}
+        if not folders:
+            return []
+        return [
+            JointStorage(found, folders, own=(), turn=0),
+            *(JointStorage(found, bare, own=(), turn=turn) for turn in range(len(folders))),
+        ]
+
+
+def _orders(kept: Sequence[bytes], record: DigestFile) -> Iterator[list[str]]:
+    for body in kept:
+        try:
+            yield list(header.parse_header(body, file_size=record.nbytes, file=record.file))
+        except CheckpointError:
+            continue
+
+
+def _digest_files(claims: Mapping[str, Sequence[Sequence[int]]], order: Sequence[str]) -> Iterator[bytes]:
+    """As the writer makes it, with the first claim of each block, with the second … None for names that nobody has."""
+    if not claims.keys() >= set(order):
+        return
+    head, _ = header.encode_header((key, "U64", (len(claims[key]),)) for key in order)
+    blocks = [of or [0] for key in order for of in claims[key]]
+    for number in range(max(map(len, blocks), default=1)):
+        yield head + struct.pack(f"<{len(blocks)}Q", *(of[min(number, len(of) - 1)] for of in blocks))
+
+
+def _without_digests(folder: Folder) -> Folder:
+    if folder.manifest is None:
+        raise AssertionError("it was opened by its manifest")
+    maps: Mapping[str, Mapping[str, str]] = {part: {n: folder.file_of(part, n) for n in folder.names(part)} for part in folder.parts}
+    return Folder(folder.storage, folder.manifest.model_copy(update={"digests": None}), maps)
+
+
+def _read_slices(joint: JointStorage, part: str, name: str, entry: Entry, start: int, into: memoryview) -> None:
+    """Fills `into` with bytes from `start` of a tensor or a fragment, out of the whole tensors that the sources make. Same errors as
+    `JointStorage.read_at`, for a tensor that no source has too."""
+    parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
+    local_shape = packed(entry.dtype, entry.shape)
+    fqn, box, shape = parsed if parsed is not None else (name, whole(local_shape), local_shape)
+    key: Key = (part.removesuffix(FRAGMENTS) if parsed is not None else part, fqn)
+    if joint.size(file_of(key)) is None:
+        raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
+    item = (entry.stop - entry.start) // box.numel
+    low, high = 0, box.shape[0] if box.shape else 1  # rows of the fragment
+    if box.shape:
+        row = (entry.stop - entry.start) // box.shape[0]
+        low, high = start // row, -(-(start + len(into)) // row)
+        box = Box((box.offsets[0] + low, *box.offsets[1:]), (high - low, *box.shape[1:]))
+    local = Box((low, *(0,) * (len(box.shape) - 1)), box.shape) if box.shape else whole(())
+    for first, in_local, count in runs(box, shape, local=local, local_shape=local_shape):
+        lower, upper = max(in_local * item, start), min((in_local + count) * item, start + len(into))
+        if lower < upper:
+            joint.read_at(file_of(key), first * item + lower - in_local * item, into[lower - start : upper - start])

@@ -87,6 +87,7 @@ def _examine_file(storage: Reader, truth: Truth, part: str, file: str, record: F
             if why:
                 fault.texts.append(f"{file}: block {block} of {part}:{name} {why}")
         progress(entry.stop - entry.start)
+    storage.close()  # one file is open at a time
     return fault
 
 

@@ -6,23 +6,24 @@ Nothing leaves here that does not have the digest which the damaged folder's own
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from unified_ckpt.core.dtypes import packed
 from unified_ckpt.core.geometry import Box, runs, whole
 from unified_ckpt.core.islands import FRAGMENTS, parse_fragment
+from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.checkpoint import Folder, open_folder
-from unified_ckpt.engine.joint import put_together, take_inventory
-from unified_ckpt.engine.pieces import JointStorage, file_of
-from unified_ckpt.engine.truth import Copy, Truth, lenient, parse_digests, same_cut
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.engine.pieces import JointStorage, Piece, Whole, file_of
+from unified_ckpt.engine.source import Location
+from unified_ckpt.engine.truth import Copy, Truth, lenient, parse_digests, prove, same_cut
+from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import DigestFile
 from unified_ckpt.format.mosaic import mosaic
-from unified_ckpt.runtime.storage import Reader
+from unified_ckpt.runtime.storage import Buffer, Reader
 
 _BLOCK = digests.BLOCK_NBYTES
 
@@ -30,10 +31,10 @@ _BLOCK = digests.BLOCK_NBYTES
 class Goods:
     """Where the good bytes are. `damage`: what of the sources was wrong, in sentences."""
 
-    def __init__(self, truth: Truth, target: Reader, sources: Sequence[Copy]) -> None:
-        self._truth, self._sources = truth, sources
+    def __init__(self, truth: Truth, target: Copy, sources: Sequence[Copy]) -> None:
+        self._truth, self._target, self._sources = truth, target, sources
         alike = [one.storage for one in sources if one.manifest is None or same_cut(one.manifest, truth.manifest)]
-        self._copies = [target, *alike]  # of the same files: a block lies at the same place in all of them
+        self._copies = [target.storage, *alike]  # of the same files: a block lies at the same place in all of them
         self.damage: list[str] = []
 
     def block(self, part: str, name: str, file: str, block: int) -> bytes | None:
@@ -47,6 +48,11 @@ class Goods:
                 return found
             bad.append(found)
         return mosaic(bad, needed)
+
+    def close(self) -> None:
+        """Lets go of the sources' files, of which there may be many, until the next is read."""
+        for one in self._sources:
+            one.storage.close()
 
     def redigest(self) -> None:
         """The digest file, where no copy of it is right, out of the tensors: if it then has its CRC, so have all of them.
@@ -82,18 +88,14 @@ class Goods:
 
     def _found(self, part: str, name: str, file: str, entry: Entry, start: int, nbytes: int) -> Iterator[bytes]:
         """What the folders say these bytes are."""
+        needed = self._truth.blocks.get((part, name))
         for number, storage in enumerate(self._copies):
-            body = bytearray(nbytes)
-            try:
-                storage.read_at(file, entry.start + start, memoryview(body))
-            except CheckpointError as error:
-                if number:
-                    self._tell(str(error))
+            held = lenient(storage, file, nbytes, start=entry.start + start)
+            if held is None:
                 continue
-            needed = self._truth.blocks.get((part, name))
-            if number and needed is not None and digests.crc(body) != needed[start // _BLOCK]:
+            if number and needed is not None and digests.crc(held) != needed[start // _BLOCK]:
                 self._tell(f"{storage.root}/{file}: block {start // _BLOCK} of {part}:{name} is damaged there too")
-            yield bytes(body)
+            yield held
         for joint in self._joints:
             body = bytearray(nbytes)
             try:
@@ -111,29 +113,78 @@ class Goods:
 
     @cached_property
     def _joints(self) -> list[JointStorage]:
-        """The sources' tensors, put together: by their own digests, and, for a source whose digests are damaged, without, in each order."""
-        folders: dict[int, Folder] = {}
-        inventories = []
+        """The other machines' tensors, put together: by digests that are proved, and without, in each order, for what those cannot tell."""
+        found, stocks = Whole(), dict[int, _Shelf]()
         for source in self._sources:
             if source.manifest is None or same_cut(source.manifest, self._truth.manifest):
                 continue  # read already, as far as it has the bytes at all
-            try:
-                folder = open_folder(source.storage)
-                inventories.append(take_inventory(folder, machine=len(folders)))
-            except CheckpointError as error:
-                self._tell(str(error))
-                continue
-            folders[len(folders)] = folder
-            for text in inventories[-1].lost:
-                self._tell(text)
-        found = put_together(inventories, range(len(folders)))
-        bare = {number: _without_digests(folder) for number, folder in folders.items()}
-        if not folders:
+            others = [self._target, *(one for one in self._sources if one is not source)]
+            truth = prove(source.manifest, source.storage, others)
+            number = len(stocks)
+            stocks[number] = _Shelf(source.storage, truth.blocks)
+            for part in truth.parts:
+                for file in source.manifest.parts[part].files:
+                    for name, entry in truth.heads[file].entries.items() if file in truth.heads else ():
+                        _put_down(found, number, part, name, file, entry)
+        if not stocks:
             return []
+        bare = {number: _Shelf(_Lenient(stock.storage), {}) for number, stock in stocks.items()}
         return [
-            JointStorage(found, folders, own=(), turn=0),
-            *(JointStorage(found, bare, own=(), turn=turn) for turn in range(len(folders))),
+            JointStorage(found, stocks, own=(), turn=0),
+            *(JointStorage(found, bare, own=(), turn=turn) for turn in stocks),
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """A source's files, and what is proved of them."""
+
+    storage: Reader
+    blocks: Mapping[Key, Sequence[int]]
+
+    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        return {key: self.blocks.get(key) for key in wanted}
+
+
+class _Lenient:
+    """A folder whose bytes are zeros where they cannot be read: what is left of them may be what others lack."""
+
+    def __init__(self, storage: Reader) -> None:
+        self.root, self._storage = storage.root, storage
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        found = lenient(self._storage, name, len(into), start=start)
+        if found is None:
+            raise NotFoundError(f"{self.root}/{name}: is missing")
+        into[:] = found
+
+    def read(self, name: str) -> bytes:
+        return self._storage.read(name)
+
+    def size(self, name: str) -> int | None:
+        return self._storage.size(name)
+
+    def names(self) -> list[str]:
+        return self._storage.names()
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+def _put_down(found: Whole, number: int, part: str, name: str, file: str, entry: Entry) -> None:
+    key, box, shape = _place(part, name, entry)
+    found.specs.setdefault(key, TensorSpec(entry.dtype, shape))
+    spec = TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
+    found.pieces.setdefault(key, []).append(Piece(box, number, part, name, spec, Location(file, entry.start)))
+
+
+def _place(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
+    """Of a stored tensor: the whole one that it belongs to, where in it, and that one's shape."""
+    parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
+    if parsed is not None:
+        return (part.removesuffix(FRAGMENTS), parsed[0]), parsed[1], parsed[2]
+    shape = packed(entry.dtype, entry.shape)
+    return (part, name), whole(shape), shape
 
 
 def _orders(kept: Sequence[bytes], record: DigestFile) -> Iterator[list[str]]:
@@ -154,20 +205,11 @@ def _digest_files(claims: Mapping[str, Sequence[Sequence[int]]], order: Sequence
         yield head + struct.pack(f"<{len(blocks)}Q", *(of[min(number, len(of) - 1)] for of in blocks))
 
 
-def _without_digests(folder: Folder) -> Folder:
-    if folder.manifest is None:
-        raise AssertionError("it was opened by its manifest")
-    maps: Mapping[str, Mapping[str, str]] = {part: {n: folder.file_of(part, n) for n in folder.names(part)} for part in folder.parts}
-    return Folder(folder.storage, folder.manifest.model_copy(update={"digests": None}), maps)
-
-
 def _read_slices(joint: JointStorage, part: str, name: str, entry: Entry, start: int, into: memoryview) -> None:
     """Fills `into` with bytes from `start` of a tensor or a fragment, out of the whole tensors that the sources make. Same errors as
     `JointStorage.read_at`, for a tensor that no source has too."""
-    parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
-    local_shape = packed(entry.dtype, entry.shape)
-    fqn, box, shape = parsed if parsed is not None else (name, whole(local_shape), local_shape)
-    key: Key = (part.removesuffix(FRAGMENTS) if parsed is not None else part, fqn)
+    key, box, shape = _place(part, name, entry)
+    local_shape = box.shape
     if joint.size(file_of(key)) is None:
         raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
     item = (entry.stop - entry.start) // box.numel

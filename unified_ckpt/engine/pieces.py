@@ -10,16 +10,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.source import Ledger, Location
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage import Buffer
+from unified_ckpt.runtime.storage import Buffer, Reader
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
@@ -46,6 +46,15 @@ class Whole:
     gaps: list[str] = field(default_factory=list)
 
 
+class Stock(Protocol):
+    """What reading needs of a folder."""
+
+    @property
+    def storage(self) -> Reader: ...
+
+    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]: ...
+
+
 def file_of(key: Key) -> str:
     """The file that `JointStorage` makes believe there is: the tensor's bytes, row-major."""
     return f"{key[0]}:{key[1]}"
@@ -57,7 +66,7 @@ class JointStorage:
     Of a block that is damaged or cannot be read the bytes come from any other piece that has them.
     """
 
-    def __init__(self, found: Whole, folders: Mapping[int, Folder], *, own: Collection[int], turn: int) -> None:
+    def __init__(self, found: Whole, folders: Mapping[int, Stock], *, own: Collection[int], turn: int) -> None:
         self.root, self.ledger = "the machines' folders", Ledger()
         self._found, self._folders, self._turn = found, folders, turn
         self._keys = {file_of(key): key for key in found.pieces}
@@ -204,7 +213,7 @@ class JointStorage:
                 self.ledger.damage.append(text)
                 _LOG.warning("read from another machine: %s", text)
 
-    def _saved(self, folder: Folder, piece: Piece) -> Sequence[int] | None:
+    def _saved(self, folder: Stock, piece: Piece) -> Sequence[int] | None:
         """The piece's digests; those of the whole folder are read at once, for a request to a peer costs more than bytes do."""
         if piece.folder not in self._digests:
             pieces = (one for of_tensor in self._found.pieces.values() for one in of_tensor if one.folder == piece.folder)

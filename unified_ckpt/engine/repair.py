@@ -63,7 +63,8 @@ class RepairReport:
 
 def repair(path: Path, sources: Sequence[Path] = (), *, progress: Progress | None = None) -> RepairReport:
     """Mends the checkpoint folder at a local path from other folders of the same save, local or behind fsspec URLs, each as damaged as it
-    may be. Without sources, mends what the folder itself proves: indexes, digests. `progress` is called with bytes examined.
+    may be. Without sources, mends what the folder itself proves: indexes, digests. `progress` is called with bytes examined, and with 0 for
+    blocks written.
 
     NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError where nothing was changed; after a
     StorageError files may have been mended, and none is worse than it was.
@@ -105,7 +106,7 @@ def mend(storage: LocalStorage, sources: Sequence[Reader], *, folder: os.stat_re
     copies = [look(source) for source in sources]
     settled = settle(target, copies)
     truth = prove(settled.manifest, storage, copies)
-    goods = Goods(truth, storage, copies)
+    goods = Goods(truth, target, copies)
     goods.redigest()
     faults = list(examine(storage, truth, progress or (lambda _: None)))
     if not settled.sure:
@@ -113,7 +114,7 @@ def mend(storage: LocalStorage, sources: Sequence[Reader], *, folder: os.stat_re
     if target.manifest is None:
         faults.append(Fault(names.MANIFEST, [target.why], gone=target.body is None))
         truth.singles[names.MANIFEST] = settled.body
-    work = _Mending(storage, truth, goods, folder, _needed(settled.manifest, copies))
+    work = _Mending(storage, truth, goods, folder, _needed(settled.manifest, copies), progress or (lambda _: None))
     work.clear(there)
     for fault in faults:
         if fault.file == names.MANIFEST and work.problems:
@@ -167,8 +168,8 @@ def _notes(target: Copy, copies: Sequence[Copy], truth: Truth) -> Iterator[str]:
 class _Mending:
     """Puts files in. Stops at a StorageError; what is lacking goes to `problems`."""
 
-    def __init__(self, storage: LocalStorage, truth: Truth, goods: Goods, folder: os.stat_result, needed: str) -> None:
-        self._storage, self._truth, self._goods, self._folder, self._needed = storage, truth, goods, folder, needed
+    def __init__(self, storage: LocalStorage, truth: Truth, goods: Goods, folder: os.stat_result, needed: str, beat: Progress) -> None:
+        self._storage, self._truth, self._goods, self._folder, self._needed, self._beat = storage, truth, goods, folder, needed, beat
         self.mended: list[str] = []
         self.problems: list[str] = []
         self.nbytes = 0
@@ -223,18 +224,17 @@ class _Mending:
 
     def _put(self, file: str, pieces: Iterator[tuple[int, bytes]]) -> None:
         """Writes the file beside the old one, and gives it the name once it is on the disk."""
-        storage, beside, nbytes = self._storage, f"{_MENDING}{secrets.token_hex(4)}-{file}", 0
+        storage, beside, nbytes = self._storage, f"{_MENDING}{file}-{secrets.token_hex(4)}", 0
         first = next(pieces)  # nothing is written where nothing is to be had
-        wanted = next(
-            (of.nbytes for part in self._truth.manifest.parts.values() for f, of in part.files.items() if f == file), len(first[1])
-        )
-        free = storage.free_nbytes()
-        if free < wanted + _HEADROOM_NBYTES:
+        files = {name: of.nbytes for part in self._truth.manifest.parts.values() for name, of in part.files.items()}
+        free, wanted = storage.free_nbytes(), files.get(file, len(first[1])) + _HEADROOM_NBYTES
+        if free < wanted:
             raise StorageError(f"{storage.path(file)}: {free} bytes free; needed {wanted} to write it anew beside the old one")
         try:
             for start, body in chain([first], pieces):
                 storage.write_at(beside, start, [memoryview(body)])
                 nbytes += len(body)
+                self._beat(0)
             storage.sync(beside)
             storage.replace(beside, file, folder=self._folder)
         except BaseException:
@@ -244,6 +244,7 @@ class _Mending:
             raise
         storage.sync_folder("")
         storage.close()  # the next to read opens the new one
+        self._goods.close()
         self.nbytes += nbytes
 
 

@@ -165,22 +165,30 @@ def singles_of(manifest: Manifest) -> list[NamedFile | DigestFile]:
     return [record for record in (manifest.digests, manifest.extra_file, manifest.rank_extra) if record is not None]
 
 
-def lenient(storage: Reader, file: str, nbytes: int) -> bytes | None:
-    """The first bytes of a file; zeros where they cannot be read. None where there is no file."""
+def lenient(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
+    """Bytes of a file from `start`; zeros where they cannot be read. None where there is no file."""
+    found = bytearray(nbytes)
+    try:
+        storage.read_at(file, start, memoryview(found))
+        return bytes(found)
+    except NotFoundError:
+        return None
+    except CheckpointError:
+        pass  # in pieces, then
     try:
         size = storage.size(file)
     except CheckpointError:
         return None
     if size is None:
         return None
-    found = bytearray(nbytes)
-    for start in range(0, min(size, nbytes), _READ_NBYTES):
-        stop = min(start + _READ_NBYTES, size, nbytes)
+    for low in range(start, start + nbytes, _READ_NBYTES):
+        high = max(min(low + _READ_NBYTES, size, start + nbytes), low)
+        into = memoryview(found)[low - start : high - start]
         try:
-            storage.read_at(file, start, memoryview(found)[start:stop])
+            storage.read_at(file, low, into)
         except CheckpointError:
-            found[start:stop] = bytes(stop - start)
-    return bytes(found)
+            into[:] = bytes(len(into))
+    return bytes(found[: max(min(size - start, nbytes), 0)]).ljust(nbytes, b"\0")
 
 
 def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
@@ -196,6 +204,8 @@ def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
     records = [(part, file, record) for part in truth.parts for file, record in manifest.parts[part].files.items()]
     for _, file, record in records:
         _keep_head(truth, file, record, _heads(alike, file, record))
+        for storage in alike:
+            storage.close()  # one file is open at a time
     if len(truth.heads) < len(records):
         specs = dict(_specs(truth, sources))
         for part, file, record in records:

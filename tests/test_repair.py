@@ -590,6 +590,23 @@ def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(twice: Path, t
     assert body(found[1]) == body(backup)
 
 
+def test_a_machine_that_holds_the_same_tensors_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Same tensors, same digests; without what its ranks left, nothing tells whose folder it is."""
+    save(tmp_path, [0, 1], copies=2)
+    mine, theirs = (folder_of(tmp_path, machine) for machine in (1, 0))
+    assert (mine / names.DIGESTS).read_bytes() == (theirs / names.DIGESTS).read_bytes()
+    backup = Path(shutil.copytree(mine, tmp_path / "backup"))
+    for file in (names.MANIFEST, names.RANK_EXTRA):
+        (mine / file).unlink()
+    before = stamps(mine)
+    with pytest.raises(uc.IntegrityError, match="found none that its files fit"):
+        uc.repair(mine, [theirs])
+    assert stamps(mine) == before
+    shutil.copy(backup / names.RANK_EXTRA, mine)
+    assert uc.repair(mine, [theirs, backup]).ok
+    assert body(mine) == body(backup)
+
+
 # the command
 
 

@@ -12,7 +12,7 @@ How data could be lost, each of which is a test in tests/test_repair.py:
   is done;
 - what cannot be mended is touched. A file is mended whole or stays as it is.
 
-Readers need not stop: a file that is put in is the one that they had to find. Removing waits: the manifest is held as by a reader.
+Readers need not stop: a file that is put in is the one that they had to find. Nobody removes it meanwhile: it is held as by a reader.
 """
 
 from __future__ import annotations

@@ -126,7 +126,10 @@ def test_a_fragment_name_in_full() -> None:
     assert fragment_name("w", Box((4, 0), (4, 16)), (32, 16)) == "w@4:8/32,0:16/16"
 
 
-@pytest.mark.parametrize("name", ["w", "w@", "w@1", "w@0:8", "w@0:8/4", "w@8:4/9", "w@0:8/32,", "w@-1:8/32", "w@0:8/32 "])
+@pytest.mark.parametrize(
+    "name",
+    ["w", "w@", "w@1", "w@0:8", "w@0:8/4", "w@8:4/9", "w@0:8/32,", "w@-1:8/32", "w@0:8/32 ", "w@0:08/32", "w@٠:8/32", f"w@0:8/{2**63}"],
+)
 def test_what_is_no_fragment_name(name: str) -> None:
     assert parse_fragment(name) is None
     assert origin(("model" + FRAGMENTS, name)) == ("model" + FRAGMENTS, name)
@@ -160,12 +163,19 @@ def test_what_no_box_covers(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     mask = np.zeros(shape, dtype=bool)
     for box in boxes:
         mask[where(box)] = True
-    found = uncovered(shape, iter(boxes))
+    found = list(uncovered(shape, iter(boxes)))
     counted = np.zeros(shape, dtype=int)
     for hole in found:
         assert hole.numel > 0
         counted[where(hole)] += 1
     assert np.array_equal(counted, (~mask).astype(int)), "the gaps, each element once"
+
+
+def test_gaps_of_many_machines_are_few_and_found_one_by_one() -> None:
+    """Three machines of 2,048 that are away are one gap, not one for each rank or row."""
+    boxes = [Box((4 * m, 100 * t), (4, 100)) for m in range(2048) for t in range(8) if m not in (7, 8, 9)]
+    assert list(uncovered((8192, 800), boxes)) == [Box((28, 0), (12, 800))]
+    assert next(uncovered((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])) == Box((1, 0), (1, 4))
 
 
 @given(st.data(), st.sampled_from([(), (5,), (4, 3), (3, 2, 4)]))

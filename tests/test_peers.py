@@ -20,9 +20,10 @@ from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime import peers
+from unified_ckpt.runtime import wire
 from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.peers import Address, PeerStorage, Server, parse_address
+from unified_ckpt.runtime.peers import PeerStorage, Server
+from unified_ckpt.runtime.wire import Address, parse_address
 from unified_ckpt.testing import run_ranks, try_ranks
 
 BODY = bytes(range(256)) * 40
@@ -193,10 +194,10 @@ def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
 def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach MASTER_ADDR."""
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
-    assert peers._seen_from_here("127.0.1.1") == "10.1.2.3"
-    assert peers._seen_from_here("10.9.9.9") == "10.9.9.9"
+    assert wire._seen_from_here("127.0.1.1") == "10.1.2.3"
+    assert wire._seen_from_here("10.9.9.9") == "10.9.9.9"
     monkeypatch.delenv("MASTER_ADDR")
-    assert peers._seen_from_here("127.0.0.1") == "127.0.0.1"
+    assert wire._seen_from_here("127.0.0.1") == "127.0.0.1"
 
 
 def test_an_address_comes_back() -> None:

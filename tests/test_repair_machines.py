@@ -83,6 +83,22 @@ def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path
     assert [body(folder_of(root, machine)) for machine in (0, 1)] == before
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path, seed: int) -> None:
+    """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those that share, and nobody is refused."""
+    (root / "machine-3").symlink_to("machine-0")
+    folders = [folder_of(root, machine) for machine in range(4)]
+    right = [body(one) for one in folders]
+    for file in tensors(folders[0], "model"):
+        flip(file)
+    (folders[0] / names.DIGESTS).unlink()
+    reports = repair(root, [3, 1, 0, 2, 0] if seed else [0, 0, 1, 2, 3])
+    assert [report.ok for report in reports] == [True] * 4, [report.problems for report in reports]
+    assert sum(bool(report.mended) for report in reports) == 2
+    assert len(set(reports)) == 3, "those that share it have one report"
+    assert [body(one) for one in folders] == right
+
+
 def test_no_machine_has_it(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:

@@ -12,7 +12,7 @@ from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
-from unified_ckpt.engine.islands import Land, find_islands
+from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.mutual import Reports, repair_together
@@ -55,7 +55,7 @@ class Checkpointer:
     ) -> None:
         self._root, self._group, self._options, self._machine = root, group, options or SaveOptions(), machine
         self._comm: comms.Comm | None = None
-        self._lands: dict[str, Land | None] = {}  # by the folder that saves are made in
+        self._lands: dict[str, tuple[Found, Land | None]] = {}  # by the folder that saves are made in
         self._machines: list[int] | None = None
         self._kept = Kept()
         self._pending: PendingSave | None = None
@@ -80,9 +80,9 @@ class Checkpointer:
         self._kept.close()
         if self._comm is not None:
             self._comm.leave()
-        for land in self._lands.values():
+        for land in {id(land): land for _, land in self._lands.values()}.values():
             if land is not None:
-                land.comm.leave()
+                land.close()
         self._kept, self._comm, self._lands, self._machines = Kept(), None, {}, None
 
     def save(
@@ -115,7 +115,7 @@ class Checkpointer:
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         comm, options = self._ranks(), options or self._options
         storage, name, request = self._request(path, what, options)
-        land = self._find_land(storage, name, request, options.timeout_seconds)
+        land = self._find_land(storage, name, request, options)
         return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
 
     def save_async(
@@ -167,9 +167,9 @@ class Checkpointer:
             request = LayoutError(
                 "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
             )
-        timeout = options.timeout_seconds
-        land = self._find_land(storage, name, request, timeout)
-        staged = begin_save(self._ranks(), storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
+        comm, timeout = self._ranks(), options.timeout_seconds
+        land = self._find_land(storage, name, request, options)
+        staged = begin_save(comm, storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
         return PendingSave(staged, optimizers=steppers, after_commit=after_commit, at_end=at_end)
 
     def idle(self) -> bool:
@@ -259,23 +259,20 @@ class Checkpointer:
         except Exception as error:
             return storage, name, error
 
-    def _find_land(self, storage: LocalStorage, name: str, request: SaveRequest | Exception, timeout_seconds: float) -> Land | None:
-        """Collective at the first save to a folder. This rank's island, None where all ranks write one folder."""
-        comm = self._ranks()
+    def _find_land(self, storage: LocalStorage, name: str, request: SaveRequest | Exception, options: SaveOptions) -> Land | None:
+        """Collective at the first save to a folder. The ranks that see it with this one, None where all do, on one machine."""
+        comm, timeout = self._ranks(), options.timeout_seconds
         if comm.world == 1:
             return None
         if storage.root not in self._lands:
-            meeting = comm.meet(f"save to {storage.path(name)}", same=False, timeout_seconds=timeout_seconds)
+            meeting = comm.meet(f"save to {storage.path(name)}", same=False, timeout_seconds=timeout)
             with meeting.phase("machines"):
                 if isinstance(request, Exception):
                     raise request
-                island = find_islands(meeting, storage, self._machine or machine_id())
-            alike = [land for land in self._lands.values() if land is not None and land.island == island]
-            made = None
-            if island.count > 1:
-                made = alike[0] if alike else Land(comm.among(f"island/{island.number}", island.ranks), island)
-            self._lands[storage.root] = made
-        return self._lands[storage.root]
+                found = look(meeting, storage, self._machine or machine_id(), block_nbytes=options.write_alignment)
+            alike = [land for known, land in self._lands.values() if known == found]
+            self._lands[storage.root] = found, alike[0] if alike else find_land(comm, found, timeout_seconds=timeout)
+        return self._lands[storage.root][1]
 
     def _ranks(self) -> comms.Comm:
         if self._comm is None:

@@ -22,6 +22,8 @@ class SaveOptions(_Options):
     `parts`: only these are written. `max_file_bytes`: bound of one file; a larger tensor has a file of its own. `check_replicas`:
     compare what replicas hold at the first save of a layout, at every save, or never. `if_exists`: what to do where a committed
     checkpoint is in the way. `timeout_seconds`: without word from a rank for this long, the save fails on all of them.
+    `write_alignment`: where several machines write to one folder, no two of them write in one block of so many bytes of a file; 0: nor
+    in one file; None: what the kind of file system needs. The first save to a folder decides.
     """
 
     model_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
@@ -31,6 +33,7 @@ class SaveOptions(_Options):
     fsync: bool = True
     if_exists: Literal["error", "keep", "replace"] = "error"
     timeout_seconds: Timeout = 600.0
+    write_alignment: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("model_dtype", mode="before")
     @classmethod

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from launch import HERE, environment, torchrun
+from merged import read_merged
 
 CHECKPOINT = "checkpoint-1"
 
@@ -59,6 +60,18 @@ def test_two_machines_of_two_ranks(tmp_path: Path, layout: str, background: bool
     if layout == "fsdp":
         run(tmp_path, "load", 2, 1, [one, two], layout=layout, steps=[7])
         run(tmp_path, "load", 4, 1, [two, str(tmp_path / "none"), one, str(tmp_path / "none")], layout=layout, steps=[7])
+
+
+@pytest.mark.parametrize(("layout", "background"), [("fsdp_tp", True), ("fsdp", False)])
+def test_two_machines_of_two_ranks_and_one_folder(tmp_path: Path, layout: str, background: bool) -> None:
+    """One merged checkpoint, as from one machine; loaded by two machines, and by one process."""
+    folder = str(tmp_path / "shared" / CHECKPOINT)
+    run(tmp_path, "save", 4, 2, [folder, folder], layout=layout, background=background, alignment=4096, steps=[6, 7])
+    assert os.listdir(tmp_path / "shared") == [CHECKPOINT]
+    assert not any(Path(folder).glob("*_fragments*"))
+    assert {"up.weight", "down.weight/exp_avg"} <= read_merged(Path(folder)).keys()
+    run(tmp_path, "load", 1, 1, [folder], layout=layout, steps=[7])
+    run(tmp_path, "load", 4, 2, [folder, folder], layout=layout, steps=[7])
 
 
 # a machine is killed
@@ -181,9 +194,11 @@ exit $code
 """
 
 
-def in_namespaces(root: Path, tag: str, what: str, folders: Sequence[str], *, master: str = "10.77.0.1", hosts: str = "") -> None:
+def in_namespaces(
+    root: Path, tag: str, what: str, folders: Sequence[str], *, master: str = "10.77.0.1", hosts: str = "", more: str = ""
+) -> None:
     """Two agents of torchrun, each in a network of its own: nothing of one is reached at the other's loopback address."""
-    arguments = f"{what} {root} --tag {tag} --per-machine 2 --folders {','.join(folders)} --steps 5"
+    arguments = f"{what} {root} --tag {tag} --per-machine 2 --folders {','.join(folders)} --steps 5 {more}"
     common = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr {master} --master-port 29511"
     one, two = (f"{common} --node-rank {machine} {HERE / 'worker_machines.py'} {arguments}" for machine in (0, 1))
     if hosts:  # the first machine's own name is a loopback address in its /etc/hosts, as Debian has it
@@ -217,3 +232,6 @@ def test_two_network_namespaces(tmp_path: Path) -> None:
     in_namespaces(tmp_path, "save", "save", [one, two])
     shutil.move(Path(two).parent, tmp_path / "moved")
     in_namespaces(tmp_path, "load", "load", [str(tmp_path / "none" / CHECKPOINT), f"{one}:{tmp_path / 'moved' / CHECKPOINT}"])
+    folder = str(tmp_path / "shared" / CHECKPOINT)
+    in_namespaces(tmp_path, "save-shared", "save", [folder, folder], more="--alignment 4096")
+    in_namespaces(tmp_path, "load-shared", "load", [folder, folder])

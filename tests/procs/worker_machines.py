@@ -139,7 +139,7 @@ def save(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: in
             "step": step,
             "extra": {"step": step},
             "rank_extra": (dist.get_rank(), step),
-            "options": SAVE,
+            "options": SAVE.model_copy(update={"write_alignment": arguments.alignment}),
         }
         if arguments.background:
             pending = checkpointer.save_async(arguments.folder, **what)
@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--per-machine", type=int, required=True)
     parser.add_argument("--steps", type=int, nargs="*", default=[1])
     parser.add_argument("--background", action="store_true")
+    parser.add_argument("--alignment", type=int)
     arguments = parser.parse_args()
     with started() as (rank, world):
         machine = rank // arguments.per_machine

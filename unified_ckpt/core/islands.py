@@ -7,7 +7,7 @@ as anywhere; of another, each box that a rank holds is a tensor of its own, a fr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -17,7 +17,10 @@ from unified_ckpt.core.sharding import Cut, Sharding
 from unified_ckpt.core.tables import Key
 
 FRAGMENTS = "_fragments"  # ends the name of a part that holds fragments of another
-_BOX = re.compile(r"(.*)@(\d+:\d+/\d+(?:,\d+:\d+/\d+)*)", re.DOTALL)
+_COUNT = "(?:0|[1-9][0-9]{0,18})"  # one way to write a number, so that a name can be made again of what it says
+_SPAN = f"{_COUNT}:{_COUNT}/{_COUNT}"
+_BOX = re.compile(rf"(.*)@({_SPAN}(?:,{_SPAN})*)", re.DOTALL)
+_MAX_SIZE = 2**63  # of a dim, as in any safetensors file
 
 
 def island_rule(sharding: Sharding, members: Sequence[int], island: Sequence[int]) -> Sharding | None:
@@ -55,7 +58,7 @@ def parse_fragment(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
     if found is None:
         return None
     spans = [tuple(int(number) for number in re.split("[:/]", span)) for span in found[2].split(",")]
-    if any(not low <= high <= size for low, high, size in spans):
+    if any(not low <= high <= size < _MAX_SIZE for low, high, size in spans):
         return None
     return found[1], Box(tuple(low for low, _, _ in spans), tuple(high - low for low, high, _ in spans)), tuple(n for _, _, n in spans)
 
@@ -66,29 +69,35 @@ def origin(key: Key) -> Key:
     return key if parsed is None else (key[0].removesuffix(FRAGMENTS), parsed[0])
 
 
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
-    """What of a tensor lies in none of the boxes, as boxes; empty when they cover it."""
-    distinct = set(boxes)
+def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
+    """What of a tensor lies in none of the boxes, in disjoint boxes, as it is found: whoever wants to know of one need not wait for all."""
+    distinct = {box for box in boxes if box.numel}
     everything = whole(shape)
     if everything in distinct or everything.numel == 0:
-        return []
-    if sum(box.numel for box in distinct) == everything.numel and _disjoint(distinct):
-        return []
-    left = [everything]
-    for box in sorted(distinct, key=lambda box: box.offsets):
-        left = [piece for one in left for piece in without(one, box)]
-    return left
+        return
+    for spans in _holes(distinct, shape, 0):
+        yield Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
 
-def _disjoint(boxes: Iterable[Box]) -> bool:
-    """Whether no two boxes share an element. Sweeps along dim 0: cheap for row blocks, which most boxes are."""
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        open_boxes = [one for one in open_boxes if one.offsets[0] + one.shape[0] > box.offsets[0]]
-        if any(intersect(one, box) is not None for one in open_boxes):
-            return False
-        open_boxes.append(box)
-    return True
+def _holes(boxes: Collection[Box], shape: Sequence[int], dim: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The same by spans of `dim` and the dims after it. Sweeps along `dim`: between two edges of boxes, the dims after it decide."""
+    if not boxes:
+        yield tuple((0, n) for n in shape[dim:])
+    if not boxes or dim == len(shape):
+        return
+    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
+    edges = {0, *(box.offsets[dim] for box in boxes), *(box.offsets[dim] + box.shape[dim] for box in boxes)} - {shape[dim]}
+    here: list[Box] = []
+    since, open_spans = 0, list[tuple[tuple[int, int], ...]]()  # holes in the dims after it, from element `since` to here
+    for edge in sorted(edges):
+        here = [box for box in here if box.offsets[dim] + box.shape[dim] > edge]
+        while waiting and waiting[-1].offsets[dim] == edge:
+            here.append(waiting.pop())
+        found = list(_holes(here, shape, dim + 1))
+        if found != open_spans:
+            yield from (((since, edge), *rest) for rest in open_spans)
+            since, open_spans = edge, found
+    yield from (((since, shape[dim]), *rest) for rest in open_spans)
 
 
 def without(box: Box, hole: Box) -> list[Box]:

@@ -15,17 +15,18 @@ from typing import Any
 from unified_ckpt.core.islands import Island
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
-from unified_ckpt.engine.islands import Gate, Land, Rules, Totals, telling
+from unified_ckpt.engine.fill import sync_parts, write_parts
+from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
+from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Buffers, Snapshot
-from unified_ckpt.engine.snapshot import write as write_snapshot
-from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers, write_tiles
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.format import codec, names
 from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, RankExtraFile
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm import Meeting
-from unified_ckpt.runtime.staging import Wait, giving_up
+from unified_ckpt.runtime.files import Files, SharedFiles
+from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
@@ -33,7 +34,6 @@ from unified_ckpt.runtime.windows import Windows
 
 _LOG = logging.getLogger("unified_ckpt")
 _STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed save is cleared away
-_MAX_GROUPS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Kept:
 class Job:
     """A save that all ranks have come to, planned and checked: what is left is to write it. `held`: by group of the plan. `told`: what is
     not tensors, for all ranks that hold the same ones; None where it is still to be put in words. `gate`: where the ranks of this save
-    are one island of several."""
+    are one island of several. `post`: where they are on several machines."""
 
     meeting: Meeting
     storage: LocalStorage
@@ -108,6 +108,13 @@ class Job:
     started: float
     told: bytes | None = None
     gate: Gate | None = None
+    post: Post | None = None
+
+    def files(self, construction: commit.Construction) -> Files:
+        """The files under construction, as this rank writes to them."""
+        if self.post is None:
+            return Files(self.storage, construction.folder)
+        return SharedFiles(self.storage, construction.folder, post=self.post, save=construction.save_id)
 
 
 def finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
@@ -125,8 +132,11 @@ def _finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
         try:
             _build(job, construction, kept, snapshot)
         except BaseException as error:
-            _abandon(meeting, storage, construction, error)
+            _abandon(job, construction, error)
             raise
+        finally:
+            if job.post is not None:
+                job.post.shut(construction.save_id)
     seconds, nbytes = time.monotonic() - job.started, job.plan.nbytes
     if meeting.rank == 0:
         speed = nbytes / 1e9 / max(seconds, 1e-9)
@@ -156,11 +166,13 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
                     raise RankError(f"rank {meeting.rank} saves with {key} {said[key]!r}, rank 0 with {told[key]!r}; needed the same")
             if construction is not None:
                 commit.see(storage, construction)
+                if job.post is not None:
+                    job.post.open(construction.save_id, storage, construction.folder)
                 if job.plan.book is not None:
                     commit.check_room(storage, construction, job.plan.book.nbytes)
     except BaseException as error:
         if construction is not None:
-            _abandon(meeting, storage, construction, error)
+            _abandon(job, construction, error)
         raise
     return construction, told
 
@@ -185,16 +197,18 @@ def _stays(job: Job) -> Manifest | None:
 def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Snapshot | None) -> None:
     """Collective. Fills the folder and publishes it."""
     meeting, storage, plan, request, folder = job.meeting, job.storage, job.plan, job.request, construction.folder
+    files = job.files(construction)
     with meeting.phase("write"):
-        found = _write_parts(job, folder, kept, snapshot)
-        digest_file = seal.write_digests(meeting, storage, folder, plan.groups, found, plan.book)
-        rank_extra = extras.write_rank_extra(meeting, storage, folder, job.words.rank_extra)
+        found = write_parts(meeting, plan, job.held, files, kept.windows, snapshot, post=job.post, fsync=request.options.fsync)
+        digest_file = seal.write_digests(meeting, files, plan.groups, found, plan.book)
+        rank_extra = extras.write_rank_extra(meeting, files, job.words.rank_extra)
         told = job.told if job.told is not None else tell(job)
         speakers = plan.book.speakers if plan.book is not None else (meeting.rank,) if plan.speaks else ()
         said = meeting.collect("told", told, at=0, ranks=speakers)
+        files.flush()
     with meeting.phase("sync"):
         if request.options.fsync:
-            _sync_parts(meeting, storage, folder, plan)
+            sync_parts(meeting, storage, folder, plan, shared=job.post is not None)
         times = meeting.collect("seconds", f"{time.monotonic() - job.started:.3f}".encode(), at=0, ranks=range(meeting.world))
         if times:
             slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))
@@ -238,44 +252,6 @@ def _record(island: Island | None, totals: Totals) -> IslandRecord | None:
     if island is None:
         return None
     return IslandRecord(number=island.number, count=island.count, ranks=list(island.ranks), world_size=island.world, totals=dict(totals))
-
-
-def _write_parts(job: Job, folder: str, kept: Kept, snapshot: Snapshot | None) -> list[Digested]:
-    """What this rank writes of every group: first what others wait for."""
-    meeting, plan = job.meeting, job.plan
-    # Beside the training nobody waits for the disk, and each rank's training has a core already.
-    behind = snapshot is not None
-    hurry = job.request.options.fsync and not behind
-    writer = Writer(job.storage, folder, hurry=hurry, ranks=meeting.world * (2 if behind else 1), beat=meeting.beat)
-    try:
-        if snapshot is not None:
-            return write_snapshot(snapshot, writer, Wait(timeout_seconds=meeting.timeout_seconds, windows=dict(snapshot.windows)))
-        opened = kept.windows.ready(
-            meeting,
-            tile_nbytes=max((group.tile_nbytes for group in plan.groups if group.moves.mine), default=0),
-            partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
-        )
-        wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
-        found: list[Digested] = []
-        with giving_up(opened.get(meeting.rank)):
-            for group, parts in zip(plan.groups, job.held, strict=True):
-                number = meeting.number * _MAX_GROUPS + group.index + 1
-                write_headers(group, writer, rank=meeting.rank)
-                digested = write_tiles(group, parts, writer, opened, wait, rank=meeting.rank, exchange=number)
-                found.append(digested + write_extents(group, parts, writer, rank=meeting.rank))
-            writer.drain()
-        return found
-    finally:
-        writer.close()
-
-
-def _sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan) -> None:
-    """Each file is synced once, the work spread over its group."""
-    for group in plan.groups:
-        for i, file in enumerate(group.files):
-            if group.holders[i % len(group.holders)] == meeting.rank:
-                storage.sync(f"{folder}/{file.name}")
-                meeting.beat()
 
 
 def _complete(
@@ -335,11 +311,15 @@ def _publish(job: Job, construction: commit.Construction) -> str | None:
     return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists)
 
 
-def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException) -> None:
+def _abandon(job: Job, construction: commit.Construction, error: BaseException) -> None:
     """Rank 0 clears away what a failed save left, once the others have stopped writing to it."""
+    meeting = job.meeting
+    if job.post is not None:
+        job.post.hang_up()
+        job.post.shut(construction.save_id)
     meeting.put(f"stopped/{meeting.rank}", b"1")
     if meeting.rank != 0:
         return
     if getattr(error, "agreed", False):
         meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
-    commit.abandon(storage, construction)
+    commit.abandon(job.storage, construction)

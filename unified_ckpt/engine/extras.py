@@ -11,6 +11,7 @@ from typing import Any
 from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
 from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.files import Files
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -119,7 +120,7 @@ def _write_blobs(storage: LocalStorage, folder: str, found: Mapping[str, Any]) -
     return NamedFile(file=names.EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}")
 
 
-def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, packed: bytes) -> RankExtraFile | None:
+def write_rank_extra(meeting: Meeting, files: Files, packed: bytes) -> RankExtraFile | None:
     """Collective. Each rank's value to its place in one file; returns its record on rank 0, None where no rank has one."""
     told = meeting.collect("rank-extra", json.dumps([len(packed), digests.crc(packed)]).encode(), at=0, ranks=range(meeting.world))
     record = None
@@ -135,7 +136,7 @@ def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, packe
         for rank in range(meeting.world):
             meeting.put(f"rank-extra-at/{rank}", str(len(head) + len(table) + offsets[rank] if total else -1).encode())
         if total:
-            storage.write_at(f"{folder}/{names.RANK_EXTRA}", 0, [memoryview(head), memoryview(table)])
+            files.write_at(names.RANK_EXTRA, 0, [memoryview(head), memoryview(table)])
             streams = [(digests.crc(head + table), len(head) + len(table)), *((crc, nbytes) for nbytes, crc in sizes)]
             crc, nbytes = digests.combine_stream(streams)
             record = RankExtraFile(
@@ -147,5 +148,5 @@ def write_rank_extra(meeting: Meeting, storage: LocalStorage, folder: str, packe
             )
     start = int(meeting.get(f"rank-extra-at/{meeting.rank}"))
     if packed and start >= 0:
-        storage.write_at(f"{folder}/{names.RANK_EXTRA}", start, [memoryview(packed)])
+        files.write_at(names.RANK_EXTRA, start, [memoryview(packed)])
     return record

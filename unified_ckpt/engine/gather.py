@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from unified_ckpt.engine.checkpoint import Folder, open_folder
-from unified_ckpt.engine.joint import Inventory, Joint, choose, decode_inventory, take_inventory
+from unified_ckpt.engine.folders import Folders
+from unified_ckpt.engine.inventory import Listing, decode_inventory, decode_listing, listing_name, take_inventory
+from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.source import Source
+from unified_ckpt.engine.whole import Whole, choose, decode_whole
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
-from unified_ckpt.runtime.peers import PeerStorage, Server, parse_address
+from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url
+from unified_ckpt.runtime.wire import Address, parse_address
+
+_PLAIN = b"plain"  # says a machine whose folder has no manifest
 
 
 def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: float) -> list[int]:
@@ -55,35 +63,50 @@ def gather(
     newest save that any machine has is there, naming what is missing; NotFoundError where no machine has anything.
     """
     meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
-    own = machines[meeting.rank]
+    own, lead = machines[meeting.rank], {machine: rank for rank, machine in reversed(list(enumerate(machines)))}
     with meeting.phase("inventory"):
-        if machines.index(own) == meeting.rank:
-            meeting.put(f"inventory/{own}", _tell(paths, opened, own))
-        told = [meeting.get(f"inventory/{machine}") for machine in range(max(machines) + 1)]
+        words = _tell(meeting, paths, opened, own) if lead[own] == meeting.rank else b""
+        told = meeting.collect("inventory", words, at=0, ranks=[lead[machine] for machine in range(len(lead))])
     with meeting.phase("choose"):
-        if all(words == b"plain" for words in told) and not isinstance(opened, Exception):
+        body = meeting.broadcast("joint", _choose(meeting, told, what) if meeting.rank == 0 else None)
+        if body == _PLAIN:
+            if isinstance(opened, Exception):
+                raise opened
             return opened[0]  # a folder without a manifest: each machine reads its own
-        inventories = [one for words in told for one in _parse(words)]
-        why = [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:1] == b"!"]
-        why += [f"machine {m}: has a folder without a manifest" for m, words in enumerate(told) if words == b"plain"]
-        if not inventories:
-            raise (NotFoundError if all(words[:2] == b"!-" for words in told) else IncompleteError)("; ".join(why))
-        members, found = choose(inventories, where=what)
-    mine = [one for one in inventories if one.machine == own]
+        found = decode_whole(body)
+    mine = [number for number, one in enumerate(found.folders) if one.machine == own]
     with meeting.phase("serve"):
-        server = Server([(one.root, one.files) for one in mine], timeout_seconds=timeout_seconds)
+        server = Server([(found.folders[n].root, found.folders[n].files) for n in mine], timeout_seconds=timeout_seconds)
         owned.callback(server.close)
-        meeting.put(f"serves/{meeting.rank}", server.address.encode().encode())
+        servers = _servers(meeting, server.address, machines)
     with meeting.phase("open"):
-        folders = {number: open_folder(_storage(meeting, inventories, number, machines)) for number in members}
-        for folder in folders.values():
-            owned.callback(folder.close)
-    lost = [f"machine {inventories[n].machine}: {text}" for n in members for text in inventories[n].lost]
-    lost += [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+"]
-    return Joint(found, folders, own=[n for n in members if inventories[n].machine == own], lost=lost, turn=meeting.rank)
+        folders = Folders(_storages(meeting, found, servers, own))
+        owned.callback(folders.close)
+    return Joint(found, folders, own=mine, turn=meeting.rank)
 
 
-def _tell(paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: int) -> bytes:
+def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
+    """What rank 0 tells all: the save to read, where every box of it is; or that each machine reads a folder of its own."""
+    if all(words == _PLAIN for words in told):
+        return _PLAIN
+    listings: dict[str, Listing] = {}
+
+    def listing_of(name: str) -> Listing:
+        if name not in listings:
+            listings[name] = decode_listing(zlib.decompress(meeting.get(f"listing-of/{name}")))
+        return listings[name]
+
+    inventories = [decode_inventory(body, listing_of) for words in told for body in _bodies(words)]
+    why = [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:1] == b"!"]
+    why += [f"machine {m}: has a folder without a manifest" for m, words in enumerate(told) if words == _PLAIN]
+    if not inventories:
+        raise (NotFoundError if all(words[:2] == b"!-" for words in told) else IncompleteError)("; ".join(why))
+    found = choose(inventories, where=what)
+    damaged = (f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+")
+    return replace(found, lost=(*found.lost, *damaged)).encode()
+
+
+def _tell(meeting: Meeting, paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: int) -> bytes:
     """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing there ("!-"), or damage ("!+")."""
     aside = [folder for path in paths for folder in _aside(path)]
     if isinstance(opened, Exception):
@@ -93,13 +116,23 @@ def _tell(paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: i
             return (b"!-" if isinstance(opened, NotFoundError) else b"!+") + str(opened).encode()
         opened = []
     elif all(folder.manifest is None for folder in opened):
-        return b"plain"
+        return _PLAIN
     try:
-        bodies = [take_inventory(one, machine=machine).encode() for one in (*opened, *aside) if one.manifest is not None]
+        inventories = [take_inventory(one, machine=machine) for one in (*opened, *aside) if one.manifest is not None]
     finally:
         for folder in aside:
             folder.close()
+    bodies = [one.encode(listing=_tell_listing(meeting, one.listing)) for one in inventories]
     return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
+
+
+def _tell_listing(meeting: Meeting, listing: Listing) -> str:
+    """The name by which rank 0 finds it. The first machine to have one tells it: the others' are mostly the same."""
+    body = listing.encode()
+    name = listing_name(body)
+    if meeting.count(f"listing/{name}") == 1:
+        meeting.put(f"listing-of/{name}", zlib.compress(body))
+    return name
 
 
 def _aside(path: str) -> list[Folder]:
@@ -121,23 +154,51 @@ def _aside(path: str) -> list[Folder]:
     return found
 
 
-def _parse(words: bytes) -> list[Inventory]:
+def _bodies(words: bytes) -> list[bytes]:
+    """The encoded inventories of a machine."""
     found, position = [], 1
     while words[:1] == b"=" and position < len(words):
         size = int.from_bytes(words[position : position + 8], "little")
-        found.append(decode_inventory(words[position + 8 : position + 8 + size]))
+        found.append(words[position + 8 : position + 8 + size])
         position += 8 + size
     return found
 
 
-def _storage(meeting: Meeting, inventories: Sequence[Inventory], number: int, machines: Sequence[int]) -> Reader:
-    """The folder itself on its own machine, else as one of that machine's ranks serves it; ranks take turns in whom they ask."""
-    one = inventories[number]
-    if one.machine == machines[meeting.rank]:
-        return LocalStorage(one.root)
-    servers = [rank for rank, machine in enumerate(machines) if machine == one.machine]
-    rank = servers[meeting.rank % len(servers)]
-    index = sum(other.machine == one.machine for other in inventories[:number])
-    address = parse_address(meeting.get(f"serves/{rank}").decode())
-    timeout = meeting.timeout_seconds
-    return PeerStorage(address, folder=index, root=one.root, rank=meeting.ranks[rank], names=one.files, timeout_seconds=timeout)
+def _servers(meeting: Meeting, address: Address, machines: Sequence[int]) -> list[tuple[int, Address]]:
+    """Collective. Of each machine, the rank that this one is to ask, and where; the ranks of a machine take turns in whom they ask."""
+    ranks: dict[int, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        ranks.setdefault(machine, []).append(rank)
+    turns = max(map(len, ranks.values()))
+    turn = ranks[machines[meeting.rank]].index(meeting.rank) % turns
+    asked = [[ranks[machine][turn % len(ranks[machine])] for machine in range(len(ranks))] for turn in range(turns)]
+    told = meeting.collect("serves", address.encode().encode(), at=0, ranks=range(meeting.world))
+    if meeting.rank == 0:
+        for number, servers in enumerate(asked):
+            meeting.put(f"servers/{number}", zlib.compress(b"\n".join(told[rank] for rank in servers)))
+    texts = zlib.decompress(meeting.get(f"servers/{turn}", of=0)).decode().split("\n")
+    return [(rank, parse_address(text)) for rank, text in zip(asked[turn], texts, strict=True)]
+
+
+def _storages(meeting: Meeting, found: Whole, servers: Sequence[tuple[int, Address]], own: int) -> list[Reader]:
+    """Each folder itself on its own machine, else as one of that machine's ranks serves it. StorageError where one of those does not."""
+    storages: list[Reader] = []
+    served: dict[int, int] = {}  # folders so far, by machine
+    for one in found.folders:
+        number = served.get(one.machine, 0)
+        served[one.machine] = number + 1
+        if one.machine == own:
+            storages.append(LocalStorage(one.root))
+            continue
+        rank, address = servers[one.machine]
+        storages.append(
+            PeerStorage(
+                address, folder=number, root=one.root, rank=meeting.ranks[rank], names=one.files, timeout_seconds=meeting.timeout_seconds
+            )
+        )
+    # A rank opens few of the folders, and when it reads; that there is a way between machines has to be known before the first byte is
+    # written. So each asks one of them.
+    elsewhere = [storage for storage in storages if isinstance(storage, PeerStorage)]
+    if elsewhere:
+        elsewhere[meeting.rank % len(elsewhere)].size(names.MANIFEST)
+    return storages

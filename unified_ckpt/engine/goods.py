@@ -15,9 +15,11 @@ from unified_ckpt.core.geometry import Box, runs, whole
 from unified_ckpt.core.islands import FRAGMENTS, parse_fragment
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.pieces import JointStorage, Piece, Whole, file_of
-from unified_ckpt.engine.source import Location
+from unified_ckpt.engine.inventory import classify
+from unified_ckpt.engine.pieces import JointStorage, file_of
+from unified_ckpt.engine.source import Catalog, Location
 from unified_ckpt.engine.truth import Copy, Truth, lenient, parse_digests, prove, same_cut
+from unified_ckpt.engine.whole import Member, join
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
@@ -64,16 +66,15 @@ class Goods:
             return
         claims: dict[str, list[list[int]]] = {}  # by name in the digest file: of each block, what its CRC may be
         for part in self._truth.parts:
-            for file in self._truth.manifest.parts[part].files:
-                for name, entry in self._truth.heads[file].entries.items() if file in self._truth.heads else ():
-                    claims[f"{part}:{name}"] = [
-                        list(
-                            dict.fromkeys(
-                                map(digests.crc, self._found(part, name, file, entry, low, min(_BLOCK, entry.stop - entry.start - low)))
-                            )
+            for file, name, entry in _entries(self._truth, part):
+                claims[f"{part}:{name}"] = [
+                    list(
+                        dict.fromkeys(
+                            map(digests.crc, self._found(part, name, file, entry, low, min(_BLOCK, entry.stop - entry.start - low)))
                         )
-                        for low in range(0, entry.stop - entry.start, _BLOCK)
-                    ]
+                    )
+                    for low in range(0, entry.stop - entry.start, _BLOCK)
+                ]
         kept = [body for storage in self._copies if (body := lenient(storage, record.file, record.nbytes)) is not None]
         made = [
             body
@@ -113,34 +114,40 @@ class Goods:
 
     @cached_property
     def _joints(self) -> list[JointStorage]:
-        """The other machines' tensors, put together: by digests that are proved, and without, in each order, for what those cannot tell."""
-        found, stocks = Whole(), dict[int, _Shelf]()
+        """The other machines' tensors, put together: by digests that are proved, and without, in each order, for what those cannot tell.
+
+        They may have a tensor in part: nobody has proved that they have all of it.
+        """
+        shelves: list[_Shelf] = []
+        held: list[dict[str, dict[str, TensorSpec]]] = []
         for source in self._sources:
             if source.manifest is None or same_cut(source.manifest, self._truth.manifest):
                 continue  # read already, as far as it has the bytes at all
             others = [self._target, *(one for one in self._sources if one is not source)]
             truth = prove(source.manifest, source.storage, others)
-            number = len(stocks)
-            stocks[number] = _Shelf(source.storage, truth.blocks)
-            for part in truth.parts:
-                for file in source.manifest.parts[part].files:
-                    for name, entry in truth.heads[file].entries.items() if file in truth.heads else ():
-                        _put_down(found, number, part, name, file, entry)
-        if not stocks:
+            shelves.append(_Shelf(source.storage, truth.blocks, _locations(truth)))
+            held.append({part: dict(_specs(truth, part)) for part in truth.parts})
+        if not shelves:
             return []
-        bare = {number: _Shelf(_Lenient(stock.storage), {}) for number, stock in stocks.items()}
+        members = [Member(shelf.storage.root, number, (), ()) for number, shelf in enumerate(shelves)]
+        found = join(members, [classify(stored) for stored in held])
+        bare = [_Shelf(_Lenient(shelf.storage), {}, shelf.locations) for shelf in shelves]
         return [
-            JointStorage(found, stocks, own=(), turn=0),
-            *(JointStorage(found, bare, own=(), turn=turn) for turn in stocks),
+            JointStorage(found, shelves, own=(), turn=0, proved=False),
+            *(JointStorage(found, bare, own=(), turn=turn, proved=False) for turn in range(len(shelves))),
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
-    """A source's files, and what is proved of them."""
+    """A source's files, and what is proved of them: digests, and where its tensors lie."""
 
     storage: Reader
     blocks: Mapping[Key, Sequence[int]]
+    locations: Mapping[Key, Location]
+
+    def catalog(self, wanted: Collection[Key]) -> Catalog:
+        return Catalog(self.storage, {key: self.locations[key] for key in wanted})
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         return {key: self.blocks.get(key) for key in wanted}
@@ -171,19 +178,27 @@ class _Lenient:
         self._storage.close()
 
 
-def _put_down(found: Whole, number: int, part: str, name: str, file: str, entry: Entry) -> None:
-    key, box, shape = _place(part, name, entry)
-    found.specs.setdefault(key, TensorSpec(entry.dtype, shape))
-    spec = TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
-    found.pieces.setdefault(key, []).append(Piece(box, number, part, name, spec, Location(file, entry.start)))
+def _entries(truth: Truth, part: str) -> Iterator[tuple[str, str, Entry]]:
+    """(file, name, entry) of a part's tensors, as far as headers are known."""
+    for file in truth.manifest.parts[part].files:
+        for name, entry in truth.heads[file].entries.items() if file in truth.heads else ():
+            yield file, name, entry
+
+
+def _specs(truth: Truth, part: str) -> Iterator[tuple[str, TensorSpec]]:
+    for _, name, entry in _entries(truth, part):
+        yield name, TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
+
+
+def _locations(truth: Truth) -> dict[Key, Location]:
+    return {(part, name): Location(file, entry.start) for part in truth.parts for file, name, entry in _entries(truth, part)}
 
 
 def _place(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
     """Of a stored tensor: the whole one that it belongs to, where in it, and that one's shape."""
-    parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
-    if parsed is not None:
+    parsed, shape = parse_fragment(name) if part.endswith(FRAGMENTS) else None, packed(entry.dtype, entry.shape)
+    if parsed is not None and parsed[1].shape == shape:
         return (part.removesuffix(FRAGMENTS), parsed[0]), parsed[1], parsed[2]
-    shape = packed(entry.dtype, entry.shape)
     return (part, name), whole(shape), shape
 
 
@@ -210,9 +225,9 @@ def _read_slices(joint: JointStorage, part: str, name: str, entry: Entry, start:
     `JointStorage.read_at`, for a tensor that no source has too."""
     key, box, shape = _place(part, name, entry)
     local_shape = box.shape
-    if joint.size(file_of(key)) is None:
-        raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
     item = (entry.stop - entry.start) // box.numel
+    if joint.size(file_of(key)) != item * whole(shape).numel:
+        raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
     low, high = 0, box.shape[0] if box.shape else 1  # rows of the fragment
     if box.shape:
         row = (entry.stop - entry.start) // box.shape[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from unified_ckpt.core.islands import FRAGMENTS, Island, fragment_name, island_rule
@@ -19,23 +19,13 @@ from unified_ckpt.core.tables import Key, Row, group_tables
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish
 from unified_ckpt.engine.extras import Words
 from unified_ckpt.engine.plan import checked_groups
-from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm import Comm, Meeting
-from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
 
 Rules = Mapping[Key, Sharding | None]  # by world row: the rule within the island, None for a tensor that is stored in fragments
 Totals = Mapping[str, list[int]]  # part -> tensors and bytes of all islands
-_PROBE = ".unified-probe-"
-
-
-@dataclass(frozen=True, slots=True)
-class Land:
-    """A rank's island and its ranks' own way to talk."""
-
-    comm: Comm
-    island: Island
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,46 +77,6 @@ def spread_extra(gate: Gate, words: Words) -> Words:
     if meeting.rank != island.ranks[0]:
         return words
     return replace(words, extra=codec.unpack(meeting.get("extra"), "extra"))
-
-
-def find_islands(meeting: Meeting, storage: LocalStorage, machine: str) -> Island:
-    """Collective. Which ranks see this rank's folder. StorageError where two machines do: they have no way yet to write a file together."""
-    told = [m.decode() for m in _everybody(meeting, "machine", machine.encode())]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(told))}
-    if len(numbers) == 1:
-        return Island(0, 1, tuple(range(meeting.world)), meeting.world)
-    own = numbers[machine]
-    lead = meeting.rank == told.index(machine)
-    token = meeting.broadcast("token", secrets.token_hex(8).encode() if meeting.rank == 0 else None).decode()
-    prefix = f"{_PROBE}{token}-"
-    try:
-        with meeting.phase("probe"):
-            if lead:
-                storage.write_at(f"{prefix}{own}", 0, [memoryview(b"probe")])
-                storage.close()
-        with meeting.phase("look"):
-            seen = sorted(int(name.removeprefix(prefix)) for name in storage.names() if name.startswith(prefix))
-            if own not in seen:
-                raise StorageError(f"{storage.root}: this rank does not see the folder that rank {told.index(machine)} of its machine sees")
-            if seen != [own]:
-                others = ", ".join(str(told.index(name)) for name, n in numbers.items() if n in seen and n != own)
-                raise StorageError(
-                    f"{storage.root}: is shared with the machine(s) of rank(s) {others}; this version writes a folder from one machine; "
-                    "needed a folder of each machine's own"
-                )
-    finally:
-        if lead:
-            with suppress(NotFoundError):
-                storage.remove_file(f"{prefix}{own}")
-    ranks = tuple(rank for rank, name in enumerate(told) if name == machine)
-    return Island(own, len(numbers), ranks, meeting.world)
-
-
-def _everybody(meeting: Meeting, key: str, value: bytes) -> list[bytes]:
-    """What each rank says, on every rank; sent through rank 0."""
-    told = meeting.collect(key, value, at=0, ranks=range(meeting.world))
-    body = json.dumps([one.decode() for one in told]).encode() if meeting.rank == 0 else None
-    return [one.encode() for one in json.loads(meeting.broadcast(f"{key}-of-all", body))]
 
 
 def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: Layout | None, matched: set[str]) -> Totals:

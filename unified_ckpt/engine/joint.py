@@ -1,159 +1,37 @@
-"""One checkpoint out of the folders of several machines: what each holds, whether it is complete between them, and how to read it.
+"""The checkpoint that several machines have between them, read as if it were one folder.
 
 How wrong bytes could be read: a folder of another save with the same name is mixed in; a file is there and damaged; a machine's folder is
-older than the others'. So only folders of one save id are joined, and every block that is read is compared with its digest here.
+older than the others'. So only folders of one save id are joined, and every block that is read is compared with its digest.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.core.geometry import Box, runs, whole
-from unified_ckpt.core.islands import FRAGMENTS, parse_fragment, uncovered
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import Key, listed, short
+from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.checkpoint import Folder
-from unified_ckpt.engine.pieces import JointStorage, Piece, Whole, file_of
+from unified_ckpt.engine.folders import Folders
+from unified_ckpt.engine.pieces import JointStorage, file_of
 from unified_ckpt.engine.source import Catalog, Location, Said
-from unified_ckpt.errors import CheckpointError, IncompleteError
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """What one folder holds, as its machine tells it. `lost`: what of it is not there or damaged, in sentences."""
-
-    root: str
-    machine: int
-    save_id: str
-    created: str
-    count: int
-    number: int
-    ranks: tuple[int, ...]
-    files: tuple[str, ...]
-    tensors: Mapping[str, Mapping[str, tuple[str, tuple[int, ...], str, int]]]  # part -> name -> dtype, shape, file, first byte
-    lost: tuple[str, ...]
-    world_size: int
-    totals: Mapping[str, Sequence[int]]  # part -> tensors and bytes of the whole save
-
-    def encode(self) -> bytes:
-        return zlib.compress(json.dumps({name: getattr(self, name) for name in self.__slots__}).encode(), 1)
-
-
-def decode_inventory(body: bytes) -> Inventory:
-    told = json.loads(zlib.decompress(body))
-    tensors = {p: {n: (d, tuple(s), f, at) for n, (d, s, f, at) in of.items()} for p, of in told.pop("tensors").items()}
-    lists = {name: tuple(told.pop(name)) for name in ("ranks", "files", "lost")}
-    return Inventory(**{**told, **lists, "tensors": tensors})
-
-
-def take_inventory(folder: Folder, *, machine: int) -> Inventory:
-    """Looks at every file's size and header; leaves out, and says, what cannot be read."""
-    manifest = folder.manifest
-    if manifest is None:
-        raise AssertionError("a folder without a manifest is never joined with others")
-    island, lost, bad = manifest.island, [], set[str]()
-    for file in sorted({folder.file_of(part, name) for part in folder.parts for name in folder.names(part)}):
-        try:
-            folder.check_files([file])
-        except CheckpointError as error:
-            bad.add(file)
-            lost.append(str(error))
-    tensors: dict[str, dict[str, tuple[str, tuple[int, ...], str, int]]] = {}
-    for part in folder.parts:
-        there = {name: folder.file_of(part, name) for name in folder.names(part) if folder.file_of(part, name) not in bad}
-        names = [name for name, file in there.items() if name in folder.header(file)]
-        lost += [f"{folder.storage.root}/{there[n]}: has no tensor {n!r}, which the index says" for n in there.keys() - set(names)]
-        specs, at = folder.specs(part, names), folder.catalog([(part, name) for name in names]).locations
-        tensors[part] = {n: (specs[n].dtype, specs[n].shape, at[part, n].file, at[part, n].start) for n in names}
-    return Inventory(
-        root=folder.storage.root,
-        machine=machine,
-        save_id=manifest.save_id,
-        created=manifest.created,
-        count=island.count if island else 1,
-        number=island.number if island else 0,
-        ranks=tuple(island.ranks) if island else tuple(range(manifest.world_size)),
-        files=(*manifest.files(), *(f"{part}.safetensors.index.json" for part in folder.parts), "unified_checkpoint.json"),
-        tensors=tensors,
-        lost=tuple(lost),
-        world_size=island.world_size if island else manifest.world_size,
-        totals=island.totals if island else {p: [len(folder.names(p)), manifest.parts[p].total_nbytes] for p in folder.parts},
-    )
-
-
-def put_together(inventories: Sequence[Inventory], members: Sequence[int]) -> Whole:
-    """What the folders `members` hold between them, and what is missing. Pure."""
-    found = Whole()
-    for number in members:
-        for stored, tensors in inventories[number].tensors.items():
-            for name, (dtype, shape, file, start) in tensors.items():
-                parsed = parse_fragment(name) if stored.endswith(FRAGMENTS) else None
-                fqn, box, of_all = parsed if parsed is not None else (name, whole(shape), shape)
-                key = (stored.removesuffix(FRAGMENTS) if parsed is not None else stored, fqn)
-                found.specs.setdefault(key, TensorSpec(dtype, of_all))
-                piece = Piece(box, number, stored, name, TensorSpec(dtype, shape), Location(file, start))
-                found.pieces.setdefault(key, []).append(piece)
-    for key, pieces in sorted(found.pieces.items()):
-        holes = uncovered(found.specs[key].shape, (piece.box for piece in pieces))
-        if holes:
-            spans = ", ".join(f"{low}:{low + n}" for low, n in zip(holes[0].offsets, holes[0].shape, strict=True))
-            found.gaps.append(f"{key[0]}:{key[1]}: nobody has [{spans}]{' and more' if len(holes) > 1 else ''}")
-    return found
-
-
-def choose(inventories: Sequence[Inventory], *, where: str) -> tuple[list[int], Whole]:
-    """The folders of the newest save that is complete between them. IncompleteError, saying what is missing and who had it."""
-    saves: dict[str, list[int]] = {}
-    for number, one in enumerate(inventories):
-        saves.setdefault(one.save_id, []).append(number)
-    errors = []
-    for save_id, members in sorted(saves.items(), key=lambda item: inventories[item[1][0]].created, reverse=True):
-        found = put_together(inventories, members)
-        problems = _problems([inventories[n] for n in members], found)
-        if not problems:
-            return members, found
-        errors.append(listed(f"{where}: save {save_id} is not complete among the machines", problems))
-    raise IncompleteError("\n".join(errors) or f"{where}: no machine has a checkpoint there")
-
-
-def _problems(inventories: Sequence[Inventory], found: Whole) -> list[str]:
-    """Why a save is not complete; empty when it is. A folder that is away is no problem if the others have all that it had."""
-    problems = list(found.gaps)
-    here = {one.number for one in inventories}
-    named = {part.removesuffix(FRAGMENTS) for one in inventories for part in one.tensors}
-    for part, (count, nbytes) in sorted(inventories[0].totals.items()):
-        if part not in named and len(here) == inventories[0].count:
-            continue  # deleted on every machine, which is allowed
-        sizes = [spec.nbytes for (of, _), spec in found.specs.items() if of == part]
-        if [len(sizes), sum(sizes)] != [count, nbytes]:
-            problems.append(f"{part}: nobody names {count - len(sizes)} of {count} tensors, {nbytes - sum(sizes)} of {nbytes} bytes")
-    if not problems:
-        return []
-    away = [number for number in range(inventories[0].count) if number not in here]
-    had = sorted(set(range(inventories[0].world_size)) - {rank for one in inventories for rank in one.ranks})
-    why = [f"machine {one.machine}: {text}" for one in inventories for text in one.lost]
-    if away:
-        why = [
-            f"folder(s) {short(away)} of {inventories[0].count} are on no machine here; rank(s) {short(had)} of the save wrote them",
-            *why,
-        ]
-    return [*why, *problems]  # the cause first: the list may be cut off
+from unified_ckpt.engine.whole import Whole
+from unified_ckpt.errors import CheckpointError
 
 
 class Joint:
-    """The folders of one save on several machines, as a Source. `folders`: by number, opened here or through a peer, for some ranks."""
+    """The folders of one save on several machines, as a Source. `found`: proved to be complete; `own`: those that are on this machine."""
 
-    def __init__(self, found: Whole, folders: Mapping[int, Folder], *, own: Collection[int], lost: Sequence[str], turn: int) -> None:
+    def __init__(self, found: Whole, folders: Folders, *, own: Collection[int], turn: int) -> None:
         self._found, self._folders = found, folders
-        self._order = sorted(folders, key=lambda number: (number not in own, number))
-        self.storage = JointStorage(found, folders, own=own, turn=turn)
-        self.storage.ledger.damage.extend(lost)
+        count = len(found.folders)
+        self._order = sorted(range(count), key=lambda number: (number not in own, (number + turn) % count))
+        self.storage = JointStorage(found, folders, own=own, turn=turn, proved=True)
+        self.storage.ledger.damage.extend(found.lost)
         self._names: dict[str, dict[str, None]] = {}
-        for part, name in found.pieces:
+        for part, name in found.specs:
             self._names.setdefault(part, {})[name] = None
 
     @property
@@ -198,21 +76,17 @@ class Joint:
                 errors.append(error)
                 continue
             self.storage.ledger.damage.extend(map(str, errors))
-            manifests = [folder.manifest for folder in self._folders.values() if folder.manifest is not None]
-            island = next((one.island for one in manifests if one.island is not None), None)
-            spoken = any(one.rank_extra is not None for one in manifests)
-            return said if island is None else replace(said, rank_extras=island.world_size if spoken else 0)
+            return replace(said, rank_extras=self._found.rank_extras)
         raise errors[0]
 
     def rank_extra(self, rank: int) -> Any:
         errors: list[CheckpointError] = []
         for number in self._order:
-            folder = self._folders[number]
-            island = folder.manifest.island if folder.manifest is not None else None
-            if island is not None and rank not in island.ranks:
+            ranks = self._found.folders[number].ranks
+            if rank not in ranks:
                 continue
             try:
-                found = folder.rank_extra(island.ranks.index(rank) if island is not None else rank)
+                found = self._folders[number].rank_extra(ranks.index(rank))
             except CheckpointError as error:
                 errors.append(error)
                 continue
@@ -224,8 +98,7 @@ class Joint:
         return None
 
     def close(self) -> None:
-        for folder in self._folders.values():
-            folder.close()
+        self._folders.close()
 
     @property
     def _one(self) -> Folder:

@@ -8,42 +8,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.source import Ledger, Location
+from unified_ckpt.engine.inventory import stored_as
+from unified_ckpt.engine.source import Catalog, Ledger
+from unified_ckpt.engine.whole import Family, Whole
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage import Buffer, Reader
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor that a folder holds as a tensor of its own, `name` of its part `part`. `folder` counts among all that are known."""
-
-    box: Box
-    folder: int
-    part: str
-    name: str
-    spec: TensorSpec
-    location: Location
-
-
-@dataclass(slots=True)
-class Whole:
-    """The tensors of one save, put together. `gaps`: in sentences, what no folder has."""
-
-    specs: dict[Key, TensorSpec] = field(default_factory=dict)
-    pieces: dict[Key, list[Piece]] = field(default_factory=dict)
-    gaps: list[str] = field(default_factory=list)
+_LONG_RUN_NBYTES = 64 << 10  # copied one by one
+_ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
+_MAX_REGIONS = 1 << 16  # remembered
 
 
 class Stock(Protocol):
@@ -52,7 +38,15 @@ class Stock(Protocol):
     @property
     def storage(self) -> Reader: ...
 
+    def catalog(self, wanted: Collection[Key]) -> Catalog: ...
+
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]: ...
+
+
+class Stocks(Protocol):
+    """Folders by number."""
+
+    def __getitem__(self, number: int, /) -> Stock: ...
 
 
 def file_of(key: Key) -> str:
@@ -63,28 +57,31 @@ def file_of(key: Key) -> str:
 class JointStorage:
     """Reads whole tensors out of the pieces of several folders: this machine's first, then the others in turn; every block compared.
 
-    Of a block that is damaged or cannot be read the bytes come from any other piece that has them.
+    Of a block that is damaged or cannot be read the bytes come from any other piece that has them. `proved`: whether it is known that the
+    folders have every element between them.
     """
 
-    def __init__(self, found: Whole, folders: Mapping[int, Stock], *, own: Collection[int], turn: int) -> None:
+    def __init__(self, found: Whole, folders: Stocks, *, own: Collection[int], turn: int, proved: bool) -> None:
         self.root, self.ledger = "the machines' folders", Ledger()
-        self._found, self._folders, self._turn = found, folders, turn
-        self._keys = {file_of(key): key for key in found.pieces}
+        self._found, self._folders, self._turn, self._proved = found, folders, turn, proved
+        self._keys = {file_of(key): key for key in found.specs}
         self._own = frozenset(own)
         self._digests: dict[int, Mapping[Key, Sequence[int] | None]] = {}  # of a folder, by its own parts and names
         self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
-        self._tiling: tuple[Key, list[Region]] | None = None  # of the tensor that was read last
+        self._tilings: dict[tuple[int, Box], list[Region]] = {}  # by family and window: most tensors have many of the same family
+        self._tiled = 0  # regions in them
+        self._tensor: Key | None = None  # that was read last
         # Blocks of that tensor that were read for a part of them: a line takes a part of one in each region that it crosses.
-        self._blocks: OrderedDict[tuple[int, str, int], bytes] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, Key, int], bytes] = OrderedDict()
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fills `into` with bytes from `start` of the tensor. IntegrityError where no folder has them undamaged."""
         with self._lock:
             key = self._keys[name]
-            if self._tiling is None or self._tiling[0] != key:
-                self._tiling = key, self._regions(key, frozenset())
+            if self._tensor != key:
+                self._tensor = key
                 self._blocks.clear()
-            done = self._fill(key, self._tiling[1], start, into, frozenset(), [])
+            done = self._fill(key, start, into, frozenset(), [])
             if done != len(into):
                 raise IntegrityError(f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; needed all of them")
 
@@ -102,86 +99,129 @@ class JointStorage:
     def close(self) -> None:
         """The folders are another's."""
 
-    def _regions(self, key: Key, spoilt: frozenset[Box]) -> list[Region]:
-        """The tensor, as far as the boxes that are not `spoilt` have it, in disjoint regions: each with the box that it is read from.
+    def _regions(self, key: Key, window: Box, spoilt: frozenset[Box]) -> list[Region]:
+        """A window of the tensor, as far as the boxes that are not `spoilt` have it, in disjoint regions.
 
         Boxes on this machine come first, then whole copies.
         """
-        by_box: dict[Box, list[Piece]] = {}
-        for piece in self._found.pieces[key]:
-            if piece.box.numel and piece.box not in spoilt:
-                by_box.setdefault(piece.box, []).append(piece)
-        everything = whole(self._found.specs[key].shape)
-        owners = {box: sorted(pieces, key=self._rank_of) for box, pieces in by_box.items()}
-        if sum(box.numel for box in owners) == everything.numel and not spoilt:
-            return [Region(box, box, pieces) for box, pieces in owners.items()]
-        regions, left = [], [everything]
-        for box in sorted(owners, key=lambda box: (owners[box][0].folder not in self._own, -box.numel, box.offsets)):
-            shared = [found for one in left if (found := intersect(one, box)) is not None]
-            regions += [Region(one, box, owners[box]) for one in shared]
+        known = (self._found.numbers[key], window)
+        if spoilt or known not in self._tilings:
+            tiling = self._tile(self._found.family(key), window, spoilt)
+            if spoilt:
+                return tiling
+            self._tiled += len(tiling)
+            if self._tiled > _MAX_REGIONS:
+                self._tilings, self._tiled = {}, len(tiling)
+            self._tilings[known] = tiling
+        return self._tilings[known]
+
+    def _tile(self, family: Family, window: Box, spoilt: frozenset[Box]) -> list[Region]:
+        rows = (window.offsets[0], window.offsets[0] + window.shape[0]) if window.shape else (0, 1)
+        by_box: dict[Box, list[tuple[int, bool]]] = {}
+        for box, folder, fragment in family.crossing(*rows):
+            if box not in spoilt:
+                by_box.setdefault(box, []).append((folder, fragment))
+        owners = {box: sorted(held, key=self._rank_of) for box, held in by_box.items()}
+        shares = {box: shared for box in owners if (shared := intersect(box, window)) is not None}
+        if self._proved and not spoilt and sum(shared.numel for shared in shares.values()) == window.numel:  # then no two overlap
+            return [Region(shared, box, owners[box]) for box, shared in shares.items()]
+        regions, left = [], [window]
+        for box in sorted(shares, key=lambda box: (owners[box][0][0] not in self._own, -box.numel, box.offsets)):
+            regions += [Region(found, box, owners[box]) for one in left if (found := intersect(one, box)) is not None]
             left = [piece for one in left for piece in without(one, box)]
             if not left:
                 break
         return regions
 
-    def _rank_of(self, piece: Piece) -> tuple[bool, int]:
-        return piece.folder not in self._own, (piece.folder + self._turn) % (max(self._folders) + 1)
+    def _rank_of(self, owner: tuple[int, bool]) -> tuple[bool, int]:
+        return owner[0] not in self._own, (owner[0] + self._turn) % len(self._found.folders)
 
-    def _fill(self, key: Key, regions: Sequence[Region], start: int, into: Buffer, spoilt: frozenset[Box], why: list[str]) -> int:
-        """Bytes from `start` of a tensor out of its regions; returns how many they have. `why`: what was wrong with the spoilt boxes."""
+    def _fill(self, key: Key, start: int, into: Buffer, spoilt: frozenset[Box], why: list[str]) -> int:
+        """Bytes from `start` of a tensor; returns how many the boxes have that are not spoilt. `why`: what was wrong with those."""
         spec = self._found.specs[key]
         if not len(into):
             return 0
         item, stop, done = spec.nbytes // whole(spec.shape).numel, start + len(into), 0
-        window = _rows(spec, start, stop)
+        regions = self._regions(key, _rows(spec, start, stop), spoilt)
         for region in regions:
-            shared = intersect(region.box, window)
-            if shared is None and spec.shape:
-                continue
-            shared = shared or region.box
-            local = Box(tuple(a - b for a, b in zip(shared.offsets, region.of.offsets, strict=True)), shared.shape)
-            for first, in_piece, count in runs(shared, spec.shape, local=local, local_shape=region.of.shape):
-                low, high = max(first * item, start), min((first + count) * item, stop)
-                if low < high:
-                    run = _Run(key, low, (in_piece - first) * item + low, spoilt, why)
-                    self._copy(region, run, into[low - start : high - start], keep=len(regions) + 1)
-                    done += high - low
+            pieces = _Pieces(key, spec, region, region.of.numel * item)
+            inner, outer = _whole_rows(region.box, spec, start, stop)
+            if inner is not None and self._fill_rows(pieces, inner, start, into, keep=len(regions) + 1):
+                done += inner.numel * item
+            elif inner is not None:
+                outer = [region.box]
+            for box in outer:
+                local = Box(tuple(a - b for a, b in zip(box.offsets, region.of.offsets, strict=True)), box.shape)
+                for first, in_piece, count in runs(box, spec.shape, local=local, local_shape=region.of.shape):
+                    low, high = max(first * item, start), min((first + count) * item, stop)
+                    if low < high:
+                        run = _Run(low, (in_piece - first) * item + low, spoilt, why)
+                        self._copy(pieces, run, into[low - start : high - start], keep=len(regions) + 1)
+                        done += high - low
         return done
 
-    def _copy(self, region: Region, run: _Run, into: Buffer, *, keep: int) -> None:
-        """A run out of a region's box, block by block, each from the first owner whose bytes are right."""
-        nbytes = region.owners[0].spec.nbytes
-        position, stop = run.in_piece, run.in_piece + len(into)
-        while position < stop:
-            block = position // digests.BLOCK_NBYTES
-            low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, nbytes)
-            upto = min(high, stop)
-            target = into[position - run.in_piece : upto - run.in_piece]
-            why: list[str] = []
-            if (position, upto) == (low, high):
-                fine = self._read_block(region.owners, block, target, why)
-            else:
-                held = self._part_of_block(region.owners, block, high - low, why, keep=keep)
-                fine = held is not None
-                if held is not None:
-                    target[:] = held[position - low : upto - low]
-            if not fine:
-                self._from_elsewhere(region, run, run.low + position - run.in_piece, target, why)
-            self._report(why)
-            position = upto
+    def _fill_rows(self, pieces: _Pieces, box: Box, start: int, into: Buffer, *, keep: int) -> bool:
+        """Rows of a box, all of them in `into`: read as they lie in the piece, then put in their place at once. False where a block of
+        them is damaged everywhere."""
+        spec, of = pieces.spec, pieces.region.of
+        item, row = spec.nbytes // whole(spec.shape).numel, spec.nbytes // spec.shape[0]
+        width = pieces.nbytes // of.shape[0]
+        target = np.frombuffer(into, dtype=np.uint8)
+        at_once = max(_ROWS_NBYTES // width, 1)
+        for first in range(box.offsets[0], box.offsets[0] + box.shape[0], at_once):
+            count = min(at_once, box.offsets[0] + box.shape[0] - first)
+            held = np.empty(count * width, dtype=np.uint8)
+            if not self._read_piece(pieces, (first - of.offsets[0]) * width, held.data, keep=keep):
+                return False
+            there = target[first * row - start : (first + count) * row - start].reshape(count, *spec.shape[1:], item)
+            here = held.reshape(count, *of.shape[1:], item)
+            dims = list(zip(box.offsets[1:], of.offsets[1:], box.shape[1:], strict=True))
+            into_there = tuple(slice(low, low + n) for low, _, n in dims)
+            there[(slice(None), *into_there)] = here[(slice(None), *(slice(low - base, low - base + n) for low, base, n in dims))]
+        return True
 
-    def _from_elsewhere(self, region: Region, run: _Run, start: int, into: Buffer, why: list[str]) -> None:
+    def _read_piece(self, pieces: _Pieces, start: int, into: Buffer, *, keep: int) -> bool:
+        """Bytes from `start` of a piece. False where some of them are right on no machine."""
+        for position, target in _blocks_of(pieces, start, into):
+            why: list[str] = []
+            fine = self._take(pieces, position, target, why, keep=keep)
+            self._report(why)
+            if not fine:
+                return False
+        return True
+
+    def _copy(self, pieces: _Pieces, run: _Run, into: Buffer, *, keep: int) -> None:
+        """A run out of a region's box, block by block, each from the first owner whose bytes are right."""
+        for position, target in _blocks_of(pieces, run.in_piece, into):
+            why: list[str] = []
+            if not self._take(pieces, position, target, why, keep=keep):
+                self._from_elsewhere(pieces, run, run.low + position - run.in_piece, target, why)
+            self._report(why)
+
+    def _take(self, pieces: _Pieces, position: int, into: Buffer, why: list[str], *, keep: int) -> bool:
+        """Bytes of one block of a piece, from the first owner whose bytes are right; False where there is none."""
+        block = position // digests.BLOCK_NBYTES
+        low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, pieces.nbytes)
+        if (position, position + len(into)) == (low, high):
+            return self._read_block(pieces, block, into, why)
+        held = self._part_of_block(pieces, block, high - low, why, keep=keep)
+        if held is not None:
+            into[:] = held[position - low : position - low + len(into)]
+        return held is not None
+
+    def _from_elsewhere(self, pieces: _Pieces, run: _Run, start: int, into: Buffer, why: list[str]) -> None:
         """Bytes of a block that no copy of its box has undamaged, out of boxes that overlap it."""
-        spoilt, told = run.spoilt | {region.of}, [*run.why, *why]
-        if self._fill(run.key, self._regions(run.key, spoilt), start, into, spoilt, told) != len(into):
+        spoilt, told = run.spoilt | {pieces.region.of}, [*run.why, *why]
+        if self._fill(pieces.key, start, into, spoilt, told) != len(into):
             raise IntegrityError(listed("no machine has these bytes undamaged", told))
 
-    def _part_of_block(self, owners: Sequence[Piece], block: int, nbytes: int, why: list[str], *, keep: int) -> bytes | None:
+    def _part_of_block(self, pieces: _Pieces, block: int, nbytes: int, why: list[str], *, keep: int) -> bytes | None:
         """A whole block, of which only a part is wanted now, and more of it soon."""
-        name = (owners[0].folder, owners[0].name, block)
+        folder, fragment = pieces.region.owners[0]
+        name = (folder, pieces.stored(fragment=fragment), block)
         if name not in self._blocks:
             held = bytearray(nbytes)
-            if not self._read_block(owners, block, memoryview(held), why):
+            if not self._read_block(pieces, block, memoryview(held), why):
                 return None
             self._blocks[name] = bytes(held)
             while len(self._blocks) > min(keep, _MAX_BLOCKS):
@@ -189,14 +229,15 @@ class JointStorage:
         self._blocks.move_to_end(name)
         return self._blocks[name]
 
-    def _read_block(self, owners: Sequence[Piece], block: int, into: Buffer, why: list[str]) -> bool:
+    def _read_block(self, pieces: _Pieces, block: int, into: Buffer, why: list[str]) -> bool:
         """Whether an owner's bytes are right. `why`: what was wrong with those before."""
-        for piece in owners:
-            folder = self._folders[piece.folder]
-            where = f"{folder.storage.root}/{piece.location.file}: block {block} of {piece.part}:{piece.name}"
+        for number, fragment in pieces.region.owners:
+            stored = pieces.stored(fragment=fragment)
             try:
-                folder.storage.read_at(piece.location.file, piece.location.start + block * digests.BLOCK_NBYTES, into)
-                saved = self._saved(folder, piece)
+                folder = self._folders[number]
+                at = folder.catalog([stored]).locations[stored]
+                folder.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
+                saved = self._saved(number, folder)[stored]
             except CheckpointError as error:
                 why.append(str(error))
                 continue
@@ -204,6 +245,7 @@ class JointStorage:
                 self.ledger.verified_nbytes += len(into) if saved is not None else 0
                 return True
             needed = f"{saved[block]:016x}" if block < len(saved) else "one that is not in the digests"
+            where = f"{folder.storage.root}/{at.file}: block {block} of {file_of(stored)}"
             why.append(f"{where} has CRC {digests.crc(into):016x}; needed {needed}")
         return False
 
@@ -213,32 +255,68 @@ class JointStorage:
                 self.ledger.damage.append(text)
                 _LOG.warning("read from another machine: %s", text)
 
-    def _saved(self, folder: Stock, piece: Piece) -> Sequence[int] | None:
-        """The piece's digests; those of the whole folder are read at once, for a request to a peer costs more than bytes do."""
-        if piece.folder not in self._digests:
-            pieces = (one for of_tensor in self._found.pieces.values() for one in of_tensor if one.folder == piece.folder)
-            self._digests[piece.folder] = folder.block_digests({(one.part, one.name) for one in pieces})
-        return self._digests[piece.folder][piece.part, piece.name]
+    def _saved(self, number: int, folder: Stock) -> Mapping[Key, Sequence[int] | None]:
+        """A folder's digests, read at once: a request to a peer costs more than bytes do."""
+        if number not in self._digests:
+            self._digests[number] = folder.block_digests(self._found.stored_in(number))
+        return self._digests[number]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a tensor, and the stored box that it is read from: the pieces that hold that one, the one to ask first in front."""
+    """A box of a tensor, and the stored box that it is read from: in these folders, the one to ask first in front, as a fragment or not."""
 
     box: Box
     of: Box
-    owners: Sequence[Piece]
+    owners: Sequence[tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The copies of a region's box of one tensor. `nbytes`: of each."""
+
+    key: Key
+    spec: TensorSpec
+    region: Region
+    nbytes: int
+
+    def stored(self, *, fragment: bool) -> Key:
+        return stored_as(self.key, self.region.of, self.spec.shape, fragment=fragment)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Bytes from `low` of a tensor, from `in_piece` of a piece. `spoilt`: boxes that did not have them, and `why`."""
 
-    key: Key
     low: int
     in_piece: int
     spoilt: frozenset[Box]
     why: Sequence[str]
+
+
+def _blocks_of(pieces: _Pieces, start: int, into: Buffer) -> Iterator[tuple[int, Buffer]]:
+    """`into`, from byte `start` of a piece, cut where its blocks are: (first byte, what of it lies in one block)."""
+    position, stop = start, start + len(into)
+    while position < stop:
+        upto = min((position // digests.BLOCK_NBYTES + 1) * digests.BLOCK_NBYTES, pieces.nbytes, stop)
+        yield position, into[position - start : upto - start]
+        position = upto
+
+
+def _whole_rows(box: Box, spec: TensorSpec, start: int, stop: int) -> tuple[Box | None, list[Box]]:
+    """The rows of a box that lie in [start, stop) of the tensor as a whole, where it is worth while to move them at once; and the rest."""
+    if len(spec.shape) < 2 or not box.numel:
+        return None, [box]
+    row, item = spec.nbytes // spec.shape[0], spec.nbytes // whole(spec.shape).numel
+    low, high = max(box.offsets[0], -(-start // row)), min(box.offsets[0] + box.shape[0], stop // row)
+    if high - low < 2 or box.shape[-1] * item >= _LONG_RUN_NBYTES or box.shape[1:] == spec.shape[1:]:
+        return None, [box]
+
+    def rows(first: int, last: int) -> Box:
+        return Box((first, *box.offsets[1:]), (last - first, *box.shape[1:]))
+
+    around = [rows(box.offsets[0], low), rows(high, box.offsets[0] + box.shape[0])]
+    return rows(low, high), [one for one in around if one.numel]
 
 
 def _rows(spec: TensorSpec, start: int, stop: int) -> Box:

@@ -37,7 +37,6 @@ from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url, reader
 
 Path = str | os.PathLike[str]
 
-_MENDING = ".mending-"
 _HEADROOM_NBYTES = 1 << 20
 _ASK_FIRST_BLOCKS = 256  # of a file: with fewer that are bad, all are looked for before anything is written
 
@@ -177,7 +176,7 @@ class _Mending:
     def clear(self, there: Sequence[str]) -> None:
         """Removes what a repair that was cut off has left."""
         for name in there:
-            if name.startswith(_MENDING) and self._storage.kind(name) == "file":
+            if name.startswith(names.MENDING) and self._storage.kind(name) == "file":
                 self._storage.remove_file(name)
 
     def mend(self, fault: Fault) -> None:
@@ -224,7 +223,7 @@ class _Mending:
 
     def _put(self, file: str, pieces: Iterator[tuple[int, bytes]]) -> None:
         """Writes the file beside the old one, and gives it the name once it is on the disk."""
-        storage, beside, nbytes = self._storage, f"{_MENDING}{file}-{secrets.token_hex(4)}", 0
+        storage, beside, nbytes = self._storage, f"{names.MENDING}{file}-{secrets.token_hex(4)}", 0
         first = next(pieces)  # nothing is written where nothing is to be had
         files = {name: of.nbytes for part in self._truth.manifest.parts.values() for name, of in part.files.items()}
         free, wanted = storage.free_nbytes(), files.get(file, len(first[1])) + _HEADROOM_NBYTES

@@ -12,7 +12,8 @@ from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit, extras
 from unified_ckpt.engine.build import Job, Kept, SaveReport, SaveRequest, finish, tell
-from unified_ckpt.engine.islands import Gate, Land, check_world, island_rules, on_island, open_gate, spread_extra, telling
+from unified_ckpt.engine.islands import Gate, check_world, island_rules, on_island, open_gate, spread_extra, telling
+from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
 from unified_ckpt.engine.snapshot import Snapshot, copy, hand_over, prepare
@@ -64,7 +65,7 @@ def begin_save(
         with meeting.phase("stage"):
             job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
             with telling(job.gate):
-                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
+                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers, job.post)
                 job = replace(job, told=tell(job))
                 steady = steady_keys(job.request.state) if lazy else frozenset()
                 keys = {part.row.key for parts in job.held for part in parts}
@@ -142,35 +143,38 @@ def _arrive(
         if isinstance(request, Exception):
             raise request
         words = extras.words_of(request.extra if meeting.rank == 0 else None, request.rank_extra, freeze=background)
-        if meeting.rank == 0 and not background and land is None:  # again when it begins; here before any work is done
+        if (
+            meeting.rank == 0 and not background and (land is None or land.island is None)
+        ):  # again when it begins; here before any work is done
             commit.check_target(storage, name, if_exists=request.options.if_exists)
     same = meeting.all_same and kept.plan is not None
-    if land is None:
+    post = land.post if land is not None else None
+    if land is None or land.island is None:
         with meeting.phase("plan") if not same else nullcontext():
             plan = _plan(meeting, request.parts(), request, kept, mark, same=same, layout=request.layout)
-        return _checked(Job(meeting, storage, name, request, plan, _held(plan, request.parts()), words, started))
+        return _checked(Job(meeting, storage, name, request, plan, _held(plan, request.parts()), words, started, post=post))
     gate = open_gate(meeting, land.island)
     with telling(gate):
-        parts, words = _landed(gate, land, request, kept, same=same), spread_extra(gate, words)
+        parts, words = _landed(gate, land.comm, request, kept, same=same), spread_extra(gate, words)
         own = land.comm.meet("save of an island", same=same, timeout_seconds=meeting.timeout_seconds)
         if background:
             own.to_background()
         try:
             with own.phase("plan") if not same else nullcontext():
                 plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
-            return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate))
+            return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate, post=post))
         except BaseException:
             own.leave()
             raise
 
 
-def _landed(gate: Gate, land: Land, request: SaveRequest, kept: Kept, *, same: bool) -> list[Part]:
+def _landed(gate: Gate, comm: Comm, request: SaveRequest, kept: Kept, *, same: bool) -> list[Part]:
     """Collective over all islands. What this rank's island stores of its parts; the claims of all ranks checked."""
     parts = request.parts()
     if not same or kept.rules is None:
         kept.totals = check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
-        kept.rules = island_rules(land.comm, parts, land.island, timeout_seconds=gate.meeting.timeout_seconds)
-    return on_island(parts, kept.rules, land.island, index=land.comm.rank)
+        kept.rules = island_rules(comm, parts, gate.island, timeout_seconds=gate.meeting.timeout_seconds)
+    return on_island(parts, kept.rules, gate.island, index=comm.rank)
 
 
 def _plan(

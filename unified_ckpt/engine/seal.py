@@ -17,11 +17,12 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, Part, RankExtraFile, encode_manifest
 from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.files import Files
 from unified_ckpt.runtime.storage import LocalStorage
 
 
 def write_digests(
-    meeting: Meeting, storage: LocalStorage, folder: str, groups: Sequence[GroupPlan], found: Sequence[Digested], book: Book | None
+    meeting: Meeting, files: Files, groups: Sequence[GroupPlan], found: Sequence[Digested], book: Book | None
 ) -> DigestFile | None:
     """Collective. Each group's lead joins what its members digested and writes it at its place; returns the record on rank 0."""
     for group, own in zip(groups, found, strict=True):
@@ -32,11 +33,11 @@ def write_digests(
             told = meeting.collect(f"digests/{group.index}", b".", at=group.lead, ranks=group.holders)
             theirs = [packed[1:] for packed in told]
             section = _join(group, [*own, *(piece for packed in theirs for piece in digests.unpack(packed))])
-            storage.write_at(f"{folder}/{names.DIGESTS}", group.digest_start, [memoryview(section)])
+            files.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
             meeting.put(f"section/{group.index}", json.dumps([digests.crc(section), len(section)]).encode())
     if book is None:
         return None
-    storage.write_at(f"{folder}/{names.DIGESTS}", 0, [memoryview(book.digest_head)])
+    files.write_at(names.DIGESTS, 0, [memoryview(book.digest_head)])
     sections = [json.loads(meeting.get(f"section/{i}")) for i in range(len(book.sections))]
     crc, nbytes = digests.combine_stream([(digests.crc(book.digest_head), len(book.digest_head)), *sections])
     return DigestFile(file=names.DIGESTS, algorithm=digests.ALGORITHM, block_nbytes=digests.BLOCK_NBYTES, nbytes=nbytes, crc=f"{crc:016x}")

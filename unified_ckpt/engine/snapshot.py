@@ -18,12 +18,14 @@ from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.exchange import Extent
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.plan import GroupPlan
-from unified_ckpt.engine.write import Digested, Writer, chunks, fill_tile, put_tile, write_headers
+from unified_ckpt.engine.tiles import fill_tile, put_tile, spans_of
+from unified_ckpt.engine.write import Digested, Writer, chunks, write_headers
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.probe import free_memory_nbytes
-from unified_ckpt.runtime.staging import Wait, Window, giving_up
+from unified_ckpt.runtime.staging import FarWindow, Wait, Window, giving_up
 from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, dense, fill_lines
 from unified_ckpt.runtime.windows import Windows
 
@@ -63,7 +65,7 @@ class Buffers:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What to copy where. `number`: of the save, higher than those before. `firsts`: of each group's extents, the first byte in `memory`;
-    `slots`: mover -> group -> the slot of its first tile in the mover's window."""
+    `slots`: mover -> group -> the slot of its first tile in the mover's window. `far`: windows of ranks on other machines."""
 
     number: int
     rank: int
@@ -72,6 +74,7 @@ class Snapshot:
     memory: torch.Tensor
     firsts: Sequence[Sequence[int]]
     windows: Mapping[int, Window]
+    far: Mapping[int, FarWindow]
     slots: Mapping[int, Mapping[int, int]]
 
     def extents(self) -> Iterator[tuple[GroupPlan, Part, Extent, torch.Tensor]]:
@@ -81,7 +84,7 @@ class Snapshot:
                 yield group, parts[extent.row], extent, self.memory[first : first + extent.stop - extent.start]
 
 
-def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequence[Part]], buffers: Buffers) -> Snapshot:
+def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequence[Part]], buffers: Buffers, post: Post | None) -> Snapshot:
     """Collective. Makes room, and learns where the other ranks' room is; copies nothing. StorageError where memory is short.
 
     The buffers must be free on every rank: each has come here only after its last snapshot was written. Where the groups are those of
@@ -103,10 +106,12 @@ def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequen
         partners={rank for group in groups for rank in group.moves.partners(meeting.rank)},
         slots=count,
         exchange=0,
+        post=post,
     )
     movers = {tile.mover for group in groups for tile in group.moves.shared}
     told = {mover: _parse_slots(meeting.get(f"slots/{mover}", of=mover)) for mover in movers | ({meeting.rank} if count else set())}
-    made = Snapshot(meeting.number + 1, meeting.rank, groups, held, buffers.own(total, pinned=pinned), firsts, windows, told)
+    memory, far = buffers.own(total, pinned=pinned), buffers.windows.far
+    made = Snapshot(meeting.number + 1, meeting.rank, groups, held, memory, firsts, windows, far, told)
     buffers.last = replace(made, held=())
     return made
 
@@ -153,7 +158,8 @@ def copy(snapshot: Snapshot, keys: Collection[Key]) -> None:
             rows = frozenset(number for number, row in enumerate(group.rows) if row.key in keys)
             for tile in group.moves.shared:
                 slot = snapshot.slots[tile.mover][group.index] + tile.number
-                fill_tile(windows[tile.mover].tile(slot), tile, parts, made, rank=rank, rows=rows)
+                window = windows.get(tile.mover) or snapshot.far[tile.mover]
+                fill_tile(window.tile(slot), tile, parts, made, rank=rank, rows=rows)
         last: Part | None = None
         for _, part, extent, memory in snapshot.extents():
             if part.row.key not in keys:
@@ -166,9 +172,20 @@ def copy(snapshot: Snapshot, keys: Collection[Key]) -> None:
 
 
 def hand_over(snapshot: Snapshot) -> None:
-    """Tells the other ranks that everything of theirs is copied."""
-    for mover in {tile.mover for group in snapshot.groups for tile in group.moves.shared}:
+    """Tells the other ranks of this machine that everything of theirs is copied."""
+    for mover in {tile.mover for group in snapshot.groups for tile in group.moves.shared} - set(snapshot.far):
         snapshot.windows[mover].mark(snapshot.rank, snapshot.number)
+
+
+def send(snapshot: Snapshot, post: Post) -> None:
+    """Sends what was copied for ranks on other machines; with the last of each mover, that it is all."""
+    tiles = [(tile, group, parts) for group, parts in zip(snapshot.groups, snapshot.held, strict=True) for tile in group.moves.shared]
+    theirs = {mover: [one for one in tiles if one[0].mover == mover] for mover in snapshot.far}
+    for mover, window in snapshot.far.items():
+        for i, (tile, group, parts) in enumerate(theirs[mover], start=1):
+            number = snapshot.slots[mover][group.index] + tile.number
+            filled = snapshot.number if i == len(theirs[mover]) else 0
+            post.hand_in(window, exchange=0, number=number, tiles=filled, spans=list(spans_of(tile, parts, rank=snapshot.rank)))
 
 
 def write(snapshot: Snapshot, writer: Writer, wait: Wait) -> list[Digested]:
@@ -201,9 +218,11 @@ def _place(group: GroupPlan, found: tuple[Extent, torch.Tensor]) -> tuple[int, i
 def _write_extent(group: GroupPlan, extent: Extent, memory: torch.Tensor, writer: Writer) -> Digested:
     file, view = group.files[group.file_of[extent.row]], as_bytes(memory)
     digested: Digested = []
+    first = file.starts[extent.row]
+    alone = first + extent.start, first + extent.stop
     for start, stop in chunks(extent.start, extent.stop):
         held = view[start - extent.start : stop - extent.start]
-        writer.put(file.name, file.starts[extent.row] + start, [held])
+        writer.put(file.name, first + start, [held], alone=alone)
         for low, high in chunks(start, stop, nbytes=digests.BLOCK_NBYTES):
             digested.extend((extent.row, piece) for piece in digests.pieces(held[low - start : high - start], start=low))
             time.sleep(_BREATH_SECONDS)

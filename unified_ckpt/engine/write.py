@@ -1,21 +1,21 @@
-"""Moves the bytes of one group into its files: what this rank writes alone, then the tiles that ranks fill for each other."""
+"""Moves the bytes of one group into its files: headers, and what this rank writes alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.exchange import Extent, Tile
+from unified_ckpt.core.exchange import Extent
 from unified_ckpt.engine.plan import GroupPlan
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.files import Files
 from unified_ckpt.runtime.lane import Lane
-from unified_ckpt.runtime.staging import SLOTS, Wait, Window
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, dense, fill_lines
+from unified_ckpt.runtime.staging import SLOTS
+from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, dense, fill_lines
 
 CHUNK_NBYTES = 4 << 20  # of one write: a whole number of digest blocks, small enough to stay in the cache between CRC and copy
 
@@ -23,29 +23,30 @@ Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
 
 
 class Writer:
-    """Positional writes of one rank into one folder, one chunk ahead of the caller, who digests the next meanwhile.
+    """Positional writes of one rank, one chunk ahead of the caller, who digests the next meanwhile.
 
     `hurry`: tell the disk to begin at once. `ranks`: that keep a core of this machine busy.
     """
 
-    def __init__(self, storage: LocalStorage, folder: str, *, hurry: bool, ranks: int, beat: Callable[[], None]) -> None:
-        self._storage, self._folder, self._hurry, self._beat = storage, folder, hurry, beat
+    def __init__(self, files: Files, *, hurry: bool, ranks: int, beat: Callable[[], None]) -> None:
+        self._files, self._hurry, self._beat = files, hurry, beat
         self._lane = Lane(ranks=ranks)
         self._pending: list[Future[None]] = []
 
-    def put(self, file: str, start: int, buffers: Sequence[memoryview]) -> Future[None]:
-        """Queues a write; the buffers must stay as they are until it is done."""
+    def put(self, file: str, start: int, buffers: Sequence[memoryview], *, alone: tuple[int, int] | None = None) -> Future[None]:
+        """Queues a write; the buffers must stay as they are until it is done. `alone`: bytes of the file around them that are this
+        rank's too, and nobody else's."""
         self._beat()
         while len(self._pending) > 1:
             self._pending.pop(0).result()
-        future = self._lane.submit(partial(self._write, file, start, buffers))
+        future = self._lane.submit(partial(self._write, file, start, buffers, alone))
         self._pending.append(future)
         return future
 
-    def _write(self, file: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._storage.write_at(f"{self._folder}/{file}", start, buffers)
+    def _write(self, file: str, start: int, buffers: Sequence[memoryview], alone: tuple[int, int] | None) -> None:
+        self._files.write_at(file, start, buffers, alone=alone)
         if self._hurry:  # the disk works while we write on: a third off a durable save
-            self._storage.start_flush(f"{self._folder}/{file}", start, sum(len(b) for b in buffers))
+            self._files.start_flush(file, start, sum(len(b) for b in buffers))
 
     def drain(self) -> None:
         """Returns once everything queued is written."""
@@ -53,7 +54,7 @@ class Writer:
             self._pending.pop(0).result()
 
     def resize(self, file: str, nbytes: int) -> None:
-        self._storage.resize(f"{self._folder}/{file}", nbytes)
+        self._files.resize(file, nbytes)
 
     def close(self) -> None:
         self._lane.close()
@@ -82,14 +83,16 @@ def write_extents(group: GroupPlan, parts: Sequence[Part], writer: Writer, *, ra
         part = parts[extent.row]
         if not part.local.is_contiguous():
             part = Part(part.row, dense(part.local))
+        first = file.starts[extent.row]
+        alone = first + extent.start, first + extent.stop
         for start, stop in chunks(extent.start, extent.stop):
             local = extent.local + start - extent.start
             if part.plain:
                 view = as_bytes(part.local)[local : local + stop - start]
-                writer.put(file.name, file.starts[extent.row] + start, [view])
+                writer.put(file.name, first + start, [view], alone=alone)
             else:
                 view = scratch.stage(part, local, stop - start)
-                scratch.busy(writer.put(file.name, file.starts[extent.row] + start, [view]))
+                scratch.busy(writer.put(file.name, first + start, [view], alone=alone))
             found.extend((extent.row, piece) for piece in digests.pieces(view, start=start))
     writer.drain()
     return found
@@ -127,62 +130,3 @@ class Scratch:
     def busy(self, write: Future[None]) -> None:
         """The buffer of the last `stage` is in use until this write is done."""
         self._writes[self._turn] = write
-
-
-def write_tiles(
-    group: GroupPlan, parts: Sequence[Part], writer: Writer, windows: Mapping[int, Window], wait: Wait, *, rank: int, exchange: int
-) -> Digested:
-    """Fills this rank's parts of all tiles, its own and the others', and writes its own, two in flight per rank."""
-    found: Digested = []
-    mine = {tile.number: tile for tile in group.moves.mine}
-    made: dict[int, Part] = {}  # row-major copies of parts that are not
-    own = windows.get(rank)
-    if own is not None and mine:
-        own.serve(exchange)
-    numbers = sorted({tile.number for tile in group.moves.shared} | set(mine))
-    for number in numbers:
-        for tile in (t for t in group.moves.shared if t.number == number):
-            if tile.mover != rank:
-                wait.until_progress(tile.mover, exchange=exchange, tiles=number - SLOTS + 1)
-            fill_tile(windows[tile.mover].tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
-            windows[tile.mover].mark(rank, number + 1)
-        if number in mine and own is not None:
-            wait.until_done(own, [r for r in mine[number].parties if r != rank], number + 1)
-            found.extend(put_tile(own.tile(number), mine[number], group, writer))
-            writer.drain()
-            own.advance(number + 1)
-    return found
-
-
-def fill_tile(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int, rows: Collection[int]) -> None:
-    """Copies this rank's pieces of some rows into a tile. `made`: row-major copies of parts that are not, by row."""
-    for piece in tile.pieces:
-        if rank in piece.parties and piece.row in rows:
-            part = parts[piece.row]
-            if not part.local.is_contiguous():
-                part = made[piece.row] = made.get(piece.row) or Part(part.row, dense(part.local))
-            target = memory[piece.slot : piece.slot + piece.stop - piece.start]
-            boxes = boxes_in_line(part, rank, piece.split)
-            fill_lines(target, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
-
-
-def put_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writer) -> Digested:
-    """Digests a tile that is full and queues its writes; neighbours in the file in one call."""
-    found: Digested = []
-    view = as_bytes(memory)
-    run: list[memoryview] = []
-    where = ("", 0)  # file and first byte of the run
-    for piece in tile.pieces:
-        file = group.files[group.file_of[piece.row]]
-        held = view[piece.slot : piece.slot + piece.stop - piece.start]
-        found.extend((piece.row, part) for part in digests.pieces(held, start=piece.start))
-        start = file.starts[piece.row] + piece.start
-        if run and (file.name, start) != (where[0], where[1] + sum(len(b) for b in run)):
-            writer.put(where[0], where[1], run)
-            run = []
-        if not run:
-            where = (file.name, start)
-        run.append(held)
-    if run:
-        writer.put(where[0], where[1], run)
-    return found

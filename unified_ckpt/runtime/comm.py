@@ -221,6 +221,11 @@ class Meeting:
                 continue
             time.sleep(min(max(waited / 10, 0.0001), 1.0, left))
 
+    def heed(self) -> None:
+        """Raises what another rank has failed with, if one has."""
+        if self.has("failed"):
+            raise self.failure()
+
     def beat(self) -> None:
         """A sign of life, for those who wait: this rank is getting on. Cheap: most calls do nothing."""
         now = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from unified_ckpt.core.tables import short
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm import Meeting
@@ -14,6 +16,22 @@ def machine_id() -> str:
             return file.read().strip()
     except OSError as error:
         raise StorageError(f"/proc/sys/kernel/random/boot_id: {error.strerror}; needed a Linux /proc to tell machines apart") from error
+
+
+def file_system(path: str) -> str:
+    """The kernel's name for the type of the file system that a folder is on; "unknown" where it does not say."""
+    best, found = -1, "unknown"
+    real = os.path.realpath(path)
+    try:
+        with open("/proc/self/mountinfo") as file:
+            for line in file:
+                before, _, after = line.partition(" - ")
+                point = before.split()[4].encode().decode("unicode_escape")  # a space is \\040
+                if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
+                    best, found = len(point), after.split()[0]  # of several at one place the last is on top
+    except OSError:
+        pass  # no /proc: nobody says
+    return found
 
 
 def check_one_machine(meeting: Meeting) -> None:

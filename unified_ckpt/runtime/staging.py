@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -72,6 +73,10 @@ class Window:
     def failed(self) -> bool:
         return bool(self._counters[_FAILED])
 
+    def alive(self) -> bool:
+        """Whether the owner's process runs."""
+        return _alive(int(self.token.split(":")[0]))
+
     @property
     def nbytes(self) -> int:
         """Of the tiles; pages that were never touched take no memory."""
@@ -84,6 +89,42 @@ class Window:
             self._memory.close()
         except BufferError:
             pass  # a view is still held by a caller; the memory goes with it
+
+
+class FarWindow:
+    """A window of a rank on another machine. A party of its tiles fills an image of them here, and hands that in."""
+
+    def __init__(self, rank: int, token: str, *, tile_nbytes: int, slots: int) -> None:
+        self.rank, self.token, self.tile_nbytes, self.slots = rank, token, tile_nbytes, slots
+        self._memory: torch.Tensor | None = None
+
+    def tile(self, number: int) -> torch.Tensor:
+        """The image of tile `number`, uint8 [tile_nbytes]; memory that is never touched is never taken."""
+        if self._memory is None:
+            self._memory = torch.from_numpy(np.empty(self.slots * self.tile_nbytes, dtype=np.uint8))
+        start = number % self.slots * self.tile_nbytes
+        return self._memory[start : start + self.tile_nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.tile_nbytes if self._memory is not None else 0
+
+    def serving(self) -> int:
+        """Who hands in an image waits over there until there is room for it."""
+        return sys.maxsize
+
+    def progress(self) -> int:
+        return sys.maxsize
+
+    def failed(self) -> bool:
+        """Nobody here knows; `Wait` asks the ranks' store."""
+        return False
+
+    def alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._memory = None
 
 
 def _header_nbytes(world: int) -> int:
@@ -118,10 +159,15 @@ def open_window(token: str, *, world: int, tile_nbytes: int, slots: int = SLOTS)
 
 
 class Wait:
-    """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died."""
+    """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died.
 
-    def __init__(self, *, timeout_seconds: float, windows: dict[int, Window]) -> None:
-        self._timeout, self._windows = timeout_seconds, windows
+    `heed`: raises what ranks on other machines have failed with, if they have.
+    """
+
+    def __init__(
+        self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object] = lambda: None
+    ) -> None:
+        self._timeout, self._windows, self._heed = timeout_seconds, windows, heed
 
     def until_done(self, window: Window, ranks: Sequence[int], tiles: int) -> None:
         """Until all these parties are through with `tiles` tiles of the window."""
@@ -138,19 +184,22 @@ class Wait:
                 break
 
     def _pauses(self, rank: int, what: str) -> Iterator[None]:
-        started, pause = time.monotonic(), 0.0
-        pid = int(self._windows[rank].token.split(":")[0])
+        started, pause, looked = time.monotonic(), 0.0, 0.0
+        partner = self._windows[rank]
         while True:
             yield
-            if self._windows[rank].failed():
+            if partner.failed():
                 gave_up = RankError(f"rank {rank} gave up in the middle of the exchange")
                 gave_up.echo = True
                 raise gave_up
             time.sleep(pause)
             pause = min(pause + 20e-6, 1e-3)
             waited = time.monotonic() - started
-            if waited > 1 and not _alive(pid):
-                raise RankError(f"rank {rank} (process {pid}) is gone; waited for {what}")
+            if waited > looked + 1:
+                looked = waited
+                self._heed()
+                if not partner.alive():
+                    raise RankError(f"rank {rank} (process {partner.token.split(':')[0]}) is gone; waited for {what}")
             if waited > self._timeout:
                 raise RankError(f"rank {rank} did not come to {what} within {self._timeout:g} s")
 

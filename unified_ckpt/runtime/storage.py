@@ -139,6 +139,11 @@ class LocalStorage:
         if flush is not None and name in self._writing:
             flush(self._writing[name], ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
 
+    def written(self) -> list[str]:
+        """The files that were written to and not synced yet."""
+        with self._lock:
+            return list(self._writing)
+
     def sync(self, name: str) -> None:
         """Returns once the file's bytes are on the disk, and closes it."""
         fd = self._open_for_writing(name)

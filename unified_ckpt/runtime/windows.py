@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable
 
 from unified_ckpt.runtime.comm import Meeting
-from unified_ckpt.runtime.staging import SLOTS, Window, create_window, open_window
+from unified_ckpt.runtime.post import Post
+from unified_ckpt.runtime.staging import SLOTS, FarWindow, Window, create_window, open_window
 
 
 class Windows:
@@ -16,30 +17,49 @@ class Windows:
         self._own: Window | None = None
         self._fd: int | None = None
         self._opened: dict[int, Window] = {}
+        self.far: dict[int, FarWindow] = {}  # of the partners on other machines, since `ready`
+        self._post: Post | None = None
 
     def ready(
-        self, meeting: Meeting, *, tile_nbytes: int, partners: Iterable[int], slots: int = SLOTS, exchange: int | None = None
+        self,
+        meeting: Meeting,
+        *,
+        tile_nbytes: int,
+        partners: Iterable[int],
+        slots: int = SLOTS,
+        exchange: int | None = None,
+        post: Post | None = None,
     ) -> dict[int, Window]:
         """The windows of `partners`, by rank, and this rank's own when it is one of them: at least `slots` tiles of
-        `tile_nbytes`. `exchange`: what the own one serves from the start.
+        `tile_nbytes`. `exchange`: what the own one serves from the start. `post`: the way to partners on other machines, who are in
+        `far` then.
 
         A rank that only fills or empties has one too, by which the others see that it lives. StorageError where the memory of one
         cannot be reached.
         """
         found: dict[int, Window] = {}
-        wanted = set(partners)
+        wanted, kept, self.far = set(partners), self.far, {}
         if meeting.rank in wanted:
             own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes, slots)
             own.revive()
             if exchange is not None:
                 own.serve(exchange)
+            if post is not None:
+                post.lend(own)
+                self._post = post
             meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes} {own.slots}".encode())
         for rank in sorted(wanted - {meeting.rank}):
             token, *sizes = meeting.get(f"window/{rank}", of=rank).decode().split()
+            nbytes, count = map(int, sizes)
+            if post is not None and not post.volume.near(meeting.rank, rank):
+                known = kept.get(rank)
+                same = known is not None and known.token == token
+                self.far[rank] = known if known and same else FarWindow(rank, token, tile_nbytes=nbytes, slots=count)
+                continue
             if rank not in self._opened or self._opened[rank].token != token:
                 if rank in self._opened:
                     self._opened.pop(rank).close()
-                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=int(sizes[0]), slots=int(sizes[1]))
+                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=nbytes, slots=count)
             found[rank] = self._opened[rank]
         return found
 
@@ -50,8 +70,8 @@ class Windows:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's own window."""
-        return self._own.nbytes if self._own is not None else 0
+        """Of this rank's own window, and of what it has put together for ranks on other machines."""
+        return (self._own.nbytes if self._own is not None else 0) + sum(one.nbytes for one in self.far.values())
 
     def _ensure(self, world: int, tile_nbytes: int, slots: int) -> Window:
         if self._own is None or self._own.tile_nbytes < tile_nbytes or self._own.slots < slots:
@@ -61,6 +81,8 @@ class Windows:
 
     def _close_own(self) -> None:
         if self._own is not None:
+            if self._post is not None:
+                self._post.take_back(self._own)
             self._own.close()
             self._own = None
         if self._fd is not None:
@@ -71,4 +93,4 @@ class Windows:
         self._close_own()
         for window in self._opened.values():
             window.close()
-        self._opened = {}
+        self._opened, self.far = {}, {}

@@ -1,0 +1,279 @@
+"""What it costs to find out what machines without a common folder have between them, by number of machines. No tensors, disk or network.
+
+Run: python benchmarks/bench_inventory.py [--machines 8,64] [--out FILE]. Llama 3.1 405B: weights, fp32 masters, two moments and a step of
+each parameter, TP 8 inside a machine, FSDP over the machines, so that almost all is stored in fragments. One JSON line for each of: the
+first rank of a machine, which lists its folder; rank 0, which puts the lists together, proves that nothing is missing and tells all;
+every rank, which reads that and looks up where its parts are, in the layout of the save (`same`) and by rows over all ranks (`rows`),
+and parses the headers of each folder that it reads from, its own at least. From 64 machines on also a mixture of experts, where machines
+name different tensors. Seconds: median of 5 runs; peak memory by tracemalloc in a run of its own; bytes that go through the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import secrets
+import statistics
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from bench_plan import PP, TP, llama_405b, moe
+
+from unified_ckpt.core.geometry import Box, chunk
+from unified_ckpt.core.islands import FRAGMENTS, fragment_name
+from unified_ckpt.core.sharding import Sharding, TensorSpec
+from unified_ckpt.core.tables import Row
+from unified_ckpt.engine.folders import Folders
+from unified_ckpt.engine.inventory import Inventory, Listing, Numbers, classify, decode_inventory, decode_listing, listing_name
+from unified_ckpt.engine.joint import Joint
+from unified_ckpt.engine.whole import choose, decode_whole
+from unified_ckpt.format.digests import block_count
+from unified_ckpt.format.header import encode_header, file_order, parse_header
+from unified_ckpt.runtime.peers import Address, PeerStorage, parse_address
+
+RUNS = 5
+EXPERT_GROUPS, EXPERT_TENSORS = 64, 234_545
+FILE_NBYTES = 5_000_000_000
+
+
+def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
+    """Times a call, then runs it once more for its peak memory."""
+    seconds = []
+    for _ in range(RUNS):
+        gc.collect()
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    gc.collect()
+    tracemalloc.start()
+    call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": RUNS}
+    row = {"bench": "inventory", **what, **times, "peak_bytes": peak, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+# ---- machines: what each stores
+
+
+def held_by(machine: int, row: Row, ranks: int) -> list[Box]:
+    """The boxes of a tensor that a machine's ranks hold."""
+    boxes = [box for rank in range(machine * ranks, (machine + 1) * ranks) for box, _ in row.sharding.boxes(rank, row.spec.shape)]
+    return [box for box in dict.fromkeys(boxes) if box.numel]
+
+
+def stored_by(machine: int, rows: Sequence[Row], *, ranks: int = TP) -> dict[str, dict[str, TensorSpec]]:
+    """What a machine stores, by its own parts and names: what is cut over machines in fragments, the rest whole."""
+    found: dict[str, dict[str, TensorSpec]] = {}
+    for row in rows:
+        if not row.sharding.cuts:
+            found.setdefault(row.part, {})[row.fqn] = row.spec
+        for box in held_by(machine, row, ranks) if row.sharding.cuts else ():
+            name = fragment_name(row.fqn, box, row.spec.shape)
+            found.setdefault(row.part + FRAGMENTS, {})[name] = TensorSpec(row.spec.dtype, box.shape)
+    return found
+
+
+def patterns(rows: Sequence[Row]) -> list[Row]:
+    """The first row of each shape and rule: the kinds of all rows are theirs, in the same order."""
+    first: dict[tuple[tuple[int, ...], Sharding], Row] = {}
+    for row in rows:
+        first.setdefault((row.spec.shape, row.sharding), row)
+    return list(first.values())
+
+
+def inventory_of(machine: int, machines: int, listing: Listing, spans: Numbers, totals: dict[str, list[int]]) -> Inventory:
+    files = []
+    for part, (_, nbytes) in totals.items():
+        count = max(1, nbytes // machines // FILE_NBYTES)
+        files += [f"{part}{FRAGMENTS}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] + [f"{part}.safetensors.index.json"]
+    return Inventory(
+        root="/local/run/checkpoint-1000", machine=machine, save_id="0" * 16, created="2026-01-01T00:00:00+00:00", count=machines,
+        number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing, spans=spans, lost=(),
+        world_size=machines * TP, totals=totals, rank_extras=machines * TP,
+    )  # fmt: skip
+
+
+def totals_of(rows: Sequence[Row]) -> dict[str, list[int]]:
+    totals: dict[str, list[int]] = {}
+    for row in rows:
+        count, nbytes = totals.get(row.part, [0, 0])
+        totals[row.part] = [count + 1, nbytes + row.spec.nbytes]
+    return totals
+
+
+def experts(machines: int) -> tuple[list[bytes], dict[str, bytes]]:
+    """What machines tell that hold a 64th of the experts each, whole, and the attention in fragments; machine + 64 is a copy of machine."""
+    groups = [moe(group, EXPERT_GROUPS) for group in range(EXPERT_GROUPS)]
+    totals = totals_of(list({row.key: row for rows in groups for row in rows}.values()))
+    made, listings = [], {}
+    for group, rows in enumerate(groups):
+        listing, spans = classify(stored_by(group, rows, ranks=1))
+        body = listing.encode()
+        made.append((listing, spans, listing_name(body)))
+        listings[listing_name(body)] = zlib.compress(body)
+    turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
+    return [inventory_of(m, machines, listing, spans, totals).encode(listing=name) for m, listing, spans, name in turns], listings
+
+
+def fleet(machines: int, rows: Sequence[Row]) -> tuple[list[bytes], dict[str, bytes]]:
+    """What all machines tell: their inventories, and the listings by name. Each distinct listing is made once, in full."""
+    totals = totals_of(rows)
+    few = patterns(rows)
+    made: dict[Listing, tuple[Listing, str]] = {}
+    listings: dict[str, bytes] = {}
+    told = []
+    for machine in range(machines):
+        short, spans = classify(stored_by(machine, few))
+        if short not in made:
+            listing, all_spans = classify(stored_by(machine, rows))
+            assert (spans == all_spans).all()
+            body = listing.encode()
+            made[short] = listing, listing_name(body)
+            listings[listing_name(body)] = zlib.compress(body)
+        listing, name = made[short]
+        told.append(inventory_of(machine, machines, listing, spans, totals).encode(listing=name))
+    return told, listings
+
+
+# ---- the ranks' parts of it
+
+
+def list_folder(machine: int, machines: int, rows: Sequence[Row]) -> Callable[[], bytes]:
+    """What the first rank of a machine does, once the headers of its files are read."""
+    stored = stored_by(machine, rows)
+
+    def call() -> bytes:
+        listing, spans = classify(stored)
+        body = listing.encode()
+        zlib.compress(body)
+        return inventory_of(machine, machines, listing, spans, {}).encode(listing=listing_name(body))
+
+    return call
+
+
+def decide(told: Sequence[bytes], listings: dict[str, bytes]) -> bytes:
+    """What rank 0 does."""
+    known: dict[str, Listing] = {}
+
+    def listing_of(name: str) -> Listing:
+        if name not in known:
+            known[name] = decode_listing(zlib.decompress(listings[name]))
+        return known[name]
+
+    return choose([decode_inventory(body, listing_of) for body in told], where="bench").encode()
+
+
+def learn(body: bytes, addresses: bytes, own: int) -> Joint:
+    """What every rank does with what rank 0 has told."""
+    found = decode_whole(body)
+    servers = [parse_address(text) for text in zlib.decompress(addresses).decode().split("\n")]
+    storages = [
+        PeerStorage(servers[one.machine], folder=0, root=one.root, rank=0, names=one.files, timeout_seconds=1) for one in found.folders
+    ]
+    return Joint(found, Folders(storages), own=[own], turn=own * TP)
+
+
+def headers_of(machine: int, rows: Sequence[Row]) -> list[tuple[bytes, int]]:
+    """The headers of a machine's folder, of its parts and of its digests, each with the bytes of its file."""
+    stored = stored_by(machine, rows)
+    files = [[(name, spec.dtype, spec.shape) for name, spec in tensors.items()] for tensors in stored.values()]
+    files.append(
+        [(f"{part}:{name}", "U64", (block_count(spec.nbytes),)) for part, tensors in stored.items() for name, spec in tensors.items()]
+    )
+    found = []
+    for items in files:
+        head, entries = encode_header(file_order(items))
+        found.append((head, max(entry.stop for entry in entries.values())))
+    return found
+
+
+def open_one(joint: Joint, number: int, headers: Sequence[tuple[bytes, int]]) -> None:
+    """What a rank does before it reads from one more folder, once it has the bytes of its headers."""
+    for head, size in headers:
+        parse_header(head, file_size=size, file="bench")
+    joint._found.stored_in(number)
+
+
+def look_up(joint: Joint, windows: Sequence[tuple[Row, int, int]]) -> int:
+    """The regions of some tensors' rows [low, high)."""
+    storage, count = joint.storage, 0
+    storage._tilings.clear()
+    for row, low, high in windows:
+        window = Box((low, *(0,) * (len(row.spec.shape) - 1)), (high - low, *row.spec.shape[1:]))
+        count += len(storage._regions(row.key, window, frozenset()))
+    return count
+
+
+def windows_of(rows: Sequence[Row], machines: int, rank: int, *, how: str) -> list[tuple[Row, int, int]]:
+    """The rows of each tensor that a rank reads."""
+    found = []
+    for row in rows:
+        if not row.spec.shape:
+            continue
+        if how == "rows":
+            spans = [chunk(row.spec.shape[0], machines * TP, rank)]
+        else:
+            spans = [(box.offsets[0], box.offsets[0] + box.shape[0]) for box, _ in row.sharding.boxes(rank, row.spec.shape)]
+        found += [(row, low, high) for low, high in spans if low < high]
+    return found
+
+
+def bench_405b(machines: int) -> list[dict[str, Any]]:
+    rows = sorted((row for stage in range(PP) for row in llama_405b(stage, machines)), key=lambda row: row.key)
+    own, found = machines // 3, []
+    told, listings = fleet(machines, rows)
+    case = {"model": "llama-405b", "mesh": f"fsdp{machines} tp{TP}", "machines": machines, "tensors": len(rows)}
+    pieces = sum(map(len, stored_by(own, rows).values()))
+    sent = {"pieces": pieces, "inventory_bytes": len(told[own]), "listing_bytes": max(map(len, listings.values()))}
+    found.append(measured({**case, "who": "first rank of a machine", **sent}, list_folder(own, machines, rows)))
+    joint = bench_gather(case, told, listings, own, found)
+    headers = headers_of(own, rows)
+    what = {**case, "who": "a rank, for each folder that it reads from", "header_bytes": sum(len(head) for head, _ in headers)}
+    found.append(measured(what, lambda: open_one(joint, own, headers)))
+    for how in ("same", "rows"):
+        windows = windows_of(rows, machines, own * TP + 3, how=how)
+        what = {**case, "who": "every rank, looking up", "layout": how, "windows": len(windows), "regions": look_up(joint, windows)}
+        found.append(measured(what, lambda windows=windows: look_up(joint, windows)))
+    return found
+
+
+def bench_gather(case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, found: list[dict[str, Any]]) -> Joint:
+    """What rank 0 does, and every rank."""
+    body, machines = decide(told, listings), case["machines"]
+    address = Address("10.20.30.40", 43210, "").encode()
+    addresses = zlib.compress("\n".join(address + secrets.token_hex(16) for _ in range(machines)).encode())
+    heard = {"received_bytes": sum(map(len, told)) + sum(map(len, listings.values())), "listings": len(listings)}
+    found.append(measured({**case, "who": "rank 0", **heard}, lambda: decide(told, listings)))
+    got = len(body) + len(addresses)
+    out = {"received_bytes": got, "of_which_addresses": len(addresses), "all_ranks_received_bytes": got * machines * TP}
+    found.append(measured({**case, "who": "every rank", **out}, lambda: learn(body, addresses, own)))
+    return learn(body, addresses, own)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", default="8,64,256,2048")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    found = []
+    for machines in map(int, options.machines.split(",")):
+        found += bench_405b(machines)
+        if machines >= EXPERT_GROUPS:
+            told, listings = experts(machines)
+            case = {"model": "moe", "mesh": f"ep{EXPERT_GROUPS}", "machines": machines, "tensors": EXPERT_TENSORS}
+            bench_gather(case, told, listings, 5, found)
+    if options.out:
+        with open(options.out, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in found)
+
+
+if __name__ == "__main__":
+    main()

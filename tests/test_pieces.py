@@ -1,0 +1,95 @@
+"""Which stored boxes a window of a tensor is read from, against masks; reading itself is in tests/test_machines.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracles import where
+from test_whole import SPECS, Held, boxes_of, whole_of
+
+from unified_ckpt.core.geometry import Box, intersect, whole
+from unified_ckpt.core.islands import without
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.folders import Folders
+from unified_ckpt.engine.pieces import JointStorage
+
+
+@st.composite
+def covered(draw: st.DrawFn) -> tuple[Key, list[Held]]:
+    """A tensor that some folders hold between them: in boxes that tile it, whole, or both, with any others."""
+    key = draw(st.sampled_from([key for key in sorted(SPECS) if SPECS[key].nbytes]))
+    shape = SPECS[key].shape
+    tiles = [whole(shape)]
+    for one in draw(st.lists(boxes_of(shape), max_size=3)):
+        cut = [box for box in tiles if intersect(box, one) is not None]
+        tiles = [piece for box in tiles for piece in without(box, one)] + [
+            found for box in cut if (found := intersect(box, one)) is not None
+        ]
+    held: list[Held] = [{key: []} for _ in range(draw(st.integers(1, 4)))]
+    for box in [*tiles, *draw(st.lists(boxes_of(shape), max_size=3))]:
+        for number in draw(st.sets(st.sampled_from(range(len(held))), min_size=1)):
+            if box not in held[number][key]:
+                held[number][key].append(box)
+    return key, [one if one[key] else {} for one in held]
+
+
+def check_regions(storage: JointStorage, key: Key, save: Sequence[Held], window: Box, spoilt: frozenset[Box], own: frozenset[int]) -> None:
+    """Each element of the window that a box has which is not spoilt is in one region, that of a folder here where one has it."""
+    shape = SPECS[key].shape
+    needed, here, told, told_here = (np.zeros(shape, dtype=int) for _ in range(4))
+    for number, held in enumerate(save):
+        for box in held.get(key, ()):
+            if box not in spoilt and (shared := intersect(box, window)) is not None:
+                needed[where(shared)] = 1
+                here[where(shared)] |= number in own
+    for region in storage._regions(key, window, spoilt):
+        assert intersect(region.box, region.of) == region.box
+        assert {folder for folder, _ in region.owners} == {n for n, held in enumerate(save) if region.of in held.get(key, ())}
+        assert [folder in own for folder, _ in region.owners] == sorted((folder in own for folder, _ in region.owners), reverse=True)
+        told[where(region.box)] += 1
+        told_here[where(region.box)] += region.owners[0][0] in own
+    assert np.array_equal(told, needed)
+    assert np.array_equal(told_here, here)
+
+
+@st.composite
+def partly(draw: st.DrawFn) -> tuple[Key, list[Held]]:
+    """A tensor of which some folders hold any boxes, of which some may overlap and none may have some elements."""
+    key = draw(st.sampled_from([key for key in sorted(SPECS) if SPECS[key].nbytes]))
+    boxes = st.lists(boxes_of(SPECS[key].shape), min_size=1, max_size=4, unique=True)
+    return key, [{key: held} for held in draw(st.lists(boxes, min_size=1, max_size=4))]
+
+
+@given(covered(), st.data())
+@settings(max_examples=400)
+def test_a_window_in_disjoint_regions(drawn: tuple[Key, list[Held]], data: st.DataObject) -> None:
+    check_windows(*drawn, data, proved=True)
+
+
+@given(partly(), st.data())
+@settings(max_examples=400)
+@example((("model", "line"), [{("model", "line"): [Box((0,), (3,)), Box((1,), (2,))]}]), None)
+def test_regions_are_disjoint_where_elements_are_missing(drawn: tuple[Key, list[Held]], data: st.DataObject | None) -> None:
+    """As many elements in boxes as in the tensor say nothing: they may be the same ones."""
+    check_windows(*drawn, data, proved=False)
+
+
+def check_windows(key: Key, save: list[Held], data: st.DataObject | None, *, proved: bool) -> None:
+    if data is None:
+        storage = JointStorage(whole_of(save), Folders([]), own=(), turn=0, proved=proved)
+        check_regions(storage, key, save, whole(SPECS[key].shape), frozenset(), frozenset())
+        return
+    found, shape = whole_of(save), SPECS[key].shape
+    own = frozenset(data.draw(st.sets(st.sampled_from(range(len(save))))))
+    storage = JointStorage(found, Folders([]), own=own, turn=data.draw(st.integers(0, 5)), proved=proved)
+    for _ in range(3):
+        window = whole(shape)
+        if shape:
+            low = data.draw(st.integers(0, shape[0] - 1))
+            window = Box((low, *(0,) * (len(shape) - 1)), (data.draw(st.integers(1, shape[0] - low)), *shape[1:]))
+        boxes = sorted({box for held in save for box in held.get(key, ())}, key=lambda box: (box.offsets, box.shape))
+        for spoilt in (frozenset[Box](), frozenset(data.draw(st.sets(st.sampled_from(boxes))))):
+            check_regions(storage, key, save, window, spoilt, own)

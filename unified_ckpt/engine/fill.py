@@ -1,0 +1,77 @@
+"""What each rank writes of the parts of a checkpoint, from its tensors or from a snapshot of them; then all of it on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unified_ckpt.engine.plan import SavePlan
+from unified_ckpt.engine.snapshot import Snapshot, send
+from unified_ckpt.engine.snapshot import write as write_snapshot
+from unified_ckpt.engine.tiles import write_tiles
+from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers
+from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.files import Files
+from unified_ckpt.runtime.post import Post
+from unified_ckpt.runtime.staging import Wait, giving_up
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.tensors import Part
+from unified_ckpt.runtime.windows import Windows
+
+_MAX_GROUPS = 1 << 20
+
+
+def write_parts(
+    meeting: Meeting,
+    plan: SavePlan,
+    held: Sequence[Sequence[Part]],
+    files: Files,
+    windows: Windows,
+    snapshot: Snapshot | None,
+    *,
+    post: Post | None,
+    fsync: bool,
+) -> list[Digested]:
+    """What this rank writes of every group: first what others wait for. `held`: by group of the plan."""
+    # Beside the training nobody waits for the disk, and each rank's training has a core already.
+    behind = snapshot is not None
+    ranks = meeting.world if post is None else sum(post.volume.near(meeting.rank, rank) for rank in range(meeting.world))
+    writer = Writer(files, hurry=fsync and not behind, ranks=ranks * (2 if behind else 1), beat=meeting.beat)
+    try:
+        if snapshot is not None:
+            if post is not None:
+                send(snapshot, post)
+            wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**snapshot.windows, **snapshot.far}, heed=meeting.heed)
+            return write_snapshot(snapshot, writer, wait)
+        opened = windows.ready(
+            meeting,
+            tile_nbytes=max((group.tile_nbytes for group in plan.groups if group.moves.mine), default=0),
+            partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
+            post=post,
+        )
+        wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**opened, **windows.far}, heed=meeting.heed)
+        found: list[Digested] = []
+        with giving_up(opened.get(meeting.rank)):
+            for group, parts in zip(plan.groups, held, strict=True):
+                number = meeting.number * _MAX_GROUPS + group.index + 1
+                write_headers(group, writer, rank=meeting.rank)
+                digested = write_tiles(group, parts, writer, opened, wait, far=windows.far, post=post, rank=meeting.rank, exchange=number)
+                found.append(digested + write_extents(group, parts, writer, rank=meeting.rank))
+            writer.drain()
+        return found
+    finally:
+        writer.close()
+
+
+def sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan, *, shared: bool) -> None:
+    """Each file is synced once, the work spread over its group; where ranks of several machines share the folder, by each rank that has
+    written to it, for a machine knows only of its own bytes."""
+    if shared:
+        for name in storage.written():
+            storage.sync(name)
+            meeting.beat()
+        return
+    for group in plan.groups:
+        for i, file in enumerate(group.files):
+            if group.holders[i % len(group.holders)] == meeting.rank:
+                storage.sync(f"{folder}/{file.name}")
+                meeting.beat()

@@ -1,0 +1,136 @@
+"""Before the first save to a folder: which ranks see it, which of them share a machine, and how they talk to each other.
+
+How data could be lost: a folder that several machines see is taken for each one's own, and they write over each other; one that they do
+not share is taken for shared. So every machine leaves a fresh file there, and looks for those of the others by name: a list of a folder
+may be an old one, a name that nobody has asked for is looked up anew.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from unified_ckpt.core.islands import Island
+from unified_ckpt.core.tables import short
+from unified_ckpt.core.volumes import Volume, block_nbytes_of
+from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.post import Post
+from unified_ckpt.runtime.probe import file_system
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.wire import parse_address
+
+_PROBE = ".unified-probe-"
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """The ranks that see this rank's folder. `comm`: their own way to talk; `island`: None where they are all ranks; `post`: None where
+    they are on one machine."""
+
+    comm: Comm
+    island: Island | None
+    post: Post | None
+
+    def close(self) -> None:
+        if self.island is not None:
+            self.comm.leave()
+        if self.post is not None:
+            self.post.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """`island`: this rank's; `machines`: of its ranks; `block_nbytes`: of the folder, see `Volume`."""
+
+    island: Island
+    machines: tuple[int, ...]
+    block_nbytes: int
+
+
+def find_land(comm: Comm, found: Found, *, timeout_seconds: float) -> Land | None:
+    """Collective over all ranks. None where all are on one machine."""
+    island, several = found.island, len(set(found.machines)) > 1
+    if island.count == 1 and not several:
+        return None
+    own = comm if island.count == 1 else comm.among(f"island/{island.number}", island.ranks)
+    if not several:
+        return Land(own, island, None)
+    keys, meeting = own.keys("post"), own.meet("connections", same=False, timeout_seconds=timeout_seconds)
+    with meeting.phase("listen"):
+        post = Post(
+            Volume(found.machines, found.block_nbytes),
+            lambda rank: parse_address(keys.get(str(rank)).decode()),
+            rank=own.rank,
+            ranks=own.ranks,
+            timeout_seconds=timeout_seconds,
+        )
+        keys.set(str(own.rank), post.address.encode())
+    return Land(own, island if island.count > 1 else None, post)
+
+
+def look(meeting: Meeting, storage: LocalStorage, machine: str, *, block_nbytes: int | None) -> Found:
+    """Collective. Which ranks see this rank's folder. `block_nbytes`: None to go by the kind of file system.
+
+    StorageError where ranks of one machine see different folders, or a machine sees another's and not the reverse.
+    """
+    told = _everybody(meeting, "machine", [machine, file_system(storage.root), block_nbytes])
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
+    machines = [numbers[name] for name, _, _ in told]
+    if len(numbers) == 1:
+        return Found(Island(0, 1, tuple(range(meeting.world)), meeting.world), tuple(machines), 1)
+    seen = _probe(meeting, storage, machines)
+    islands = {first: i for i, first in enumerate(sorted(set(seen)))}
+    ranks = tuple(rank for rank, first in enumerate(seen) if first == seen[meeting.rank])
+    island = Island(islands[seen[meeting.rank]], len(islands), ranks, meeting.world)
+    wanted = [told[rank][2] for rank in ranks if told[rank][2] is not None]
+    kinds = [told[rank][1] for rank in ranks]
+    return Found(island, tuple(machines[rank] for rank in ranks), _strictest(wanted) if wanted else block_nbytes_of(kinds))
+
+
+def _strictest(blocks: Sequence[int]) -> int:
+    return 0 if 0 in blocks else max(blocks)
+
+
+def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> list[int]:
+    """For each rank the first machine whose file it sees in its folder."""
+    own, count = machines[meeting.rank], max(machines) + 1
+    leads = [machines.index(machine) for machine in range(count)]
+    token = meeting.broadcast("token", secrets.token_hex(8).encode() if meeting.rank == 0 else None).decode()
+
+    def there(machine: int) -> bool:
+        return storage.size(f"{_PROBE}{token}-{machine}") is not None
+
+    try:
+        with meeting.phase("probe"):
+            if meeting.rank == leads[own]:
+                storage.write_at(f"{_PROBE}{token}-{own}", 0, [memoryview(b"probe")])
+                storage.sync(f"{_PROBE}{token}-{own}")
+        with meeting.phase("look"):
+            if not there(own):
+                raise StorageError(f"{storage.root}: this rank does not see the folder that rank {leads[own]} of its machine sees")
+            first = next(machine for machine in range(count) if there(machine))
+            seen = [int(text) for text in _everybody(meeting, "seen", first)]
+            if meeting.rank == leads[own]:
+                mates = {machines[rank] for rank, one in enumerate(seen) if one == first} if first == own else {first}
+                if seen[leads[first]] != first or not all(there(machine) for machine in mates):
+                    blind = [leads[machine] for machine in sorted(mates) if not there(machine)] or [leads[first]]
+                    raise StorageError(
+                        f"{storage.root}: rank(s) {short(blind)} and rank {meeting.rank} are on different machines, and only one side sees "
+                        "the other's files; needed one folder for both, or one for each"
+                    )
+        return seen
+    finally:
+        if meeting.rank == leads[own]:
+            with suppress(NotFoundError):
+                storage.remove_file(f"{_PROBE}{token}-{own}")
+
+
+def _everybody(meeting: Meeting, key: str, value: object) -> list:  # type: ignore[type-arg]  # of what JSON makes of the values
+    """What each rank says, on every rank; sent through rank 0."""
+    told = meeting.collect(key, json.dumps(value).encode(), at=0, ranks=range(meeting.world))
+    body = json.dumps([json.loads(one) for one in told]).encode() if meeting.rank == 0 else None
+    return list(json.loads(meeting.broadcast(f"{key}-of-all", body)))

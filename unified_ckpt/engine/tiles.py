@@ -1,0 +1,107 @@
+"""The tiles of one group at a save: ranks fill them for each other, and their movers write them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.exchange import Tile
+from unified_ckpt.core.geometry import runs, whole
+from unified_ckpt.engine.plan import GroupPlan
+from unified_ckpt.engine.write import Digested, Writer
+from unified_ckpt.format import digests
+from unified_ckpt.runtime.post import Post, Span
+from unified_ckpt.runtime.staging import SLOTS, FarWindow, Wait, Window
+from unified_ckpt.runtime.tensors import Part, as_bytes, boxes_in_line, dense, fill_lines
+
+
+def write_tiles(
+    group: GroupPlan,
+    parts: Sequence[Part],
+    writer: Writer,
+    windows: Mapping[int, Window],
+    wait: Wait,
+    *,
+    far: Mapping[int, FarWindow],
+    post: Post | None,
+    rank: int,
+    exchange: int,
+) -> Digested:
+    """Fills this rank's parts of all tiles, its own and the others', and writes its own, two in flight per rank. `far`: the windows of
+    ranks on other machines, which `post` leads to."""
+    found: Digested = []
+    mine = {tile.number: tile for tile in group.moves.mine}
+    made: dict[int, Part] = {}  # row-major copies of parts that are not
+    own = windows.get(rank)
+    if own is not None and mine:
+        own.serve(exchange)
+    numbers = sorted({tile.number for tile in group.moves.shared} | set(mine))
+    for number in numbers:
+        for tile in (t for t in group.moves.shared if t.number == number):
+            there = far.get(tile.mover)
+            if there is not None and post is not None:
+                fill_tile(there.tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
+                spans = list(spans_of(tile, parts, rank=rank))
+                post.hand_in(there, exchange=exchange, number=number, tiles=number + 1, spans=spans)
+                continue
+            if tile.mover != rank:
+                wait.until_progress(tile.mover, exchange=exchange, tiles=number - SLOTS + 1)
+            fill_tile(windows[tile.mover].tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
+            windows[tile.mover].mark(rank, number + 1)
+        if number in mine and own is not None:
+            wait.until_done(own, [r for r in mine[number].parties if r != rank], number + 1)
+            found.extend(put_tile(own.tile(number), mine[number], group, writer))
+            writer.drain()
+            own.advance(number + 1)
+    return found
+
+
+def fill_tile(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int, rows: Collection[int]) -> None:
+    """Copies this rank's pieces of some rows into a tile. `made`: row-major copies of parts that are not, by row."""
+    for piece in tile.pieces:
+        if rank in piece.parties and piece.row in rows:
+            part = parts[piece.row]
+            if not part.local.is_contiguous():
+                part = made[piece.row] = made.get(piece.row) or Part(part.row, dense(part.local))
+            target = memory[piece.slot : piece.slot + piece.stop - piece.start]
+            boxes = boxes_in_line(part, rank, piece.split)
+            fill_lines(target, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
+
+
+def spans_of(tile: Tile, parts: Sequence[Part], *, rank: int) -> Iterator[Span]:
+    """Which bytes of a tile `fill_tile` fills."""
+    for piece in tile.pieces:
+        if rank not in piece.parties:
+            continue
+        spec, nbytes = parts[piece.row].row.spec, (piece.stop - piece.start) // piece.lines
+        item, line = itemsize(spec.dtype), spec.shape[piece.split :]
+        for in_line, _ in boxes_in_line(parts[piece.row], rank, piece.split):
+            for first, _, count in runs(in_line, line, local=whole(in_line.shape), local_shape=in_line.shape):
+                if count * item == nbytes:
+                    yield piece.slot, nbytes * piece.lines, 0, 1
+                elif count:
+                    yield piece.slot + first * item, count * item, nbytes, piece.lines
+
+
+def put_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writer) -> Digested:
+    """Digests a tile that is full and queues its writes; neighbours in the file in one call."""
+    found: Digested = []
+    view = as_bytes(memory)
+    run: list[memoryview] = []
+    where = ("", 0)  # file and first byte of the run
+    for piece in tile.pieces:
+        file = group.files[group.file_of[piece.row]]
+        held = view[piece.slot : piece.slot + piece.stop - piece.start]
+        found.extend((piece.row, part) for part in digests.pieces(held, start=piece.start))
+        start = file.starts[piece.row] + piece.start
+        if run and (file.name, start) != (where[0], where[1] + sum(len(b) for b in run)):
+            writer.put(where[0], where[1], run)
+            run = []
+        if not run:
+            where = (file.name, start)
+        run.append(held)
+    if run:
+        writer.put(where[0], where[1], run)
+    return found

@@ -34,7 +34,8 @@ from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.whole import choose, decode_whole
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header
-from unified_ckpt.runtime.peers import Address, PeerStorage, parse_address
+from unified_ckpt.runtime.peers import PeerStorage
+from unified_ckpt.runtime.wire import Address, parse_address
 
 RUNS = 5
 EXPERT_GROUPS, EXPERT_TENSORS = 64, 234_545
@@ -95,9 +96,9 @@ def inventory_of(machine: int, machines: int, listing: Listing, spans: Numbers, 
         count = max(1, nbytes // machines // FILE_NBYTES)
         files += [f"{part}{FRAGMENTS}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] + [f"{part}.safetensors.index.json"]
     return Inventory(
-        root="/local/run/checkpoint-1000", machine=machine, save_id="0" * 16, created="2026-01-01T00:00:00+00:00", count=machines,
-        number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing, spans=spans, lost=(),
-        world_size=machines * TP, totals=totals, rank_extras=machines * TP,
+        root="/local/run/checkpoint-1000", machine=machine, volume="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
+        count=machines, number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing,
+        spans=spans, lost=(), world_size=machines * TP, totals=totals, rank_extras=machines * TP,
     )  # fmt: skip
 
 

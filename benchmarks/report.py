@@ -243,7 +243,9 @@ def group_rows(rows: Iterable[Row]) -> list[Group]:
     """Rows of one launch belong together, for only they saw the same machine; of repeated launches the newest stands."""
     launches: dict[tuple[object, ...], dict[str, Group]] = {}
     for row in rows:
-        if row["bench"] != "environment":
+        if (
+            "run" in row and row["bench"] != "environment"
+        ):  # simulations (plan, inventory, shared_reads) have no rival: they are read as they are
             key = tuple(row.get(name) for name in ("bench", "size", "kind", "ranks", "scenario", "cache", "ops"))
             launches.setdefault(key, {}).setdefault(row["run"], {})[row["case"]] = row
     return [runs[max(runs)] for runs in launches.values()]

@@ -402,15 +402,15 @@ def test_lazy_saves(tmp_path: Path) -> None:
 
 def test_a_copy_that_fails_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others hear of it before their time is out."""
-    real = save_module.hand_over
+    real = save_module.copy
     once = iter([True])
 
-    def broken(snapshot: object) -> object:
+    def broken(snapshot: object, keys: object) -> object:
         if next(once, False):
             raise ValueError("no memory to copy into")
-        return real(snapshot)  # type: ignore[arg-type]
+        return real(snapshot, keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(save_module, "hand_over", broken)
+    monkeypatch.setattr(save_module, "copy", broken)
     found = save(tmp_path, 1, background=True)
     same_error(found, uc.RankError, "no memory to copy into")
     assert left(tmp_path) == {0: [], 1: []}

@@ -287,7 +287,6 @@ def test_a_rank_that_fails_in_mid_exchange(tmp_path: Path, monkeypatch: pytest.M
         return real(*args, **what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tiles, "spans_of", broken)
-    monkeypatch.setattr("unified_ckpt.engine.snapshot.spans_of", broken)
     same_error(save(tmp_path, 1, background=background, timeout_seconds=30.0), uc.RankError, "ValueError: no such piece")
     assert os.listdir(tmp_path) == []
 

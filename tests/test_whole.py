@@ -25,7 +25,7 @@ Stored = Mapping[str, Mapping[str, TensorSpec]]
 def inventory(stored: Stored, *, number: int = 0, count: int = 1, lost: tuple[str, ...] = (), save_id: str = "a" * 16) -> Inventory:
     listing, spans = classify(stored)
     return Inventory(
-        root=f"/{number}", machine=number, save_id=save_id, created="2026-01-01T00:00:00+00:00", count=count, number=number,
+        root=f"/{number}", machine=number, volume="", save_id=save_id, created="2026-01-01T00:00:00+00:00", count=count, number=number,
         ranks=(2 * number, 2 * number + 1), files=("model.safetensors",), listing=listing, spans=spans, lost=lost, world_size=2 * count,
         totals={}, rank_extras=0,
     )  # fmt: skip

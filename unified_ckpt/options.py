@@ -46,13 +46,16 @@ class LoadOptions(_Options):
 
     `verify`: "read" checks the digests of the blocks that were read whole, "full" also reads the rest of the others, "off" none;
     sizes and headers are always checked first. `cast`: whether a tensor may be read into another dtype. `hyperparameters`: those of
-    the checkpoint, or the optimizer's own. `max_over_read`: bytes read on this machine over bytes wanted on it.
+    the checkpoint, or the optimizer's own. `max_over_read`: bytes read on this machine over bytes wanted on it. `share_reads`: where
+    several machines see one folder, each byte is read by one of them and sent to the others: "auto" where they want the same bytes and
+    the file system may be the bound.
     """
 
     verify: Literal["read", "full", "off"] = "read"
     cast: bool = False
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
+    share_reads: Literal["auto", "always", "never"] = "auto"
     timeout_seconds: Timeout = 600.0
 
 

@@ -100,6 +100,11 @@ _PAGES = frozenset(["nfs", "nfs4", "cifs", "smb3", "afs", "beegfs"])
 _PAGES_BLOCK_NBYTES = 1 << 20  # pages of up to 64 KiB, and larger folios of late kernels
 
 
+def is_slow(kind: str) -> bool:
+    """Whether one server, or a link to one, may bound what all machines together read from such a file system."""
+    return kind not in _COHERENT
+
+
 def block_nbytes_of(kinds: Sequence[str]) -> int:
     """The bytes of a block on a volume that the machines see as these types of file systems: what the strictest of them needs."""
     if all(kind in _COHERENT for kind in kinds):

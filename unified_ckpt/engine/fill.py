@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unified_ckpt.engine.plan import SavePlan
-from unified_ckpt.engine.snapshot import Snapshot, send
-from unified_ckpt.engine.snapshot import write as write_snapshot
+from unified_ckpt.engine.snapshot import Snapshot, parts_of, write_copied
 from unified_ckpt.engine.tiles import write_tiles
 from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers
 from unified_ckpt.runtime.comm import Meeting
@@ -37,11 +36,6 @@ def write_parts(
     ranks = meeting.world if post is None else sum(post.volume.near(meeting.rank, rank) for rank in range(meeting.world))
     writer = Writer(files, hurry=fsync and not behind, ranks=ranks * (2 if behind else 1), beat=meeting.beat)
     try:
-        if snapshot is not None:
-            if post is not None:
-                send(snapshot, post)
-            wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**snapshot.windows, **snapshot.far}, heed=meeting.heed)
-            return write_snapshot(snapshot, writer, wait)
         opened = windows.ready(
             meeting,
             tile_nbytes=max((group.tile_nbytes for group in plan.groups if group.moves.mine), default=0),
@@ -51,11 +45,13 @@ def write_parts(
         wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**opened, **windows.far}, heed=meeting.heed)
         found: list[Digested] = []
         with giving_up(opened.get(meeting.rank)):
-            for group, parts in zip(plan.groups, held, strict=True):
+            for i, (group, parts) in enumerate(zip(plan.groups, held, strict=True)):
                 number = meeting.number * _MAX_GROUPS + group.index + 1
                 write_headers(group, writer, rank=meeting.rank)
-                digested = write_tiles(group, parts, writer, opened, wait, far=windows.far, post=post, rank=meeting.rank, exchange=number)
-                found.append(digested + write_extents(group, parts, writer, rank=meeting.rank))
+                given = (group, parts) if snapshot is None else (snapshot.copies[i].plan, parts_of(snapshot, i))
+                tiles = write_tiles(*given, writer, opened, wait, far=windows.far, post=post, rank=meeting.rank, exchange=number)
+                alone = write_extents(group, parts, writer, rank=meeting.rank) if snapshot is None else write_copied(snapshot, i, writer)
+                found.append(tiles + alone)
             writer.drain()
         return found
     finally:

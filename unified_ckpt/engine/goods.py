@@ -129,7 +129,7 @@ class Goods:
             held.append({part: dict(_specs(truth, part)) for part in truth.parts})
         if not shelves:
             return []
-        members = [Member(shelf.storage.root, number, (), ()) for number, shelf in enumerate(shelves)]
+        members = [Member(shelf.storage.root, number, "", (), ()) for number, shelf in enumerate(shelves)]
         found = join(members, [classify(stored) for stored in held])
         bare = [_Shelf(_Lenient(shelf.storage), {}, shelf.locations) for shelf in shelves]
         return [

@@ -23,6 +23,8 @@ from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.names import MANIFEST, index_name
+from unified_ckpt.runtime.probe import file_system
+from unified_ckpt.runtime.storage import LocalStorage
 
 Numbers = npt.NDArray[np.int64]
 Line = tuple[str, str, str, int]  # of a table of tensors: part, fqn, dtype, number of its kind or family
@@ -58,6 +60,7 @@ class Listing:
 @dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
     """What one folder holds, as its machine tells it. `spans`: offsets and shape of each box of each kind of the listing, flat.
+    `volume`: the same where machines see one folder, empty where nobody can tell.
 
     `lost`: what of it is not there or damaged, in sentences. `totals`: tensors and bytes of the whole save, by part. `rank_extras`: how
     many ranks of the save left one, 0 where this folder has none.
@@ -65,6 +68,7 @@ class Inventory:
 
     root: str
     machine: int
+    volume: str
     save_id: str
     created: str
     count: int
@@ -157,6 +161,7 @@ def take_inventory(folder: Folder, *, machine: int) -> Inventory:
     return Inventory(
         root=folder.storage.root,
         machine=machine,
+        volume=_volume(folder),
         save_id=manifest.save_id,
         created=manifest.created,
         count=island.count if island else 1,
@@ -170,6 +175,12 @@ def take_inventory(folder: Folder, *, machine: int) -> Inventory:
         totals=island.totals if island else {p: [len(folder.names(p)), manifest.parts[p].total_nbytes] for p in folder.parts},
         rank_extras=0 if record is None else island.world_size if island else record.world_size,
     )
+
+
+def _volume(folder: Folder) -> str:
+    """The kind of the file system, and what tells the folder's manifest from a copy of it."""
+    stamp = folder.storage.stamp(MANIFEST) if isinstance(folder.storage, LocalStorage) else None
+    return f"{file_system(folder.storage.root)} {'-'.join(map(str, stamp))}" if stamp is not None else ""
 
 
 def _sound(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:

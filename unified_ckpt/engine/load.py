@@ -20,6 +20,7 @@ from unified_ckpt.engine.census import Census, announce, check_rules, membership
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
+from unified_ckpt.engine.sharing import overlap, share_reads
 from unified_ckpt.engine.source import Catalog, Said, Source
 from unified_ckpt.errors import CheckpointError, MismatchError
 from unified_ckpt.options import LoadOptions
@@ -176,9 +177,13 @@ def _plan(
     with meeting.phase("census"):
         census = announce(meeting, rows)
         if census is not None:
+            if max(machines) > 0:
+                meeting.put("overlap", f"{overlap(census, machines):.3f}".encode())
             for machine, part in _by_machine(census, machines).items():
                 groups = group_tables(part.tables, part.roll)
                 publish(meeting, part, groups, [{} for _ in groups], of=f"{machine}/")
+    if max(machines) > 0:
+        share_reads(catalog, request.options.share_reads, float(meeting.get("overlap")))
     found = []
     members, _ = memberships(meeting, rows, of=f"{machines[meeting.rank]}/")
     for member in members:

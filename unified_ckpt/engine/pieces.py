@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.core.volumes import is_slow
 from unified_ckpt.engine.inventory import stored_as
 from unified_ckpt.engine.source import Catalog, Ledger
 from unified_ckpt.engine.whole import Family, Whole
@@ -73,6 +75,25 @@ class JointStorage:
         self._tensor: Key | None = None  # that was read last
         # Blocks of that tensor that were read for a part of them: a line takes a part of one in each region that it crosses.
         self._blocks: OrderedDict[tuple[int, Key, int], bytes] = OrderedDict()
+        self._mates: dict[int, list[int]] = {}  # folders that are one and the same, seen by several machines, which read it for each other
+
+    def share(self, *, slow_only: bool) -> None:
+        """From now on each block of a folder that several machines see is read by one of them, and the others get it from there.
+        `slow_only`: not of file systems that serve many machines at once as fast as one."""
+        by_volume: dict[str, list[int]] = {}
+        for number, one in enumerate(self._found.folders):
+            if one.volume and (not slow_only or is_slow(one.volume.split()[0])):
+                by_volume.setdefault(one.volume, []).append(number)
+        self._mates = {number: mates for mates in by_volume.values() if len(mates) > 1 for number in mates}
+
+    def _in_turn(self, owners: Sequence[tuple[int, bool]], stored: Key, block: int) -> Sequence[tuple[int, bool]]:
+        """The owners, the one in front that reads this block for all."""
+        mates = self._mates.get(owners[0][0], ())
+        sharing = sorted(owner for owner in owners if owner[0] in mates)
+        if len(sharing) < 2:
+            return owners
+        first = sharing[zlib.crc32(f"{file_of(stored)}/{block}".encode()) % len(sharing)]
+        return [first, *(owner for owner in owners if owner != first)]
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fills `into` with bytes from `start` of the tensor. IntegrityError where no folder has them undamaged."""
@@ -231,7 +252,8 @@ class JointStorage:
 
     def _read_block(self, pieces: _Pieces, block: int, into: Buffer, why: list[str]) -> bool:
         """Whether an owner's bytes are right. `why`: what was wrong with those before."""
-        for number, fragment in pieces.region.owners:
+        name = pieces.stored(fragment=pieces.region.owners[0][1])
+        for number, fragment in self._in_turn(pieces.region.owners, name, block):
             stored = pieces.stored(fragment=fragment)
             try:
                 folder = self._folders[number]

@@ -16,7 +16,7 @@ from unified_ckpt.engine.islands import Gate, check_world, island_rules, on_isla
 from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
-from unified_ckpt.engine.snapshot import Snapshot, copy, hand_over, prepare
+from unified_ckpt.engine.snapshot import Snapshot, copy, prepare
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.state import steady_keys
 from unified_ckpt.runtime.storage import LocalStorage
@@ -65,7 +65,7 @@ def begin_save(
         with meeting.phase("stage"):
             job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
             with telling(job.gate):
-                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers, job.post)
+                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
                 job = replace(job, told=tell(job))
                 steady = steady_keys(job.request.state) if lazy else frozenset()
                 keys = {part.row.key for parts in job.held for part in parts}
@@ -88,7 +88,6 @@ class Staged:
         """Returns once the tensors may change. An error is told by `finish`, on every rank."""
         try:
             copy(self._snapshot, self._later)
-            hand_over(self._snapshot)
         except Exception as error:
             self._error = error
 

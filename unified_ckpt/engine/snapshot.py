@@ -1,13 +1,14 @@
-"""A copy of the bytes that this rank writes at a save, as the files will hold them: training goes on while they are written.
+"""A copy of the bytes that this rank writes, or gives to those that write them: training goes on while the files are made of it.
 
-How a snapshot could hold wrong bytes: the next one is copied over it before it is written; a tile is written that another rank has
-not filled yet; the caller changes a tensor while it is copied. So a rank comes to a save only when its last one is over, a window is
-served anew before its parties learn of it, and the copies are made before the call returns (or before the optimizer's next step).
+How a snapshot could hold wrong bytes: the next one is copied over it before it is written; the caller changes a tensor while it is copied.
+So a rank comes to a save only when its last one is over, and the copies are made before the call returns (or before the optimizer's next
+step). What ranks put together they put together later, out of their copies, as a save that waits does out of the tensors.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,39 +16,31 @@ from functools import partial
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.exchange import Extent
+from unified_ckpt.core.exchange import Extent, Piece, Tile
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.plan import GroupPlan
-from unified_ckpt.engine.tiles import fill_tile, put_tile, spans_of
-from unified_ckpt.engine.write import Digested, Writer, chunks, write_headers
+from unified_ckpt.engine.write import Digested, Writer, chunks
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm import Meeting
-from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.probe import free_memory_nbytes
-from unified_ckpt.runtime.staging import FarWindow, Wait, Window, giving_up
-from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, dense, fill_lines
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.tensors import ELEMENT, TORCH_DTYPES, Part, as_bytes, copy_lines, dense, fill_lines
 
 # Between two blocks: who waits for the interpreter's lock gets it now, not when the switch interval of 5 ms is over.
 _BREATH_SECONDS = 50e-6
-_ALIGN = 64  # of an extent in the buffer: any dtype, whole cache lines
+_ALIGN = 64  # of what is copied, in the buffer: any dtype, whole cache lines
 
 
 class Buffers:
-    """Host memory of snapshots, kept from one to the next: a buffer for what this rank alone holds, windows for what ranks put together.
-
-    The buffer is pinned where it is filled from a CUDA device.
-    """
+    """Host memory of snapshots, kept from one to the next; pinned where it is filled from a CUDA device."""
 
     def __init__(self) -> None:
         self._own = torch.empty(0, dtype=torch.uint8)
-        self.windows = Windows()
         self.last: Snapshot | None = None  # without the tensors
 
     @property
     def nbytes(self) -> int:
-        return self._own.numel() + self.windows.nbytes
+        return self._own.numel()
 
     def own(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """At least `nbytes` of memory, uint8."""
@@ -59,88 +52,152 @@ class Buffers:
     def close(self) -> None:
         self._own = torch.empty(0, dtype=torch.uint8)
         self.last = None
-        self.windows.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of one row of a group that this rank gives to tiles: spans (first, count), ascending and apart, and their copy, one after the
+    other: the lines of a part in the dtype on disk."""
+
+    row: int
+    split: int
+    spans: tuple[tuple[int, int], ...]
+    copy: torch.Tensor  # [lines, *local shape from `split` on]
+
+    def at(self, first: int) -> int:
+        """Where a line is in the copy."""
+        i = bisect_right(self.spans, (first, 1 << 62)) - 1
+        return sum(count for _, count in self.spans[:i]) + first - self.spans[i][0]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCopy:
+    """Of one group: `firsts`: of its extents, the first byte in the snapshot's memory; `lines`: by row; `plan`: of a rank whose parts are
+    the copies."""
+
+    firsts: Sequence[int]
+    lines: Mapping[int, Lines]
+    plan: GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What to copy where. `number`: of the save, higher than those before. `firsts`: of each group's extents, the first byte in `memory`;
-    `slots`: mover -> group -> the slot of its first tile in the mover's window. `far`: windows of ranks on other machines."""
+    """What to copy where. `held`: the tensors, by group; `copies`: where they go in `memory`."""
 
-    number: int
     rank: int
     groups: Sequence[GroupPlan]
     held: Sequence[Sequence[Part]]
     memory: torch.Tensor
-    firsts: Sequence[Sequence[int]]
-    windows: Mapping[int, Window]
-    far: Mapping[int, FarWindow]
-    slots: Mapping[int, Mapping[int, int]]
+    copies: Sequence[GroupCopy]
 
     def extents(self) -> Iterator[tuple[GroupPlan, Part, Extent, torch.Tensor]]:
         """Each extent with its memory."""
-        for group, parts, firsts in zip(self.groups, self.held, self.firsts, strict=True):
-            for extent, first in zip(group.moves.extents, firsts, strict=True):
+        for group, parts, copied in zip(self.groups, self.held, self.copies, strict=True):
+            for extent, first in zip(group.moves.extents, copied.firsts, strict=True):
                 yield group, parts[extent.row], extent, self.memory[first : first + extent.stop - extent.start]
 
 
-def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequence[Part]], buffers: Buffers, post: Post | None) -> Snapshot:
-    """Collective. Makes room, and learns where the other ranks' room is; copies nothing. StorageError where memory is short.
+def prepare(meeting: Meeting, groups: Sequence[GroupPlan], held: Sequence[Sequence[Part]], buffers: Buffers) -> Snapshot:
+    """Makes room; copies nothing. StorageError where memory is short.
 
-    The buffers must be free on every rank: each has come here only after its last snapshot was written. Where the groups are those of
-    that one, on every rank, nobody has anything to tell.
+    The buffers must be free: this rank has come here only after its last snapshot was written.
     """
-    pinned = any(part.local.device.type == "cuda" for parts in held for part in parts)
-    if buffers.last is not None and buffers.last.groups is groups and meeting.all_same:
-        buffers.windows.revive()
-        return replace(buffers.last, number=meeting.number + 1, held=held)
+    if buffers.last is not None and buffers.last.groups is groups:
+        return replace(buffers.last, held=held)
     buffers.last = None
-    firsts, total = _layout(groups)
-    slots, count = _slots(groups)
-    tile_nbytes = max((group.tile_nbytes for group in groups if group.moves.mine), default=0)
-    _check_memory(total + count * tile_nbytes - buffers.nbytes)
-    meeting.put(f"slots/{meeting.rank}", b"." + ",".join(f"{index}:{slot}" for index, slot in slots.items()).encode())
-    windows = buffers.windows.ready(
-        meeting,
-        tile_nbytes=tile_nbytes,
-        partners={rank for group in groups for rank in group.moves.partners(meeting.rank)},
-        slots=count,
-        exchange=0,
-        post=post,
-    )
-    movers = {tile.mover for group in groups for tile in group.moves.shared}
-    told = {mover: _parse_slots(meeting.get(f"slots/{mover}", of=mover)) for mover in movers | ({meeting.rank} if count else set())}
-    memory, far = buffers.own(total, pinned=pinned), buffers.windows.far
-    made = Snapshot(meeting.number + 1, meeting.rank, groups, held, memory, firsts, windows, far, told)
+    total, firsts, spans = 0, list[list[int]](), list[dict[int, _Spans]]()
+    for group, parts in zip(groups, held, strict=True):
+        own, total = _place_extents(group.moves.extents, total)
+        firsts.append(own)
+        wanted, total = _place_lines(group, parts, total, rank=meeting.rank)
+        spans.append(wanted)
+    pinned = any(part.local.device.type == "cuda" for parts in held for part in parts)
+    _check_memory(total - buffers.nbytes)
+    memory = buffers.own(total, pinned=pinned)
+    copies = [
+        _copy_of(group, parts, own, wanted, memory, rank=meeting.rank)
+        for group, parts, own, wanted in zip(groups, held, firsts, spans, strict=True)
+    ]
+    made = Snapshot(meeting.rank, groups, held, memory, copies)
     buffers.last = replace(made, held=())
     return made
 
 
-def _layout(groups: Sequence[GroupPlan]) -> tuple[list[list[int]], int]:
-    """Where each group's extents begin in the buffer, and the buffer's bytes."""
-    firsts, total = [], 0
-    for group in groups:
-        own = []
-        for extent in group.moves.extents:
-            own.append(total)
-            total += -(-(extent.stop - extent.start) // _ALIGN) * _ALIGN
-        firsts.append(own)
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Lines to copy of a row, and the first byte of their copy."""
+
+    split: int
+    spans: tuple[tuple[int, int], ...]
+    first: int
+
+
+def _place_extents(extents: Sequence[Extent], total: int) -> tuple[list[int], int]:
+    """The first byte of each, from byte `total` of the memory on, and where the next thing may begin."""
+    firsts = []
+    for extent in extents:
+        firsts.append(total)
+        total += _aligned(extent.stop - extent.start)
     return firsts, total
 
 
-def _slots(groups: Sequence[GroupPlan]) -> tuple[dict[int, int], int]:
-    """The slot of this rank's first tile of each group, and how many tiles it has."""
-    slots, count = {}, 0
-    for group in groups:
-        if group.moves.mine:
-            slots[group.index] = count
-            count += len(group.moves.mine)
-    return slots, count
+def _place_lines(group: GroupPlan, parts: Sequence[Part], total: int, *, rank: int) -> tuple[dict[int, _Spans], int]:
+    """The same of the lines that this rank gives to tiles, by row."""
+    wanted: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+    for tile in group.moves.shared:
+        for piece in _given(tile, rank):
+            wanted.setdefault(piece.row, (piece.split, []))[1].append((piece.first_line, piece.lines))
+    found = {}
+    for row, (split, spans) in sorted(wanted.items()):
+        joined = _joined(spans)
+        found[row] = _Spans(split, joined, total)
+        total += _aligned(sum(count for _, count in joined) * _line_nbytes(parts[row], split))
+    return found, total
 
 
-def _parse_slots(told: bytes) -> dict[int, int]:
-    pairs = (pair.split(":") for pair in told[1:].decode().split(",") if pair)
-    return {int(index): int(slot) for index, slot in pairs}
+def _given(tile: Tile, rank: int) -> Iterator[Piece]:
+    return (piece for piece in tile.pieces if rank in piece.parties)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans (first, count) in order, neighbours in one."""
+    found: list[tuple[int, int]] = []
+    for first, count in sorted(spans):
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((first, count))
+    return tuple(found)
+
+
+def _line_nbytes(part: Part, split: int) -> int:
+    """Of one line of this rank's part, in the dtype on disk."""
+    nbytes = itemsize(part.row.spec.dtype)
+    for size in part.local.shape[split:]:
+        nbytes *= size
+    return nbytes
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _copy_of(
+    group: GroupPlan, parts: Sequence[Part], firsts: Sequence[int], wanted: Mapping[int, _Spans], memory: torch.Tensor, *, rank: int
+) -> GroupCopy:
+    lines = {}
+    for row, spans in wanted.items():
+        count, part = sum(count for _, count in spans.spans), parts[row]
+        nbytes = count * _line_nbytes(part, spans.split)
+        typed = memory[spans.first : spans.first + nbytes].view(TORCH_DTYPES[part.row.spec.dtype])
+        lines[row] = Lines(row, spans.split, spans.spans, typed.view(count, *part.local.shape[spans.split :]))
+
+    def moved(tile: Tile) -> Tile:
+        pieces = (replace(one, first_line=lines[one.row].at(one.first_line)) if rank in one.parties else one for one in tile.pieces)
+        return replace(tile, pieces=tuple(pieces))
+
+    moves = replace(group.moves, shared=tuple(moved(tile) for tile in group.moves.shared))
+    return GroupCopy(firsts, lines, replace(group, moves=moves))
 
 
 def _check_memory(nbytes: int) -> None:
@@ -150,64 +207,51 @@ def _check_memory(nbytes: int) -> None:
 
 
 def copy(snapshot: Snapshot, keys: Collection[Key]) -> None:
-    """Copies these tensors, which may change then. First what other ranks wait for."""
-    windows, rank = snapshot.windows, snapshot.rank
-    with giving_up(windows.get(rank)):
-        for group, parts in zip(snapshot.groups, snapshot.held, strict=True):
-            made: dict[int, Part] = {}
-            rows = frozenset(number for number, row in enumerate(group.rows) if row.key in keys)
-            for tile in group.moves.shared:
-                slot = snapshot.slots[tile.mover][group.index] + tile.number
-                window = windows.get(tile.mover) or snapshot.far[tile.mover]
-                fill_tile(window.tile(slot), tile, parts, made, rank=rank, rows=rows)
-        last: Part | None = None
-        for _, part, extent, memory in snapshot.extents():
-            if part.row.key not in keys:
-                continue
-            if last is None or last.row is not part.row:  # a row-major copy serves all extents of its tensor
-                last = part if part.local.is_contiguous() else Part(part.row, dense(part.local))
-            item = itemsize(part.row.spec.dtype)
-            lines = (extent.stop - extent.start) // item
-            fill_lines(memory, last, ELEMENT, split=last.local.dim(), first_line=extent.local // item, lines=lines)
+    """Copies these tensors, which may change then."""
+    for group, parts, copied in zip(snapshot.groups, snapshot.held, snapshot.copies, strict=True):
+        for row, lines in copied.lines.items():
+            if group.rows[row].key in keys:
+                part = Part(parts[row].row, dense(parts[row].local))
+                for first, count in lines.spans:
+                    at = lines.at(first)
+                    copy_lines(lines.copy[at : at + count], part, split=lines.split, first_line=first)
+    last: Part | None = None
+    for _, part, extent, memory in snapshot.extents():
+        if part.row.key not in keys:
+            continue
+        if last is None or last.row is not part.row:  # a row-major copy serves all extents of its tensor
+            last = part if part.local.is_contiguous() else Part(part.row, dense(part.local))
+        item = itemsize(part.row.spec.dtype)
+        lines_of_extent = (extent.stop - extent.start) // item
+        fill_lines(memory, last, ELEMENT, split=last.local.dim(), first_line=extent.local // item, lines=lines_of_extent)
 
 
-def hand_over(snapshot: Snapshot) -> None:
-    """Tells the other ranks of this machine that everything of theirs is copied."""
-    for mover in {tile.mover for group in snapshot.groups for tile in group.moves.shared} - set(snapshot.far):
-        snapshot.windows[mover].mark(snapshot.rank, snapshot.number)
-
-
-def send(snapshot: Snapshot, post: Post) -> None:
-    """Sends what was copied for ranks on other machines; with the last of each mover, that it is all."""
-    tiles = [(tile, group, parts) for group, parts in zip(snapshot.groups, snapshot.held, strict=True) for tile in group.moves.shared]
-    theirs = {mover: [one for one in tiles if one[0].mover == mover] for mover in snapshot.far}
-    for mover, window in snapshot.far.items():
-        for i, (tile, group, parts) in enumerate(theirs[mover], start=1):
-            number = snapshot.slots[mover][group.index] + tile.number
-            filled = snapshot.number if i == len(theirs[mover]) else 0
-            post.hand_in(window, exchange=0, number=number, tiles=filled, spans=list(spans_of(tile, parts, rank=snapshot.rank)))
-
-
-def write(snapshot: Snapshot, writer: Writer, wait: Wait) -> list[Digested]:
-    """Writes what was copied, by group: its files' headers, its tiles once all their parties have filled them, its extents."""
-    found: list[Digested] = []
-    own, rank = snapshot.windows.get(snapshot.rank), snapshot.rank
-    extents: dict[int, list[tuple[Extent, torch.Tensor]]] = {}
-    for group, _, extent, memory in snapshot.extents():
-        extents.setdefault(group.index, []).append((extent, memory))
-    for group in snapshot.groups:
-        write_headers(group, writer, rank=rank)
-        digested: Digested = []
-        for tile in group.moves.mine:
-            if own is None:
-                raise AssertionError(f"rank {rank} has tiles and no window")
-            wait.until_done(own, [party for party in tile.parties if party != rank], snapshot.number)
-            digested += put_tile(own.tile(snapshot.slots[rank][group.index] + tile.number), tile, group, writer)
-        for extent, memory in sorted(extents.get(group.index, ()), key=partial(_place, group)):
-            digested += _write_extent(group, extent, memory, writer)
-        found.append(digested)
-    writer.drain()
+def parts_of(snapshot: Snapshot, number: int) -> list[Part]:
+    """The parts of group `number` as `GroupCopy.plan` counts their lines: the copies; of a row that gives nothing to tiles, nothing."""
+    group, lines = snapshot.groups[number], snapshot.copies[number].lines
+    found = []
+    for row, spec_row in enumerate(group.rows):
+        if row in lines:
+            one = lines[row]
+            dims = (1,) * (one.split - 1)  # the lines count over `split` dims
+            shape = (len(one.copy), *dims, *one.copy.shape[1:]) if one.split else one.copy.shape[1:]
+            found.append(Part(spec_row, one.copy.view(shape)))
+        else:
+            found.append(Part(spec_row, snapshot.memory[:0]))
     return found
+
+
+def write_copied(snapshot: Snapshot, number: int, writer: Writer) -> Digested:
+    """Writes the extents of group `number` out of the snapshot."""
+    group, copied = snapshot.groups[number], snapshot.copies[number]
+    held = [
+        (extent, snapshot.memory[first : first + extent.stop - extent.start])
+        for extent, first in zip(group.moves.extents, copied.firsts, strict=True)
+    ]
+    digested: Digested = []
+    for extent, memory in sorted(held, key=partial(_place, group)):
+        digested += _write_extent(group, extent, memory, writer)
+    return digested
 
 
 def _place(group: GroupPlan, found: tuple[Extent, torch.Tensor]) -> tuple[int, int]:

@@ -26,10 +26,11 @@ _SIZE_NBYTES = 8  # of a body: the length of its words
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A folder of the save. `ranks`: that wrote it; `files`: that it has; `machine`: where it is now."""
+    """A folder of the save. `ranks`: that wrote it; `files`: that it has; `machine`: where it is now; `volume`: see `Inventory`."""
 
     root: str
     machine: int
+    volume: str
     ranks: tuple[int, ...]
     files: tuple[str, ...]
 
@@ -94,7 +95,7 @@ class Whole:
         lines = [(part, fqn, spec.dtype, self.numbers[part, fqn]) for (part, fqn), spec in sorted(self.specs.items())]
         words = json.dumps(
             {
-                "folders": [[one.root, one.machine, _steps(one.ranks), one.files] for one in self.folders],
+                "folders": [[one.root, one.machine, one.volume, _steps(one.ranks), one.files] for one in self.folders],
                 "tensors": columns(lines),
                 "families": [[one.shape, len(one.boxes)] for one in self.families],
                 "rank_extras": self.rank_extras,
@@ -124,7 +125,7 @@ def decode_whole(body: bytes) -> Whole:
         at += steps.nbytes
     lines = lines_of(told["tensors"])
     return Whole(
-        folders=[Member(root, machine, tuple(accumulate(steps)), tuple(files)) for root, machine, steps, files in told["folders"]],
+        folders=[Member(root, at, volume, tuple(accumulate(steps)), tuple(files)) for root, at, volume, steps, files in told["folders"]],
         specs={(part, fqn): TensorSpec(dtype, families[number].shape) for part, fqn, dtype, number in lines},
         numbers={(part, fqn): number for part, fqn, _, number in lines},
         families=families,
@@ -136,7 +137,7 @@ def decode_whole(body: bytes) -> Whole:
 def put_together(inventories: Sequence[Inventory]) -> Whole:
     """What the folders of one save hold between them, complete or not. Where they differ on a dtype or shape, the first is right."""
     return join(
-        [Member(one.root, one.machine, one.ranks, one.files) for one in inventories],
+        [Member(one.root, one.machine, one.volume, one.ranks, one.files) for one in inventories],
         [(one.listing, one.spans) for one in inventories],
         rank_extras=max(one.rank_extras for one in inventories),
         lost=tuple(f"machine {one.machine}: {text}" for one in inventories for text in one.lost),

@@ -105,6 +105,14 @@ def fill_lines(tile: torch.Tensor, part: Part, boxes: Sequence[tuple[Box, Box]],
         target[_slices(in_line)].copy_(source[_slices(in_local)])
 
 
+def copy_lines(target: torch.Tensor, part: Part, *, split: int, first_line: int) -> None:
+    """Copies as many lines of the part as the target has, [lines, *local shape from `split` on], of the dtype on disk."""
+    source = lines_of(part, split=split, first_line=first_line, lines=len(target))
+    if not part.casts:
+        source, target = same_bits(source), same_bits(target)
+    target.copy_(source)
+
+
 def empty_lines(tile: torch.Tensor, part: Part, boxes: Sequence[tuple[Box, Box]], *, split: int, first_line: int, lines: int) -> None:
     """The reverse: copies from the tile's bytes into the part, which must be contiguous."""
     target = lines_of(part, split=split, first_line=first_line, lines=lines)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.staging import SLOTS, FarWindow, Window, create_window, open_window
+from unified_ckpt.runtime.staging import FarWindow, Window, create_window, open_window
 
 
 class Windows:
@@ -26,13 +26,10 @@ class Windows:
         *,
         tile_nbytes: int,
         partners: Iterable[int],
-        slots: int = SLOTS,
-        exchange: int | None = None,
         post: Post | None = None,
     ) -> dict[int, Window]:
-        """The windows of `partners`, by rank, and this rank's own when it is one of them: at least `slots` tiles of
-        `tile_nbytes`. `exchange`: what the own one serves from the start. `post`: the way to partners on other machines, who are in
-        `far` then.
+        """The windows of `partners`, by rank, and this rank's own when it is one of them: tiles of at least `tile_nbytes`. `post`: the way
+        to partners on other machines, who are in `far` then.
 
         A rank that only fills or empties has one too, by which the others see that it lives. StorageError where the memory of one
         cannot be reached.
@@ -40,10 +37,8 @@ class Windows:
         found: dict[int, Window] = {}
         wanted, kept, self.far = set(partners), self.far, {}
         if meeting.rank in wanted:
-            own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes, slots)
+            own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes)
             own.revive()
-            if exchange is not None:
-                own.serve(exchange)
             if post is not None:
                 post.lend(own)
                 self._post = post
@@ -63,20 +58,15 @@ class Windows:
             found[rank] = self._opened[rank]
         return found
 
-    def revive(self) -> None:
-        """A new call begins: what failed in the last one is over."""
-        if self._own is not None:
-            self._own.revive()
-
     @property
     def nbytes(self) -> int:
         """Of this rank's own window, and of what it has put together for ranks on other machines."""
         return (self._own.nbytes if self._own is not None else 0) + sum(one.nbytes for one in self.far.values())
 
-    def _ensure(self, world: int, tile_nbytes: int, slots: int) -> Window:
-        if self._own is None or self._own.tile_nbytes < tile_nbytes or self._own.slots < slots:
+    def _ensure(self, world: int, tile_nbytes: int) -> Window:
+        if self._own is None or self._own.tile_nbytes < tile_nbytes:
             self._close_own()
-            self._own, self._fd = create_window(world=world, tile_nbytes=tile_nbytes, slots=slots)
+            self._own, self._fd = create_window(world=world, tile_nbytes=tile_nbytes)
         return self._own
 
     def _close_own(self) -> None:

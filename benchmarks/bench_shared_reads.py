@@ -1,0 +1,123 @@
+"""What it gains that machines read one folder for each other: replicas on several machines load from a volume whose server is the bound.
+
+Run: python benchmarks/bench_shared_reads.py [--machines 2,4] [--nbytes 134217728] [--rate 200e6] [--out FILE]. Machines are threads with a
+name of their own; a volume that all of them read serves `rate` bytes a second in all, and a machine that has read a block has it in its
+page cache. Bytes between machines go through TCP on the loopback device. One JSON line for each number of machines and way: `never` (each
+reads all), `always` (each block is read by one). Seconds: median of `--rounds`, the ways in turn within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import unified_ckpt as uc
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.testing import checkpointer_of, run_ranks
+
+WAYS = ("never", "always")
+
+
+class Volume:
+    """Lets the reads of all machines through at one rate."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.nbytes = rate, 0
+        self._seen: set[tuple[str, str, int]] = set()
+        self._free_at, self._lock = 0.0, threading.Lock()
+        self._read, self._make = LocalStorage.read_at, LocalStorage.__init__
+
+    def install(self) -> None:
+        volume = self
+
+        def init(storage: LocalStorage, root: str) -> None:
+            volume._make(storage, root)
+            storage.machine = threading.current_thread().name  # type: ignore[attr-defined]  # the rank's thread makes what it serves, too
+
+        def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
+            blocks = {(storage.machine, name, block) for block in range(start >> 20, -(-(start + len(into)) >> 20))}  # type: ignore[attr-defined]
+            with volume._lock:
+                fresh = min(len(blocks - volume._seen) << 20, len(into))
+                volume._seen |= blocks
+                volume.nbytes += fresh
+                volume._free_at = max(volume._free_at, time.monotonic()) + fresh / volume.rate
+                until = volume._free_at
+            if fresh:
+                time.sleep(max(until - time.monotonic(), 0.0))
+            volume._read(storage, name, start, into)
+
+        LocalStorage.__init__, LocalStorage.read_at = init, read_at  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        self._seen, self.nbytes = set(), 0
+
+
+def load(folder: Path, machines: int, state: dict[str, torch.Tensor], how: str) -> float:
+    """Seconds until the last rank has it."""
+
+    def act(comm: Comm) -> float:
+        made = checkpointer_of(comm)
+        made._machine = f"machine {comm.rank}"
+        target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        with made:
+            began = time.perf_counter()
+            made.load(folder, model=target, options=uc.LoadOptions(share_reads=how))  # type: ignore[arg-type]
+            seconds = time.perf_counter() - began
+        assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
+        return seconds
+
+    return max(run_ranks(machines, act, timeout_seconds=600))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--machines", default="2,4")
+    parser.add_argument("--nbytes", type=int, default=128 << 20)
+    parser.add_argument("--rate", type=float, default=200e6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    state = {f"w{i}": torch.randn(arguments.nbytes // 16 // 4) for i in range(16)}
+    with tempfile.TemporaryDirectory() as root:
+        uc.save(Path(root) / "checkpoint", model=state, options=uc.SaveOptions(fsync=False))
+        volume = Volume(arguments.rate)
+        volume.install()
+        for machines in map(int, arguments.machines.split(",")):
+            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            nbytes = dict.fromkeys(WAYS, 0)
+            for _ in range(arguments.rounds):
+                for way in WAYS:
+                    volume.forget()
+                    seconds[way].append(load(Path(root) / "checkpoint", machines, state, way))
+                    nbytes[way] = volume.nbytes
+            for way in WAYS:
+                row = {
+                    "bench": "shared_reads",
+                    "machines": machines,
+                    "way": way,
+                    "nbytes": arguments.nbytes,
+                    "rate": arguments.rate,
+                    "read_from_volume": nbytes[way],
+                    "seconds": round(statistics.median(seconds[way]), 3),
+                    "min": round(min(seconds[way]), 3),
+                    "max": round(max(seconds[way]), 3),
+                    "n": arguments.rounds,
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+                print(json.dumps(row), flush=True)
+                if arguments.out is not None:
+                    with arguments.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """What a rank sends to ranks of other machines at a save to a folder that all see, by number of ranks and kind of volume. Simulated: the
 plan of one rank of Llama 3.1 405B (weights, fp32 masters, two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
 
-Run: python benchmarks/bench_volume.py [--out FILE]. One JSON line per row: bytes that the rank holds, bytes that it sends (blocks, and parts
-of tiles), to how many ranks, from how many it may hear, and the seconds that it takes to find that out (median of 3).
+Run: python benchmarks/bench_volume.py [--out FILE]. One JSON line per row: bytes that the rank holds, bytes that it sends (blocks, and
+parts of tiles), to how many ranks, from how many it may hear, and the seconds that it takes to find that out (median of 3).
 """
 
 from __future__ import annotations

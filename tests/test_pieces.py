@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import where
 from test_whole import SPECS, Held, boxes_of, whole_of
@@ -59,19 +59,42 @@ def check_regions(storage: JointStorage, key: Key, save: Sequence[Held], window:
 def test_windows_between_the_same_edges_share_their_regions() -> None:
     """A tensor that is read row by row is not put together for each row."""
     key = ("model", "w")
-    storage = JointStorage(whole_of([{key: [Box((0, 0), (3, 4))]}, {key: [Box((3, 0), (3, 4))]}]), Folders([]), own=[], turn=0)
+    storage = JointStorage(whole_of([{key: [Box((0, 0), (3, 4))]}, {key: [Box((3, 0), (3, 4))]}]), Folders([]), own=[], turn=0, proved=True)
     found = [storage._regions(key, Box((row, 0), (1, 4)), frozenset()) for row in range(6)]
     assert [found[row] is found[row - 1] for row in range(1, 6)] == [True, True, False, True, True]
     assert [region.box for region in found[4]] == [Box((3, 0), (3, 4))]
 
 
+@st.composite
+def partly(draw: st.DrawFn) -> tuple[Key, list[Held]]:
+    """A tensor of which some folders hold any boxes, of which some may overlap and none may have some elements."""
+    key = draw(st.sampled_from([key for key in sorted(SPECS) if SPECS[key].nbytes]))
+    boxes = st.lists(boxes_of(SPECS[key].shape), min_size=1, max_size=4, unique=True)
+    return key, [{key: held} for held in draw(st.lists(boxes, min_size=1, max_size=4))]
+
+
 @given(covered(), st.data())
 @settings(max_examples=400)
 def test_a_window_in_disjoint_regions(drawn: tuple[Key, list[Held]], data: st.DataObject) -> None:
-    key, save = drawn
+    check_windows(*drawn, data, proved=True)
+
+
+@given(partly(), st.data())
+@settings(max_examples=400)
+@example((("model", "line"), [{("model", "line"): [Box((0,), (3,)), Box((1,), (2,))]}]), None)
+def test_regions_are_disjoint_where_elements_are_missing(drawn: tuple[Key, list[Held]], data: st.DataObject | None) -> None:
+    """As many elements in boxes as in the tensor say nothing: they may be the same ones."""
+    check_windows(*drawn, data, proved=False)
+
+
+def check_windows(key: Key, save: list[Held], data: st.DataObject | None, *, proved: bool) -> None:
+    if data is None:
+        storage = JointStorage(whole_of(save), Folders([]), own=(), turn=0, proved=proved)
+        check_regions(storage, key, save, whole(SPECS[key].shape), frozenset(), frozenset())
+        return
     found, shape = whole_of(save), SPECS[key].shape
     own = frozenset(data.draw(st.sets(st.sampled_from(range(len(save))))))
-    storage = JointStorage(found, Folders([]), own=own, turn=data.draw(st.integers(0, 5)))
+    storage = JointStorage(found, Folders([]), own=own, turn=data.draw(st.integers(0, 5)), proved=proved)
     for _ in range(3):
         window = whole(shape)
         if shape:

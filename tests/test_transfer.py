@@ -13,6 +13,7 @@ from managing import check_state, flip, lose, state
 
 import unified_ckpt as uc
 from unified_ckpt.engine.transfer import Transferred, transfer
+from unified_ckpt.format import names
 from unified_ckpt.runtime.locks import removing
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped
@@ -104,6 +105,18 @@ def test_another_save_of_the_name(source: Path, tmp_path: Path, if_exists: str) 
         assert (done.nbytes == 0) == (if_exists == "keep")
     assert body(tmp_path / "root" / NAME) == (body(source) if if_exists == "replace" else before)
     assert os.listdir(tmp_path / "root") == [NAME]
+
+
+def test_what_an_unfinished_repair_has_left_is_not_copied(source: Path, tmp_path: Path) -> None:
+    """Only files in the folder itself are a repair's."""
+    right = body(source)
+    (source / f"{names.MENDING}model.safetensors-0badf00d").write_bytes(b"half of it")
+    for folder in (source / f"{names.MENDING}mine", source / "tokenizer"):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{names.MENDING}mine").write_text("mine")
+        right[str((folder / f"{names.MENDING}mine").relative_to(source))] = b"mine"
+    copy(source, there(tmp_path))
+    assert body(tmp_path / "root" / NAME) == right
 
 
 def test_what_is_in_the_way_and_no_checkpoint_is_moved_aside(source: Path, tmp_path: Path) -> None:

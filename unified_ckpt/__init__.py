@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.load import LoadReport
     from unified_ckpt.engine.pending import PendingSave
     from unified_ckpt.engine.prove import VerifyReport
+    from unified_ckpt.engine.repair import RepairReport, repair
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 
@@ -38,12 +39,14 @@ _LAZY = {
     "LoadReport": "engine.load",
     "ManagerOptions": "options",
     "PendingSave": "engine.pending",
+    "RepairReport": "engine.repair",
     "SaveOptions": "options",
     "SaveReport": "engine.build",
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
     "load": "api",
     "open": "api",
+    "repair": "engine.repair",
     "save": "api",
     "save_async": "api",
     "verify": "api",
@@ -65,6 +68,7 @@ __all__ = [
     "NotFoundError",
     "PendingSave",
     "RankError",
+    "RepairReport",
     "SaveOptions",
     "SaveReport",
     "StorageError",
@@ -72,6 +76,7 @@ __all__ = [
     "VerifyReport",
     "load",
     "open",
+    "repair",
     "save",
     "save_async",
     "verify",

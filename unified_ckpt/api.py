@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
+from unified_ckpt.engine.mutual import Reports, repair_together
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.engine.prove import VerifyReport, verify_folder
 from unified_ckpt.engine.request import Targets, What, load_request, save_request
@@ -299,6 +300,12 @@ class Checkpointer:
             raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
         return LocalStorage(os.path.realpath(parent)), name
 
+    def repair(self, path: Path) -> Reports:
+        """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls, and gets the reports of all machines."""
+        self.wait()
+        found, timeout = self._resolve(path), self._options.timeout_seconds
+        return repair_together(self._ranks(), found, self._find_machines(f"repair of {found}", timeout), timeout_seconds=timeout)
+
 
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
     """One-shot form of `Checkpointer.save`, which takes the same arguments."""
@@ -334,8 +341,5 @@ def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] 
 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
     """
-    folder = open_path(os.fspath(path), hold=True)
-    try:
+    with closing(open_path(os.fspath(path), hold=True)) as folder:
         return verify_folder(folder, deep=deep, progress=progress)
-    finally:
-        folder.close()

@@ -155,6 +155,10 @@ class FaultyStorage(LocalStorage):
         self._step("rename", f"{old} {new}")
         super().rename(old, new)
 
+    def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
+        self._step("replace", f"{old} {new}")
+        super().replace(old, new, folder=folder)
+
     def exchange(self, old: str, new: str) -> bool:
         self._step("exchange", f"{old} {new}")
         return super().exchange(old, new)

@@ -18,7 +18,10 @@ from unified_ckpt.errors import CheckpointError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code. Usage errors leave through argparse's SystemExit(2)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.verb == "verify" and arguments.sources and not arguments.repair:
+        parser.error("--from: is for --repair")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks the branches of a tree still shows the names
     verb = import_module(f"unified_ckpt.cli.{arguments.verb}")
@@ -47,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     verify = verbs.add_parser("verify", help="check a checkpoint", description="Checks sizes and headers against the manifest.")
     verify.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
     verify.add_argument("--deep", action="store_true", help="also read every byte and compare every digest")
+    verify.add_argument("--repair", action="store_true", help="check everything, and mend what is damaged in PATH")
+    verify.add_argument(
+        "--from", action="append", default=[], dest="sources", metavar="OTHER", help="a folder of the same save to take it from"
+    )
 
     listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
     listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")

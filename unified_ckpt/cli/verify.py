@@ -1,4 +1,4 @@
-"""The verb `verify`: whether every byte of a checkpoint is there, and with `--deep` whether it is the one that was written."""
+"""The verb `verify`: whether every byte is there, and with `--deep` whether it is the one that was written; `--repair` mends it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from tqdm import tqdm
 from unified_ckpt.cli.words import count, human
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.prove import VerifyReport, verify_folder
+from unified_ckpt.engine.repair import RepairReport, repair
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `path`, `deep` and `json`. Returns 1 where there is a problem."""
+    """Takes `path`, `deep`, `repair`, `sources` and `json`. Returns 1 where there is a problem."""
+    if arguments.repair:
+        return _repair(arguments)
     started = time.monotonic()
     folder = open_path(arguments.path, hold=True)
     try:
@@ -30,6 +33,29 @@ def run(arguments: Namespace) -> int:
     else:
         print(_text(report, digested=digested, seconds=time.monotonic() - started))
     return 0 if report.ok else 1
+
+
+def _repair(arguments: Namespace) -> int:
+    started = time.monotonic()
+    with tqdm(desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+        report = repair(arguments.path, arguments.sources, progress=bar.update)
+    if arguments.json:
+        print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
+    else:
+        print(_repair_text(report, seconds=time.monotonic() - started))
+    return 0 if report.ok else 1
+
+
+def _repair_text(report: RepairReport, *, seconds: float) -> str:
+    lines = [f"found    {text}" for text in report.damage]
+    lines += [f"mended   {file}" for file in report.mended]
+    lines += [f"damaged  {text}" for text in report.problems]
+    lines += [f"note     {text}" for text in report.notes]
+    if report.problems:
+        end = f"still damaged, {count(len(report.problems), 'problem')}; {count(len(report.mended), 'file')} mended"
+    else:
+        end = f"mended, {count(len(report.mended), 'file')}, {human(report.nbytes)} written" if report.mended else "nothing to mend"
+    return "\n  ".join([f"{report.path}: {end} ({seconds:.2f} s)", *lines])
 
 
 def _total(folder: Folder) -> int | None:

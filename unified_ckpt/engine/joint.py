@@ -23,13 +23,13 @@ from unified_ckpt.format.manifest import Manifest
 
 
 class Joint:
-    """The folders of one save on several machines, as a Source. `own`: those that are on this machine."""
+    """The folders of one save on several machines, as a Source. `found`: proved to be complete; `own`: those that are on this machine."""
 
     def __init__(self, found: Whole, folders: Folders, *, own: Collection[int], turn: int) -> None:
         self._found, self._folders, self._own = found, folders, frozenset(own)
         count = len(found.folders)
         self._order = sorted(range(count), key=lambda number: (number not in own, (number + turn) % count))
-        self.storage = JointStorage(found, folders, own=own, turn=turn)
+        self.storage = JointStorage(found, folders, own=own, turn=turn, proved=True)
         self.storage.ledger.damage.extend(found.lost)
         self._names: dict[str, dict[str, None]] = {}
         for part, name in found.specs:

@@ -8,32 +8,44 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
-from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.core.volumes import is_slow
-from unified_ckpt.engine.checkpoint import Folder
-from unified_ckpt.engine.folders import Folders
-from unified_ckpt.engine.inventory import stored_as
-from unified_ckpt.engine.source import Ledger
+from unified_ckpt.engine.regions import Pieces, Region, Run, blocks_of, rows_around, whole_rows, widened
+from unified_ckpt.engine.source import Catalog, Ledger
 from unified_ckpt.engine.whole import Family, Whole
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage import Buffer
+from unified_ckpt.runtime.storage import Buffer, Reader
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
-_LONG_RUN_NBYTES = 64 << 10  # copied one by one
 _ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
 _MAX_REGIONS = 1 << 16  # remembered
+
+
+class Stock(Protocol):
+    """What reading needs of a folder."""
+
+    @property
+    def storage(self) -> Reader: ...
+
+    def catalog(self, wanted: Collection[Key]) -> Catalog: ...
+
+    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]: ...
+
+
+class Stocks(Protocol):
+    """Folders by number."""
+
+    def __getitem__(self, number: int, /) -> Stock: ...
 
 
 def file_of(key: Key) -> str:
@@ -44,12 +56,13 @@ def file_of(key: Key) -> str:
 class JointStorage:
     """Reads whole tensors out of the pieces of several folders: this machine's first, then the others in turn; every block compared.
 
-    Of a block that is damaged or cannot be read the bytes come from any other piece that has them.
+    Of a block that is damaged or cannot be read the bytes come from any other piece that has them. `proved`: whether it is known that the
+    folders have every element between them.
     """
 
-    def __init__(self, found: Whole, folders: Folders, *, own: Collection[int], turn: int) -> None:
+    def __init__(self, found: Whole, folders: Stocks, *, own: Collection[int], turn: int, proved: bool) -> None:
         self.root, self.ledger = "the machines' folders", Ledger()
-        self._found, self._folders, self._turn = found, folders, turn
+        self._found, self._folders, self._turn, self._proved = found, folders, turn, proved
         self._keys = {file_of(key): key for key in found.specs}
         self._own = frozenset(own)
         self._digests: dict[int, Mapping[Key, Sequence[int] | None]] = {}  # of a folder, by its own parts and names
@@ -89,7 +102,7 @@ class JointStorage:
                 self._blocks.clear()
             done = self._fill(key, start, into, frozenset(), [])
             if done != len(into):
-                raise IntegrityError(f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; this is a bug")
+                raise IntegrityError(f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; needed all of them")
 
     def read(self, name: str) -> bytes:
         found = bytearray(self.size(name) or 0)
@@ -113,7 +126,7 @@ class JointStorage:
         number = self._found.numbers[key]
         if number not in self._edges:
             self._edges[number] = self._found.family(key).edges()
-        known = number, (window := _widened(window, self._edges[number]))
+        known = number, (window := widened(window, self._edges[number]))
         if spoilt or known not in self._tilings:
             tiling = self._tile(self._found.family(key), window, spoilt)
             if spoilt:
@@ -132,7 +145,7 @@ class JointStorage:
                 by_box.setdefault(box, []).append((folder, fragment))
         owners = {box: sorted(held, key=self._rank_of) for box, held in by_box.items()}
         shares = {box: shared for box in owners if (shared := intersect(box, window)) is not None}
-        if sum(shared.numel for shared in shares.values()) == window.numel and not spoilt:
+        if self._proved and not spoilt and sum(shared.numel for shared in shares.values()) == window.numel:  # then no two overlap
             return [Region(shared, box, owners[box]) for box, shared in shares.items()]
         regions, left = [], [window]
         for box in sorted(shares, key=lambda box: (owners[box][0][0] not in self._own, -box.numel, box.offsets)):
@@ -151,14 +164,14 @@ class JointStorage:
         if not len(into):
             return 0
         item, stop, done = spec.nbytes // whole(spec.shape).numel, start + len(into), 0
-        window = _rows(spec, start, stop)
+        window = rows_around(spec, start, stop)
         regions = self._regions(key, window, spoilt)
         for region in regions:
             shared = intersect(region.box, window)
             if shared is None:
                 continue
-            pieces = _Pieces(key, spec, region, region.of.numel * item)
-            inner, outer = _whole_rows(shared, spec, start, stop)
+            pieces = Pieces(key, spec, region, region.of.numel * item)
+            inner, outer = whole_rows(shared, spec, start, stop)
             if inner is not None and self._fill_rows(pieces, inner, start, into, keep=len(regions) + 1):
                 done += inner.numel * item
             elif inner is not None:
@@ -168,12 +181,12 @@ class JointStorage:
                 for first, in_piece, count in runs(box, spec.shape, local=local, local_shape=region.of.shape):
                     low, high = max(first * item, start), min((first + count) * item, stop)
                     if low < high:
-                        run = _Run(low, (in_piece - first) * item + low, spoilt, why)
+                        run = Run(low, (in_piece - first) * item + low, spoilt, why)
                         self._copy(pieces, run, into[low - start : high - start], keep=len(regions) + 1)
                         done += high - low
         return done
 
-    def _fill_rows(self, pieces: _Pieces, box: Box, start: int, into: Buffer, *, keep: int) -> bool:
+    def _fill_rows(self, pieces: Pieces, box: Box, start: int, into: Buffer, *, keep: int) -> bool:
         """Rows of a box, all of them in `into`: read as they lie in the piece, then put in their place at once. False where a block of
         them is damaged everywhere."""
         spec, of = pieces.spec, pieces.region.of
@@ -193,9 +206,9 @@ class JointStorage:
             there[(slice(None), *into_there)] = here[(slice(None), *(slice(low - base, low - base + n) for low, base, n in dims))]
         return True
 
-    def _read_piece(self, pieces: _Pieces, start: int, into: Buffer, *, keep: int) -> bool:
+    def _read_piece(self, pieces: Pieces, start: int, into: Buffer, *, keep: int) -> bool:
         """Bytes from `start` of a piece. False where some of them are right on no machine."""
-        for position, target in _blocks_of(pieces, start, into):
+        for position, target in blocks_of(pieces, start, into):
             why: list[str] = []
             fine = self._take(pieces, position, target, why, keep=keep)
             self._report(why)
@@ -203,15 +216,15 @@ class JointStorage:
                 return False
         return True
 
-    def _copy(self, pieces: _Pieces, run: _Run, into: Buffer, *, keep: int) -> None:
+    def _copy(self, pieces: Pieces, run: Run, into: Buffer, *, keep: int) -> None:
         """A run out of a region's box, block by block, each from the first owner whose bytes are right."""
-        for position, target in _blocks_of(pieces, run.in_piece, into):
+        for position, target in blocks_of(pieces, run.in_piece, into):
             why: list[str] = []
             if not self._take(pieces, position, target, why, keep=keep):
                 self._from_elsewhere(pieces, run, run.low + position - run.in_piece, target, why)
             self._report(why)
 
-    def _take(self, pieces: _Pieces, position: int, into: Buffer, why: list[str], *, keep: int) -> bool:
+    def _take(self, pieces: Pieces, position: int, into: Buffer, why: list[str], *, keep: int) -> bool:
         """Bytes of one block of a piece, from the first owner whose bytes are right; False where there is none."""
         block = position // digests.BLOCK_NBYTES
         low, high = block * digests.BLOCK_NBYTES, min((block + 1) * digests.BLOCK_NBYTES, pieces.nbytes)
@@ -222,13 +235,13 @@ class JointStorage:
             into[:] = held[position - low : position - low + len(into)]
         return held is not None
 
-    def _from_elsewhere(self, pieces: _Pieces, run: _Run, start: int, into: Buffer, why: list[str]) -> None:
+    def _from_elsewhere(self, pieces: Pieces, run: Run, start: int, into: Buffer, why: list[str]) -> None:
         """Bytes of a block that no copy of its box has undamaged, out of boxes that overlap it."""
         spoilt, told = run.spoilt | {pieces.region.of}, [*run.why, *why]
         if self._fill(pieces.key, start, into, spoilt, told) != len(into):
             raise IntegrityError(listed("no machine has these bytes undamaged", told))
 
-    def _part_of_block(self, pieces: _Pieces, block: int, nbytes: int, why: list[str], *, keep: int) -> bytes | None:
+    def _part_of_block(self, pieces: Pieces, block: int, nbytes: int, why: list[str], *, keep: int) -> bytes | None:
         """A whole block, of which only a part is wanted now, and more of it soon."""
         name = (*pieces.region.owners[0], pieces.region.of, block)
         if name not in self._blocks:
@@ -241,7 +254,7 @@ class JointStorage:
         self._blocks.move_to_end(name)
         return self._blocks[name]
 
-    def _read_block(self, pieces: _Pieces, block: int, into: Buffer, why: list[str]) -> bool:
+    def _read_block(self, pieces: Pieces, block: int, into: Buffer, why: list[str]) -> bool:
         """Whether an owner's bytes are right. `why`: what was wrong with those before."""
         name = pieces.stored(fragment=pieces.region.owners[0][1])
         for number, fragment in self._in_turn(pieces.region.owners, name, block):
@@ -268,83 +281,8 @@ class JointStorage:
                 self.ledger.damage.append(text)
                 _LOG.warning("read from another machine: %s", text)
 
-    def _saved(self, number: int, folder: Folder) -> Mapping[Key, Sequence[int] | None]:
+    def _saved(self, number: int, folder: Stock) -> Mapping[Key, Sequence[int] | None]:
         """A folder's digests, read at once: a request to a peer costs more than bytes do."""
         if number not in self._digests:
             self._digests[number] = folder.block_digests(self._found.stored_in(number))
         return self._digests[number]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of a tensor, and the stored box that it is read from: in these folders, the one to ask first in front, as a fragment or not."""
-
-    box: Box
-    of: Box
-    owners: Sequence[tuple[int, bool]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The copies of a region's box of one tensor. `nbytes`: of each."""
-
-    key: Key
-    spec: TensorSpec
-    region: Region
-    nbytes: int
-
-    def stored(self, *, fragment: bool) -> Key:
-        return stored_as(self.key, self.region.of, self.spec.shape, fragment=fragment)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes from `low` of a tensor, from `in_piece` of a piece. `spoilt`: boxes that did not have them, and `why`."""
-
-    low: int
-    in_piece: int
-    spoilt: frozenset[Box]
-    why: Sequence[str]
-
-
-def _blocks_of(pieces: _Pieces, start: int, into: Buffer) -> Iterator[tuple[int, Buffer]]:
-    """`into`, from byte `start` of a piece, cut where its blocks are: (first byte, what of it lies in one block)."""
-    position, stop = start, start + len(into)
-    while position < stop:
-        upto = min((position // digests.BLOCK_NBYTES + 1) * digests.BLOCK_NBYTES, pieces.nbytes, stop)
-        yield position, into[position - start : upto - start]
-        position = upto
-
-
-def _whole_rows(box: Box, spec: TensorSpec, start: int, stop: int) -> tuple[Box | None, list[Box]]:
-    """The rows of a box that lie in [start, stop) of the tensor as a whole, where it is worth while to move them at once; and the rest."""
-    if len(spec.shape) < 2 or not box.numel:
-        return None, [box]
-    row, item = spec.nbytes // spec.shape[0], spec.nbytes // whole(spec.shape).numel
-    low, high = max(box.offsets[0], -(-start // row)), min(box.offsets[0] + box.shape[0], stop // row)
-    if high - low < 2 or box.shape[-1] * item >= _LONG_RUN_NBYTES or box.shape[1:] == spec.shape[1:]:
-        return None, [box]
-
-    def rows(first: int, last: int) -> Box:
-        return Box((first, *box.offsets[1:]), (last - first, *box.shape[1:]))
-
-    around = [rows(box.offsets[0], low), rows(high, box.offsets[0] + box.shape[0])]
-    return rows(low, high), [one for one in around if one.numel]
-
-
-def _widened(window: Box, edges: Sequence[int]) -> Box:
-    """The window up to the edges around it, along dim 0."""
-    if not window.shape:
-        return window
-    low, high = window.offsets[0], window.offsets[0] + window.shape[0]
-    first, last = edges[bisect_right(edges, low) - 1], edges[bisect_left(edges, high)]
-    return Box((first, *window.offsets[1:]), (last - first, *window.shape[1:]))
-
-
-def _rows(spec: TensorSpec, start: int, stop: int) -> Box:
-    """The rows of a tensor that some of its bytes lie in."""
-    if not spec.shape:
-        return whole(())
-    row = spec.nbytes // spec.shape[0]
-    first = start // row
-    return Box((first, *(0,) * (len(spec.shape) - 1)), (-(-stop // row) - first, *spec.shape[1:]))

@@ -158,7 +158,7 @@ class Copy:
     def others(self, below: str, done: set[str]) -> None:
         """What a trainer or a person has added, which nothing proves."""
         for name, path, is_folder in _entries(os.path.join(self._source.root, below), below):
-            if name in done:
+            if name in done or (not below and not is_folder and name.startswith(names.MENDING)):  # the latter: of a repair that was cut off
                 continue
             if is_folder:
                 self._storage.make_folder(f"{self._into}/{name}")

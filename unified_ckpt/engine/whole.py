@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 from operator import add
 
@@ -147,9 +147,20 @@ def decode_whole(body: bytes) -> Whole:
 
 def put_together(inventories: Sequence[Inventory]) -> Whole:
     """What the folders of one save hold between them, complete or not. Where they differ on a dtype or shape, the first is right."""
+    found = join(
+        [Member(one.root, one.machine, one.volume, one.ranks, one.files) for one in inventories],
+        [(one.listing, one.spans) for one in inventories],
+        rank_extras=max(one.rank_extras for one in inventories),
+        lost=tuple(f"machine {one.machine}: {text}" for one in inventories for text in one.lost),
+    )
+    return replace(found, save_id=inventories[0].save_id)
+
+
+def join(members: Sequence[Member], names: Sequence[tuple[Listing, Numbers]], *, rank_extras: int = 0, lost: tuple[str, ...] = ()) -> Whole:
+    """`put_together` of folders of which no more is known. `names`: what each names, and where its boxes are."""
     told: dict[int, tuple[Listing, list[int]]] = {}  # a listing, and the folders that it is of
-    for number, one in enumerate(inventories):
-        told.setdefault(id(one.listing), (one.listing, []))[1].append(number)
+    for number, (listing, _) in enumerate(names):
+        told.setdefault(id(listing), (listing, []))[1].append(number)
     listings = list(told.values())
     specs: dict[Key, TensorSpec] = {}
     held: dict[Key, list[tuple[int, int]]] = {}  # by tensor: listing and kind
@@ -161,15 +172,14 @@ def put_together(inventories: Sequence[Inventory]) -> Whole:
                 held.setdefault((part, fqn), []).append((i, kind))
     families: dict[tuple[tuple[int, int], ...], int] = {}
     numbers = {key: families.setdefault(tuple(kinds), len(families)) for key, kinds in held.items()}
-    spans = [np.stack([inventories[number].spans for number in folders]) for _, folders in listings]
+    spans = [np.stack([names[number][1] for number in folders]) for _, folders in listings]
     return Whole(
-        folders=[Member(one.root, one.machine, one.volume, one.ranks, one.files) for one in inventories],
+        folders=members,
         specs=specs,
         numbers=numbers,
         families=[_family(kinds, listings, spans) for kinds in families],
-        rank_extras=max(one.rank_extras for one in inventories),
-        lost=tuple(f"machine {one.machine}: {text}" for one in inventories for text in one.lost),
-        save_id=inventories[0].save_id,
+        rank_extras=rank_extras,
+        lost=lost,
     )
 
 

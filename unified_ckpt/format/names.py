@@ -18,6 +18,7 @@ _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
 _STAGING = ".unified-"
 _REPLACED = ".replaced-"
+MENDING = ".mending-"  # begins the name of a file that a repair has not finished
 
 
 def check_part_name(part: str) -> None:

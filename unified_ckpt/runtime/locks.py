@@ -1,4 +1,5 @@
 """Readers and removers of a checkpoint keep out of each other's way: a shared `flock` on its manifest, an exclusive one to remove it.
+Those who mend it keep out of each other's way by an exclusive one on the folder.
 
 Where the file system knows no locks, there are none.
 """
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)  # the last: of NFS, for a folder
 
 
 @contextmanager
@@ -49,6 +50,24 @@ def removing(folder: str) -> Iterator[bool]:
         return
     try:
         yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, manifest)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def mending(folder: str) -> Iterator[os.stat_result]:
+    """While inside, nobody else mends what is in this folder; gives what tells it from another one that takes its name.
+
+    Readers may read meanwhile: a file that is put in is the one that they had to find. StorageError where somebody mends it.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be opened: {error.strerror}") from error
+    try:
+        if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            raise StorageError(f"{folder}: is being mended by another process; needed one at a time")
+        yield os.fstat(fd)
     finally:
         os.close(fd)
 

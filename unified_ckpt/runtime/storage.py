@@ -179,6 +179,22 @@ class LocalStorage:
             raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
         self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
 
+    def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
+        """Gives a file of the root folder the name of another one there, in one step. StorageError where the root's name is another
+        folder's by now than `folder`: nothing is changed there then.
+        """
+
+        def swap() -> None:
+            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if not os.path.samestat(os.fstat(fd), folder):
+                    raise StorageError(f"{self.root}: is another folder than before; needed one that nobody replaces meanwhile")
+                os.rename(old, new, src_dir_fd=fd, dst_dir_fd=fd)
+            finally:
+                os.close(fd)
+
+        self._call("rename", old, swap)
+
     def exchange(self, old: str, new: str) -> bool:
         """Swaps two names in one step; False where the system cannot."""
         swap = _libc_function("renameat2")

@@ -1,0 +1,48 @@
+"""Byte strings that are damaged in different places: whatever has the CRC comes back, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.format import digests
+from unified_ckpt.format.mosaic import mosaic
+
+
+def spoilt(body: bytes, places: list[int]) -> bytes:
+    found = bytearray(body)
+    for place in places:
+        found[place % len(found)] ^= 5
+    return bytes(found)
+
+
+@given(st.binary(min_size=1, max_size=9000), st.lists(st.integers(0, 9000), max_size=4), st.lists(st.integers(0, 9000), max_size=4))
+def test_two_copies(body: bytes, first: list[int], second: list[int]) -> None:
+    """All is there where no eight bytes are damaged in both."""
+    copies = [spoilt(body, first), spoilt(body, second)]
+    found = mosaic(copies, digests.crc(body))
+    assert found in (body, None)
+    grains = [{place % len(body) // 8 for place in places} for places in (first, second)]
+    if not grains[0] & grains[1]:
+        assert found == body
+
+
+def test_pages_of_three_copies() -> None:
+    body = random.Random(0).randbytes(1 << 20)
+    copies = []
+    for start in (0, 300_000, 900_000):
+        lost = bytearray(body)
+        lost[start : start + 65_536] = bytes(65_536)
+        copies.append(bytes(lost))
+    assert mosaic(copies, digests.crc(body)) == body
+    assert mosaic(copies[:1], digests.crc(body)) is None
+    assert mosaic([], digests.crc(body)) is None
+
+
+def test_more_choices_than_are_tried() -> None:
+    body = bytes(1 << 16)
+    copies = [spoilt(body, list(range(at, 1 << 16, 4096 * 2))) for at in (0, 4096)]
+    copies = [spoilt(one, list(range(at, 1 << 16, 128))) for at, one in zip((0, 64), copies, strict=True)]
+    assert mosaic(copies, digests.crc(body)) is None

@@ -1,0 +1,194 @@
+"""Hugging Face's Trainer with the callback, beside the stock one: losses and weights, stopped and resumed, and errors that users make."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import unified_ckpt as uc
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+STEPS = 6
+
+
+class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self._step
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, attention_dropout=0.1
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer(out: Path, *callbacks: TrainerCallback, stock: bool = False, **arguments: Any) -> Trainer:
+    told = TrainingArguments(
+        output_dir=str(out),
+        **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "per_device_train_batch_size": 4, **arguments},
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
+    return Trainer(model=model(), args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
+
+
+def losses(of: Trainer) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def check_same(one: Trainer, other: Trainer) -> None:
+    assert losses(one) == losses(other)
+    weights = other.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in one.model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The stock Trainer, uninterrupted."""
+    made = trainer(tmp_path_factory.mktemp("stock"), stock=True)
+    made.train()
+    return made
+
+
+def test_it_trains_as_the_stock_one_and_the_folder_opens_in_stock_transformers(tmp_path: Path, whole: Trainer) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    check_same(made, whole)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    folder = tmp_path / "checkpoint-6"
+    assert {"config.json", "trainer_state.json", "training_args.bin", "unified_checkpoint.json"} <= set(os.listdir(folder))
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & set(os.listdir(folder))
+    assert uc.verify(folder, deep=True).ok
+    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}])
+def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    straight = trainer(tmp_path / "straight", **arguments)
+    straight.train()
+    trainer(tmp_path / "run", StopAt(4), **arguments).train()
+    resumed = trainer(tmp_path / "run", **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+
+
+def test_a_path_may_be_given_and_an_attached_callback_does_the_same(tmp_path: Path, whole: Trainer) -> None:
+    trainer(tmp_path, StopAt(4)).train()
+    resumed = trainer(tmp_path, stock=True)
+    UnifiedCheckpointCallback().attach(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    check_same(resumed, whole)
+
+
+def test_auto_resume_passes_over_what_is_not_whole(tmp_path: Path, whole: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path).train()
+    (tmp_path / "checkpoint-6" / "optimizer.safetensors").unlink()
+    (tmp_path / "checkpoint-4" / "unified_checkpoint.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        resumed = trainer(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-6 is passed over" in caplog.text
+    assert "checkpoint-4 is passed over" in caplog.text
+    check_same(resumed, whole)
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_resumed_by_it(tmp_path: Path, whole: Trainer) -> None:
+    trainer(tmp_path, StopAt(4), stock=True).train()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, whole)
+    assert (tmp_path / "checkpoint-6" / "unified_checkpoint.json").is_file()
+
+
+@pytest.mark.parametrize(("limit", "left"), [(1, [6]), (2, [4, 6])])
+def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
+    trainer(tmp_path, save_total_limit=limit).train()
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_total_limit=1, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=0.5)
+    made.train()
+    best = made.state.best_model_checkpoint
+    assert best is not None
+    assert os.path.isdir(best)
+    found = LlamaForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+    assert "checkpoint-6" in os.listdir(tmp_path)
+
+
+def test_save_only_model_has_no_optimizer_and_resuming_says_so(tmp_path: Path) -> None:
+    trainer(tmp_path, save_only_model=True).train()
+    assert not any("optimizer" in name for name in os.listdir(tmp_path / "checkpoint-6"))
+    with pytest.raises(uc.MismatchError, match="optimizer"):
+        trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+
+
+def test_errors_that_users_make(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", StopAt(2)).train()
+    made, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
+    with pytest.raises(uc.NotFoundError, match="is a run's folder; needed one of its checkpoints, the newest is checkpoint-2"):
+        made.train(resume_from_checkpoint=str(tmp_path / "run"))
+    with pytest.raises(uc.NotFoundError, match="is a file"):
+        made.train(resume_from_checkpoint=str(folder / "config.json"))
+    with pytest.raises(uc.NotFoundError, match="is not there"):
+        made.train(resume_from_checkpoint=str(tmp_path / "nothing"))
+    shutil.copytree(folder, tmp_path / "cut")
+    for name in ("unified_checkpoint.json", "trainer_state.json"):
+        (tmp_path / "cut" / name).unlink()
+    with pytest.raises(uc.NotFoundError, match="it is unfinished, or no checkpoint"):
+        made.train(resume_from_checkpoint=str(tmp_path / "cut"))
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        made.train(resume_from_checkpoint=True)
+
+
+def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
+    tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unified_ckpt.engine import commit
+
+    trainer(tmp_path, StopAt(2)).train()
+
+    def dead(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", dead)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == ["checkpoint-2"]
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, whole)
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, stock=True)
+    made.model.peft_config = {}
+    with pytest.raises(uc.LayoutError, match="adapters"):
+        UnifiedCheckpointCallback().attach(made)

@@ -83,7 +83,7 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
 
 def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, *, fsync: bool, beat: Beat) -> int:
     """Writes everything but the manifest; returns the bytes."""
-    copy = _Copy(folder, storage, into, fsync, beat)
+    copy = Copy(folder, storage, into, fsync, beat)
     for single in (manifest.digests, manifest.extra_file, manifest.rank_extra):  # digests first: others are proved by them
         if single is not None:
             copy.single(single.file, single.nbytes, single.crc)
@@ -96,8 +96,8 @@ def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, 
     return copy.nbytes
 
 
-class _Copy:
-    """Of one folder to another. Holds one buffer of a block."""
+class Copy:
+    """Of one folder to another, file by file. Holds one buffer of a block. `beat`: called for each block that is written."""
 
     def __init__(self, folder: Folder, storage: LocalStorage, into: str, fsync: bool, beat: Beat) -> None:
         self._folder, self._source, self._storage, self._into = folder, folder.storage, storage, into

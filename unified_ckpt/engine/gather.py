@@ -111,7 +111,8 @@ def _tell(meeting: Meeting, paths: Sequence[str], opened: Sequence[Folder] | Exc
     if isinstance(opened, Exception) and not isinstance(opened, CheckpointError):
         raise opened
     aside, bad = [folder for path in paths for folder in _aside(path)], list[str]()
-    copies = [folder for path in (*paths, *(one.storage.root for one in aside)) for folder in _copies(path, bad)]
+    copies = [folder for path in paths for folder in _copies(path, bad)]
+    copies += [folder for one in aside for folder in _copies(one.storage.root, [])]  # a crash may have cut them off
     try:
         if isinstance(opened, Exception):
             if not aside and not copies:
@@ -169,6 +170,8 @@ def _copies(path: str, bad: list[str]) -> list[Folder]:
             continue
         if folder.manifest is not None and folder.manifest.island is not None:
             found.append(folder)
+        else:
+            bad.append(f"{folder.storage.root}: has no {names.MANIFEST} of a machine's folder; needed a copy of one")
     return found
 
 

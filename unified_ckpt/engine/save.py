@@ -165,7 +165,7 @@ def _arrive(
         try:
             with own.phase("plan") if not same else nullcontext():
                 plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
-            if not same:
+            if not same or kept.orders is None:
                 kept.orders = plan_copies(gate, plan.book, copies=request.options.machine_copies)
             return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate, post=post))
         except BaseException:

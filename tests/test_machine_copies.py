@@ -227,7 +227,7 @@ def test_any_ranks_on_any_machines(tmp_path: Path, drawn: tuple[Case, list[int],
     check_scattered(tmp_path, drawn, copies)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(scattered(max_world=6, max_tensors=5), st.integers(2, 4))
 @settings(max_examples=200, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
 def test_any_ranks_on_any_machines_at_length(tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:
@@ -512,27 +512,35 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["nbytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+class Tied(torch.nn.Module):
+    """A slice of one matrix, under two names."""
+
+    def __init__(self, rows: int, value: float) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((rows, 2), value))
+        self.head = self.w
+
+
 def test_ties_and_attached_files(tmp_path: Path) -> None:
-    """Other names of a tensor are known from a copy alone."""
+    """Other names of a tensor are known from the folder of one machine, which has the other's in a copy."""
+    layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
+
+    def attach(folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{}")
 
     def act(comm: Comm) -> None:
-        place = folder_of(tmp_path, comm.rank)
         with on_machine(comm, [0, 1]) as made:
-            made.save(
-                place,
-                model={"w": torch.ones(5, 2) * comm.rank},
-                layout=uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}}),
-                options=twice(),
-                attach=lambda folder: (Path(folder) / "config.json").write_text("{}"),
-            )
+            model = Tied(5, float(comm.rank))
+            made.save(folder_of(tmp_path, comm.rank), model=model, layout=layout, options=twice(), attach=attach)
 
     run_ranks(2, act)
-    assert (folder_of(tmp_path, 0) / "config.json").exists()
-    assert uc.verify(folder_of(tmp_path, 0), deep=True).ok
+    for machine in (0, 1):
+        assert (folder_of(tmp_path, machine) / "config.json").exists()
+        assert uc.verify(folder_of(tmp_path, machine), deep=True).problems == ()
     shutil.rmtree(folder_of(tmp_path, 0))
-    target = {"w": torch.zeros(10, 2)}
+    target = {"head": torch.zeros(10, 2)}
     run_ranks(1, lambda comm: on_one(comm, folder_of(tmp_path, 1), target))
-    assert torch.equal(target["w"], torch.tensor([0.0] * 5 + [1.0] * 5)[:, None].expand(10, 2))
+    assert torch.equal(target["head"], torch.tensor([0.0] * 5 + [1.0] * 5)[:, None].expand(10, 2))
 
 
 def on_one(comm: Comm, folder: Path, target: dict[str, torch.Tensor]) -> None:

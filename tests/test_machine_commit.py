@@ -280,6 +280,7 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
             "ranks": [2 * machine, 2 * machine + 1],
             "world_size": 4,
             "totals": {"model": [3, 4 * (500 * 90 + 900 + 5)]},
+            "copies": [],
         }
         assert uc.verify(folder, deep=True).ok
     assert len({json.loads((folder_of(tmp_path, m) / names.MANIFEST).read_text())["save_id"] for m in (0, 1)}) == 1

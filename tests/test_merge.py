@@ -250,6 +250,21 @@ def test_a_merged_one_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -
     assert {one.nbytes for one in again} == {0}, "it is there"
 
 
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_themselves(tmp_path: Path, lost: int | None) -> None:
+    def attach(folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{}")
+        (Path(folder) / "tokenizer").mkdir()
+        (Path(folder) / "tokenizer" / "merges.txt").write_text("a b")
+
+    save(tmp_path, attach=attach, options=SAVE.model_copy(update={"machine_copies": 2}))
+    if lost is not None:
+        shutil.rmtree(folder_of(tmp_path, lost))
+    fine(merge_all(tmp_path / "root", MACHINES, own_folders(tmp_path)))
+    assert not (tmp_path / "root" / NAME / names.REPLICAS).exists()
+    check_target(tmp_path / "root")
+
+
 def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", [0], {0: [folder_of(once, 1), folder_of(once, 0)]}))
     check_target(tmp_path / "root")
@@ -400,7 +415,7 @@ def good(root: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exists", [False, True])
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_succeeds(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.mutual import Reports, repair_together
 from unified_ckpt.engine.pending import PendingSave
-from unified_ckpt.engine.prove import VerifyReport, verify_folder
+from unified_ckpt.engine.prove import VerifyReport, verify_copies
 from unified_ckpt.engine.request import Targets, What, load_request, save_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
@@ -342,4 +342,4 @@ def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
     """
     with closing(open_path(os.fspath(path), hold=True)) as folder:
-        return verify_folder(folder, deep=deep, progress=progress)
+        return verify_copies(folder, deep=deep, progress=progress)

@@ -23,7 +23,9 @@ class SaveOptions(_Options):
     compare what replicas hold at the first save of a layout, at every save, or never. `if_exists`: what to do where a committed
     checkpoint is in the way. `timeout_seconds`: without word from a rank for this long, the save fails on all of them.
     `write_alignment`: where several machines write to one folder, no two of them write in one block of so many bytes of a file; 0: nor
-    in one file; None: what the kind of file system needs. The first save to a folder decides.
+    in one file; None: what the kind of file system needs. The first save to a folder decides. `machine_copies`: where machines have
+    folders of their own, each byte is stored on at least so many of them, so that all but one of those may be lost; means nothing where
+    all ranks see one folder.
     """
 
     model_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
@@ -34,6 +36,7 @@ class SaveOptions(_Options):
     if_exists: Literal["error", "keep", "replace"] = "error"
     timeout_seconds: Timeout = 600.0
     write_alignment: Annotated[int, Field(ge=0)] | None = None
+    machine_copies: Count = 1
 
     @field_validator("model_dtype", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any
 from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tree
 from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.tables import short
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.format.manifest import Manifest
 
@@ -75,6 +76,7 @@ def _as_json(folder: Folder, parts: list[_Part]) -> dict[str, Any]:
         told |= {key: getattr(manifest, key) for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions")}
         told["param_groups"] = [group.model_dump() for group in manifest.optimizer.groups] if manifest.optimizer else []
         told["extra"] = manifest.extra
+        told["island"] = manifest.island.model_dump() if manifest.island is not None else None
         told["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
     told["parts"] = {
         part.name: {
@@ -106,6 +108,10 @@ def _head(folder: Folder) -> list[str]:
         ("extra", extra_text(manifest.extra)),
         ("rank extra", f"of {count(manifest.rank_extra.world_size, 'rank')}" if manifest.rank_extra else "none"),
     ]
+    if manifest.island is not None:
+        island = manifest.island
+        rows.append(("machine", f"folder {island.number} of {island.count}, of rank(s) {short(island.ranks)}"))
+        rows.append(("copies", f"of folder(s) {short(island.copies)}" if island.copies else "none"))
     for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
         rows.append((f"param group {number}", f"{count(len(group.names), 'parameter')}: {options_text(group.options)}"))
     gone = sorted(set(manifest.parts) - set(folder.parts))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from unified_ckpt.cli.words import count, human
 from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.prove import VerifyReport, verify_folder
+from unified_ckpt.engine.prove import VerifyReport, verify_copies
 from unified_ckpt.engine.repair import RepairReport, repair
 
 
@@ -24,7 +24,7 @@ def run(arguments: Namespace) -> int:
     try:
         # disable=None: a bar for a terminal only.
         with tqdm(total=_total(folder), desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
-            report = verify_folder(folder, deep=arguments.deep, progress=bar.update)
+            report = verify_copies(folder, deep=arguments.deep, progress=bar.update)
         digested = folder.manifest is not None and folder.manifest.digests is not None
     finally:
         folder.close()
@@ -59,8 +59,8 @@ def _repair_text(report: RepairReport, *, seconds: float) -> str:
 
 
 def _total(folder: Folder) -> int | None:
-    """Tensor bytes of the parts that are there; None for a folder that does not say."""
-    if folder.manifest is None:
+    """Tensor bytes of the parts that are there; None for a folder that does not say, and for one with copies of others beside them."""
+    if folder.manifest is None or (folder.manifest.island is not None and folder.manifest.island.copies):
         return None
     return sum(folder.manifest.parts[part].total_nbytes for part in folder.parts)
 

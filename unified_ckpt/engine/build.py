@@ -15,6 +15,7 @@ from typing import Any
 from unified_ckpt.core.islands import Island
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
+from unified_ckpt.engine.copies import Orders, take_copies
 from unified_ckpt.engine.fill import sync_parts, write_parts
 from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
 from unified_ckpt.engine.lands import Land
@@ -84,6 +85,7 @@ class Kept:
     land: Land | None = None
     rules: Rules | None = None  # of an island
     totals: Totals = field(default_factory=dict)  # of all islands
+    orders: Orders | None = None  # of an island
     slowest: str = ""
 
     def close(self) -> None:
@@ -221,6 +223,8 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
             if plan.book is not None and (aside := _publish(job, construction)) is not None:
                 commit.discard(storage, aside, fsync=request.options.fsync)
     else:
+        if kept.orders is not None:
+            take_copies(job.gate, meeting, storage, construction, kept.orders, fsync=request.options.fsync)
         _publish_together(job, job.gate, construction)
 
 
@@ -248,10 +252,12 @@ def tell(job: Job) -> bytes:
     return extras.tell(job.request.state) if job.plan.speaks else b"."
 
 
-def _record(island: Island | None, totals: Totals) -> IslandRecord | None:
+def _record(island: Island | None, kept: Kept) -> IslandRecord | None:
     if island is None:
         return None
-    return IslandRecord(number=island.number, count=island.count, ranks=list(island.ranks), world_size=island.world, totals=dict(totals))
+    copies = list(kept.orders.files) if kept.orders is not None else []
+    ranks, world, totals = list(island.ranks), island.world, dict(kept.totals)
+    return IslandRecord(number=island.number, count=island.count, ranks=ranks, world_size=world, totals=totals, copies=copies)
 
 
 def _complete(
@@ -298,7 +304,7 @@ def _complete(
         extra=extra,
         digest_file=digest_file,
         rank_extra=rank_extra,
-        island=_record(job.gate.island if job.gate else None, kept.totals),
+        island=_record(job.gate.island if job.gate else None, kept),
     )
     seal.write_manifest(storage, folder, manifest, fsync=fsync)
 

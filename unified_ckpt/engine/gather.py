@@ -108,20 +108,25 @@ def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
 
 def _tell(meeting: Meeting, paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: int) -> bytes:
     """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing there ("!-"), or damage ("!+")."""
-    aside = [folder for path in paths for folder in _aside(path)]
-    if isinstance(opened, Exception):
-        if not isinstance(opened, CheckpointError):
-            raise opened
-        if not aside:
-            return (b"!-" if isinstance(opened, NotFoundError) else b"!+") + str(opened).encode()
-        opened = []
-    elif all(folder.manifest is None for folder in opened):
-        return _PLAIN
+    if isinstance(opened, Exception) and not isinstance(opened, CheckpointError):
+        raise opened
+    aside, bad = [folder for path in paths for folder in _aside(path)], list[str]()
+    copies = [folder for path in paths for folder in _copies(path, bad)]
+    copies += [folder for one in aside for folder in _copies(one.storage.root, [])]  # a crash may have cut them off
     try:
-        inventories = [take_inventory(one, machine=machine) for one in (*opened, *aside) if one.manifest is not None]
+        if isinstance(opened, Exception):
+            if not aside and not copies:
+                return (b"!-" if isinstance(opened, NotFoundError) else b"!+") + str(opened).encode()
+            bad += [str(opened)] if not isinstance(opened, NotFoundError) else []
+            opened = []
+        elif all(folder.manifest is None for folder in opened):
+            return _PLAIN
+        inventories = [take_inventory(one, machine=machine, copy=False) for one in (*opened, *aside) if one.manifest is not None]
+        inventories += [take_inventory(one, machine=machine, copy=True) for one in copies]
     finally:
-        for folder in aside:
+        for folder in (*aside, *copies):
             folder.close()
+    inventories[0] = replace(inventories[0], lost=(*bad, *inventories[0].lost))
     bodies = [one.encode(listing=_tell_listing(meeting, one.listing)) for one in inventories]
     return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
 
@@ -151,6 +156,22 @@ def _aside(path: str) -> list[Folder]:
                 continue  # unfinished: it has no manifest
             if folder.manifest is not None and folder.manifest.island is not None:
                 found.append(folder)
+    return found
+
+
+def _copies(path: str, bad: list[str]) -> list[Folder]:
+    """What the folder keeps of other machines' folders. `bad`: gets, in sentences, what cannot be read of it."""
+    storage, found = LocalStorage(os.path.join(path, names.REPLICAS)), []
+    for entry in storage.names() if storage.kind("") == "folder" else []:
+        try:
+            folder = open_folder(LocalStorage(storage.path(entry)))
+        except CheckpointError as error:
+            bad.append(str(error))
+            continue
+        if folder.manifest is not None and folder.manifest.island is not None:
+            found.append(folder)
+        else:
+            bad.append(f"{folder.storage.root}: has no {names.MANIFEST} of a machine's folder; needed a copy of one")
     return found
 
 

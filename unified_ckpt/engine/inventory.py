@@ -63,7 +63,7 @@ class Inventory:
     `volume`: the same where machines see one folder, empty where nobody can tell.
 
     `lost`: what of it is not there or damaged, in sentences. `totals`: tensors and bytes of the whole save, by part. `rank_extras`: how
-    many ranks of the save left one, 0 where this folder has none.
+    many ranks of the save left one, 0 where this folder has none. `copy`: it is what another machine keeps of a folder.
     """
 
     root: str
@@ -81,6 +81,7 @@ class Inventory:
     world_size: int
     totals: Mapping[str, Sequence[int]]
     rank_extras: int
+    copy: bool = False
 
     def encode(self, *, listing: str) -> bytes:
         """`listing`: the name by which the listing is told."""
@@ -150,8 +151,8 @@ def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[Listing, N
     return Listing(parts, kinds, tuple(lines)), np.array(flat, np.int64)
 
 
-def take_inventory(folder: Folder, *, machine: int) -> Inventory:
-    """Looks at every file's size and header; leaves out, and says, what cannot be read."""
+def take_inventory(folder: Folder, *, machine: int, copy: bool) -> Inventory:
+    """Looks at every file's size and header; leaves out, and says, what cannot be read. `copy`: of another machine's folder."""
     manifest = folder.manifest
     if manifest is None:
         raise AssertionError("a folder without a manifest is never joined with others")
@@ -174,6 +175,7 @@ def take_inventory(folder: Folder, *, machine: int) -> Inventory:
         world_size=island.world_size if island else manifest.world_size,
         totals=island.totals if island else {p: [len(folder.names(p)), manifest.parts[p].total_nbytes] for p in folder.parts},
         rank_extras=0 if record is None else island.world_size if island else record.world_size,
+        copy=copy,
     )
 
 
@@ -194,6 +196,8 @@ def _sound(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]
             lost.append(str(error))
     stored: dict[str, dict[str, TensorSpec]] = {}
     for part in folder.parts:
+        if folder.manifest is not None and not folder.manifest.parts[part].files:
+            continue  # other folders may have it: who deletes it deletes it there
         there = {name: file for name in folder.names(part) if (file := folder.file_of(part, name)) not in bad}
         known = [name for name, file in there.items() if name in folder.header(file)]
         lost += [f"{folder.storage.root}/{there[n]}: has no tensor {n!r}, which the index says" for n in there.keys() - set(known)]

@@ -6,6 +6,7 @@ older than the others'. So only folders of one save id are joined, and every blo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from unified_ckpt.engine.pieces import JointStorage, file_of
 from unified_ckpt.engine.source import Catalog, Location, Said
 from unified_ckpt.engine.whole import Whole
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 
 
@@ -104,15 +106,14 @@ class Joint:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Of all folders, in the order of the islands that wrote them. Opens each."""
-        found = [manifest for number in range(len(self._found.folders)) if (manifest := self._folders[number].manifest) is not None]
-        return sorted(found, key=lambda one: one.island.number if one.island is not None else -1)
+        """Of all folders, in the order of `here`. Opens each."""
+        every = sorted((self._folders[number] for number in range(len(self._found.folders))), key=_turn)
+        return [folder.manifest for folder in every if folder.manifest is not None]
 
     @property
     def here(self) -> list[Folder]:
-        """The folders that lie on this machine, in the order of the islands that wrote them."""
-        own = [self._folders[number] for number in self._own]
-        return sorted(own, key=lambda one: one.manifest.island.number if one.manifest and one.manifest.island else -1)
+        """The folders that lie on this machine, in the order of the islands that wrote them; copies of others after all of them."""
+        return sorted((self._folders[number] for number in self._own), key=_turn)
 
     def nbytes_here(self, part: str, name: str) -> int:
         """About how many bytes of a tensor lie on this machine: a byte that it has in two boxes counts twice."""
@@ -127,3 +128,9 @@ class Joint:
     def _one(self) -> Folder:
         """Any of them: they say the same of the whole."""
         return self._folders[self._order[0]]
+
+
+def _turn(folder: Folder) -> tuple[bool, int]:
+    island = folder.manifest.island if folder.manifest is not None else None
+    parent = os.path.split(os.path.split(folder.storage.root)[0])[1]
+    return parent == names.REPLICAS, island.number if island is not None else -1

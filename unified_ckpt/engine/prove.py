@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unified_ckpt.core.tables import Row, listed
-from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.checkpoint import Folder, open_folder
 from unified_ckpt.engine.match import Match
 from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
 from unified_ckpt.engine.source import Catalog, Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.storage import reader
 
 Proofs = Mapping[tuple[str, str], Sequence[int] | None]  # (part, name) -> CRC of each block, None where the source has none
 
@@ -163,6 +164,34 @@ def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], objec
     return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep)
 
 
+def verify_copies(folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None) -> VerifyReport:
+    """`verify_folder`, also of what the folder keeps of other machines' folders."""
+    found = verify_folder(folder, deep=deep, progress=progress)
+    island = folder.manifest.island if folder.manifest is not None else None
+    for number in island.copies if island is not None else ():
+        place = names.replica_name(number)
+        try:
+            copy = open_folder(reader(f"{folder.storage.root}/{place}"))
+        except CheckpointError as error:
+            found = replace(found, problems=(*found.problems, f"{place}: cannot be read: {error}"))
+            continue
+        try:
+            more = verify_folder(copy, deep=deep, progress=progress)
+            problems = [f"{place}: {text}" for text in (*_strange(copy, folder, number), *more.problems)]
+        finally:
+            copy.close()
+        tensors, nbytes = found.tensors + more.tensors, found.nbytes + more.nbytes
+        found = replace(found, problems=(*found.problems, *problems), tensors=tensors, nbytes=nbytes)
+    return found
+
+
+def _strange(copy: Folder, folder: Folder, number: int) -> Iterator[str]:
+    """A copy that is of another save, or of another machine."""
+    there, here = copy.manifest, folder.manifest
+    if there is None or here is None or there.island is None or (there.save_id, there.island.number) != (here.save_id, number):
+        yield f"is not what machine {number} wrote of this save"
+
+
 def _check_names(folder: Folder) -> Iterator[str]:
     """An index that has lost or gained names, and a manifest whose files no index names."""
     manifest = folder.manifest
@@ -178,7 +207,7 @@ def _check_names(folder: Folder) -> Iterator[str]:
                 continue  # said for each of its tensors
             for name in sorted(held - set(listed_names)):
                 yield f"{part}:{name}: is in {file} and not in {names.index_name(part)}"
-        for alias, stored in manifest.parts[part].aliases.items():
+        for alias, stored in manifest.parts[part].aliases.items() if manifest.island is None else ():  # else others may have it
             if stored not in folder.names(part):
                 yield f"{part}:{alias}: is tied to {stored}, which {names.index_name(part)} does not name"
 

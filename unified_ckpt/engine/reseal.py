@@ -70,7 +70,7 @@ def reseal(
     """Writes all but tensors and the manifest, which it returns. `weight_maps`, `records`: by part; `blocks`: digests of each tensor."""
     manifests = joint.manifests
     first, said = manifests[0], joint.said()
-    ours = {names.MANIFEST, commit.PROBE, names.DIGESTS, names.EXTRA, names.RANK_EXTRA}
+    ours = {names.MANIFEST, commit.PROBE, names.DIGESTS, names.EXTRA, names.RANK_EXTRA, names.REPLICAS}
     ours |= {file for one in manifests for file in (*one.files(), *map(names.index_name, one.parts))}
     ours |= {file for part, files in records.items() for file in (*files, names.index_name(part))}
     # What `attach` added: it was called for each folder, with the same result.

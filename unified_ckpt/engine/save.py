@@ -12,6 +12,7 @@ from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit, extras
 from unified_ckpt.engine.build import Job, Kept, SaveReport, SaveRequest, finish, tell
+from unified_ckpt.engine.copies import check_copies, plan_copies
 from unified_ckpt.engine.islands import Gate, check_world, island_rules, on_island, open_gate, spread_extra, telling
 from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
@@ -116,7 +117,9 @@ def _meet(
     same = False
     if isinstance(request, SaveRequest):
         mark = fingerprint(request.parts(), rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
+        mark = (*mark, request.options.machine_copies)
         same = kept.plan is not None and kept.plan.fingerprint == mark and kept.land is land
+        same = same and (kept.orders is not None or land is None or land.island is None)
     kept.land = land
     return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds), mark
 
@@ -161,6 +164,8 @@ def _arrive(
         try:
             with own.phase("plan") if not same else nullcontext():
                 plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
+            if not same or kept.orders is None:
+                kept.orders = plan_copies(gate, plan.book, copies=request.options.machine_copies)
             return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate, post=post))
         except BaseException:
             own.leave()
@@ -171,6 +176,8 @@ def _landed(gate: Gate, comm: Comm, request: SaveRequest, kept: Kept, *, same: b
     """Collective over all islands. What this rank's island stores of its parts; the claims of all ranks checked."""
     parts = request.parts()
     if not same or kept.rules is None:
+        kept.orders = None
+        check_copies(gate, request.options.machine_copies)
         kept.totals = check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
         kept.rules = island_rules(comm, parts, gate.island, timeout_seconds=gate.meeting.timeout_seconds)
     return on_island(parts, kept.rules, gate.island, index=comm.rank)

@@ -97,7 +97,7 @@ def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, 
 
 
 class Copy:
-    """Of one folder to another. Holds one buffer of a block."""
+    """Of one folder to another, file by file. Holds one buffer of a block. `beat`: called for each block that is written."""
 
     def __init__(self, folder: Folder, storage: LocalStorage, into: str, fsync: bool, beat: Beat) -> None:
         self._folder, self._source, self._storage, self._into = folder, folder.storage, storage, into

@@ -228,7 +228,7 @@ def choose(inventories: Sequence[Inventory], *, where: str) -> Whole:
 def _problems(inventories: Sequence[Inventory], found: Whole) -> list[str]:
     """Why a save is not complete; empty when it is. A folder that is away is no problem if the others have all that it had."""
     problems, first = gaps(found), inventories[0]
-    here = {one.number for one in inventories}
+    here = {one.number for one in inventories if not one.copy}
     named = {part for one in inventories for part in one.listing.parts}
     for part, (count, nbytes) in sorted(first.totals.items()):
         if part not in named and len(here) == first.count:
@@ -239,7 +239,7 @@ def _problems(inventories: Sequence[Inventory], found: Whole) -> list[str]:
     if not problems:
         return []
     away = [number for number in range(first.count) if number not in here]
-    had = sorted(set(range(first.world_size)) - {rank for one in inventories for rank in one.ranks})
+    had = sorted(set(range(first.world_size)) - {rank for one in inventories if not one.copy for rank in one.ranks})
     why = list(found.lost)
     if away:
         why.insert(0, f"folder(s) {short(away)} of {first.count} are on no machine here; rank(s) {short(had)} of the save wrote them")

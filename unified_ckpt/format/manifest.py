@@ -121,13 +121,14 @@ class OptimizerRecord(_Record):
 
 class IslandRecord(_Record):
     """Which of the folders of one save this is: `number` of `count`, by the ranks `ranks` of `world_size`. `totals`: of the whole save,
-    by part: how many tensors, and their bytes."""
+    by part: how many tensors, and their bytes. `copies`: the numbers of the folders of which copies lie in `replicas/`."""
 
     number: Annotated[int, Field(ge=0)]
     count: Annotated[int, Field(ge=1)]
     ranks: list[Annotated[int, Field(ge=0)]]
     world_size: Annotated[int, Field(ge=1)]
     totals: dict[str, Annotated[list[Size], Field(min_length=2, max_length=2)]] = {}
+    copies: list[Annotated[int, Field(ge=0)]] = []
 
 
 class Manifest(_Record):

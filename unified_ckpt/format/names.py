@@ -10,6 +10,7 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
+REPLICAS = "replicas"  # a folder: what this machine keeps of others', by their numbers
 
 # Files of the folder that a part of this name would overwrite.
 _RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra"})
@@ -38,6 +39,11 @@ def check_save_id(save_id: str) -> None:
 def index_name(part: str) -> str:
     """`"model"` -> `"model.safetensors.index.json"`."""
     return f"{part}.safetensors.index.json"
+
+
+def replica_name(number: int) -> str:
+    """The folder in which a copy of what folder `number` of a save holds lies, within that of another machine."""
+    return f"{REPLICAS}/{number}"
 
 
 def file_name(part: str, *, number: int, count: int) -> str:

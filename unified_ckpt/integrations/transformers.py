@@ -129,7 +129,7 @@ class _Bound:
                 step=state.global_step,
                 extra=None if only_model else self._extra(),
                 rank_extra=None if only_model else _random_states(),
-                attach=lambda folder: _copy_files(small, folder),
+                attach=lambda folder: shutil.copytree(small, folder, dirs_exist_ok=True),
                 options=self._save_options,
             )
         finally:
@@ -315,10 +315,6 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """What Accelerate has wrapped."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
-
-
-def _copy_files(source: str, target: str) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def _random_states() -> dict[str, Any]:

@@ -100,7 +100,9 @@ def damage(path: str) -> str:
         folder = open_path(path, hold=False)
         try:
             if folder.manifest is not None and folder.manifest.island is not None:
-                gathered([take_inventory(folder, machine=0)], where=path)  # of several machines' folders this one may have enough
+                gathered(
+                    [take_inventory(folder, machine=0, copy=False)], where=path
+                )  # of several machines' folders this one may have enough
             problems = verify_folder(folder, deep=False).problems
         finally:
             folder.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -124,7 +125,8 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError as error:
         return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0)
-    nbytes, files, ours = sum(sizes.values()), len(sizes), is_ours(sizes)
+    copied = _below(storage.path(f"{name}/{names.REPLICAS}"))
+    nbytes, files, ours = sum(sizes.values()) + sum(copied.values()), len(sizes) + len(copied), is_ours(sizes)
     try:
         manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
     except CheckpointError as error:
@@ -152,6 +154,16 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         save_id=manifest.save_id,
         island=manifest.island is not None,
     )
+
+
+def _below(folder: str) -> dict[str, int]:
+    """Sizes of all files in a folder, by path."""
+    sizes: dict[str, int] = {}
+    for place, _, files in os.walk(folder):
+        for path in (os.path.join(place, file) for file in files):
+            with suppress(OSError):  # its owner is at work in it
+                sizes[path] = os.lstat(path).st_size
+    return sizes
 
 
 def is_ours(entries: Mapping[str, int]) -> bool:

@@ -1,0 +1,68 @@
+"""Copies over machines: every unit on as many as wanted, none where it is already, and all give about as much."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.core.spread import spread
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> tuple[list[dict[str, str]], dict[str, list[str]], int]:
+    count = draw(st.integers(1, 6))
+    units_of: dict[str, list[str]] = {}
+    holdings = []
+    for _ in range(count):
+        files = draw(st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), max_size=4))
+        holding, seen = {}, set[str]()
+        for number, units in enumerate(files):
+            mine = sorted(units - seen)
+            seen |= units
+            if mine:
+                holding[f"file-{number}"] = "".join(mine)
+                units_of["".join(mine)] = mine
+        holdings.append(holding)
+    return holdings, units_of, draw(st.integers(1, count))
+
+
+@given(stored())
+def test_every_unit_is_on_as_many_machines_as_wanted(drawn: tuple[list[dict[str, str]], dict[str, list[str]], int]) -> None:
+    holdings, units_of, copies = drawn
+    orders = spread(holdings, units_of, copies=copies)
+    count = len(holdings)
+    assert len(orders) == count
+    where: dict[str, set[int]] = {}
+    for number, holding in enumerate(holdings):
+        for name in holding.values():
+            for unit in units_of[name]:
+                where.setdefault(unit, set()).add(number)
+    before = {unit: len(on) for unit, on in where.items()}
+    for number, order in enumerate(orders):
+        assert number not in order
+        assert {(number - step) % count for step in range(1, copies)} <= set(order), "what is the ranks' own"
+        for source, files in order.items():
+            for file in files:
+                units = units_of[holdings[source][file]]
+                assert any(before[unit] < copies for unit in units), "no need to"
+                for unit in units:
+                    where[unit].add(number)
+    assert all(len(on) >= copies for on in where.values())
+
+
+def test_fragments_go_around_a_ring() -> None:
+    holdings = [{"a": f"a{i}", "b": f"b{i}", "whole": "whole"} for i in range(4)]
+    units = {name: [name] for holding in holdings for name in holding.values()}
+    for i, order in enumerate(spread(holdings, units, copies=3)):
+        assert order == {(i - 1) % 4: ["a", "b"], (i - 2) % 4: ["a", "b"]}
+
+
+def test_of_two_that_have_the_same_one_gives_it() -> None:
+    """Shards inside pairs of machines, the pairs replicas of each other."""
+    holdings = [{f"file-{n}": f"{i % 2}/{n}" for n in range(64)} for i in range(4)]
+    units = {name: [name] for holding in holdings for name in holding.values()}
+    orders = spread(holdings, units, copies=3)
+    given = [sum(len(order.get(i, ())) for order in orders) for i in range(4)]
+    assert sum(given) == 2 * 64
+    assert min(given) > 16
+    assert spread(holdings, units, copies=2) == [{(i - 1) % 4: []} for i in range(4)]

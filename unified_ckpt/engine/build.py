@@ -39,7 +39,7 @@ _STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed save
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did. `nbytes`: tensor bytes of the whole checkpoint; `seconds`: on this rank, from call to commit."""
+    """What a save did. `nbytes`: tensor bytes of the folder at `path`; `seconds`: on this rank, from call to commit."""
 
     path: str
     step: int | None
@@ -111,6 +111,12 @@ class Job:
     told: bytes | None = None
     gate: Gate | None = None
     post: Post | None = None
+
+    def beat(self) -> None:
+        """A sign of life, also for those of other islands, who wait at the gate."""
+        self.meeting.beat()
+        if self.gate is not None:
+            self.gate.meeting.beat()
 
     def files(self, construction: commit.Construction) -> Files:
         """The files under construction, as this rank writes to them."""
@@ -201,7 +207,9 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
     meeting, storage, plan, request, folder = job.meeting, job.storage, job.plan, job.request, construction.folder
     files = job.files(construction)
     with meeting.phase("write"):
-        found = write_parts(meeting, plan, job.held, files, kept.windows, snapshot, post=job.post, fsync=request.options.fsync)
+        found = write_parts(
+            meeting, plan, job.held, files, kept.windows, snapshot, post=job.post, fsync=request.options.fsync, beat=job.beat
+        )
         digest_file = seal.write_digests(meeting, files, plan.groups, found, plan.book)
         rank_extra = extras.write_rank_extra(meeting, files, job.words.rank_extra)
         told = job.told if job.told is not None else tell(job)
@@ -210,7 +218,7 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
         files.flush()
     with meeting.phase("sync"):
         if request.options.fsync:
-            sync_parts(meeting, storage, folder, plan, shared=job.post is not None)
+            sync_parts(meeting, storage, folder, plan, shared=job.post is not None, beat=job.beat)
         times = meeting.collect("seconds", f"{time.monotonic() - job.started:.3f}".encode(), at=0, ranks=range(meeting.world))
         if times:
             slowest = max(range(meeting.world), key=lambda rank: float(times[rank]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Snapshot, parts_of, write_copied
@@ -29,12 +29,13 @@ def write_parts(
     *,
     post: Post | None,
     fsync: bool,
+    beat: Callable[[], None],
 ) -> list[Digested]:
-    """What this rank writes of every group: first what others wait for. `held`: by group of the plan."""
+    """What this rank writes of every group: first what others wait for. `held`: by group of the plan; `beat`: called with each write."""
     # Beside the training nobody waits for the disk, and each rank's training has a core already.
     behind = snapshot is not None
     ranks = meeting.world if post is None else sum(post.volume.near(meeting.rank, rank) for rank in range(meeting.world))
-    writer = Writer(files, hurry=fsync and not behind, ranks=ranks * (2 if behind else 1), beat=meeting.beat)
+    writer = Writer(files, hurry=fsync and not behind, ranks=ranks * (2 if behind else 1), beat=beat)
     try:
         opened = windows.ready(
             meeting,
@@ -58,16 +59,16 @@ def write_parts(
         writer.close()
 
 
-def sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan, *, shared: bool) -> None:
+def sync_parts(meeting: Meeting, storage: LocalStorage, folder: str, plan: SavePlan, *, shared: bool, beat: Callable[[], None]) -> None:
     """Each file is synced once, the work spread over its group; where ranks of several machines share the folder, by each rank that has
     written to it, for a machine knows only of its own bytes."""
     if shared:
         for name in storage.written():
             storage.sync(name)
-            meeting.beat()
+            beat()
         return
     for group in plan.groups:
         for i, file in enumerate(group.files):
             if group.holders[i % len(group.holders)] == meeting.rank:
                 storage.sync(f"{folder}/{file.name}")
-                meeting.beat()
+                beat()

@@ -184,9 +184,8 @@ class Meeting:
 
     def put(self, key: str, value: bytes) -> None:
         """Sets a key of this meeting, which has no spaces; `value` must not be empty."""
-        self.keys.append(self._prefix + key)
         with _reaching():
-            self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub says str; bytes are taken
+            self._store.set(self._kept(key), value)  # type: ignore[arg-type]  # the stub says str; bytes are taken
 
     def has(self, key: str) -> bool:
         with _reaching():
@@ -257,15 +256,20 @@ class Meeting:
 
     def count(self, key: str, amount: int = 1) -> int:
         """Adds to a counter and returns its value."""
-        self.keys.append(f"{self._prefix}n/{key}")
         with _reaching():
-            return int(self._store.add(f"{self._prefix}n/{key}", amount))
+            return int(self._store.add(self._kept(f"n/{key}"), amount))
 
     def settle(self, key: str, value: str) -> str:
         """Sets the key unless another rank was first; returns what it holds now."""
-        self.keys.append(self._prefix + key)
         with _reaching():
-            return bytes(self._store.compare_set(self._prefix + key, "", value)).decode()
+            return bytes(self._store.compare_set(self._kept(key), "", value)).decode()
+
+    def _kept(self, key: str) -> str:
+        """The store's name of a key that this rank sets, and deletes when all have left: by a list with spaces between them."""
+        if " " in key:
+            raise AssertionError(f"{key!r}: has a space; needed a key without")
+        self.keys.append(self._prefix + key)
+        return self._prefix + key
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
         """Rank 0's value, on every rank."""
@@ -328,11 +332,8 @@ class Meeting:
 
 def solo() -> Comm:
     """One rank and nobody to wait for."""
-    return Comm(
-        dist.HashStore(),  # type: ignore[attr-defined]
-        rank=0,
-        ranks=(0,),
-    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return Comm(store, rank=0, ranks=(0,))
 
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:

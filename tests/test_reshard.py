@@ -89,10 +89,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int) -> Case:
+def cases(draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int, max_nbytes: int = 800_000) -> Case:
     names = draw(st.lists(st.sampled_from(["model", "model", "optimizer", "ema"]), min_size=1, max_size=max_tensors))
     keys = [(part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}") for number, part in enumerate(names)]
-    tensors = [(key, draw(specs(max_nbytes=800_000))) for key in keys]
+    tensors = [(key, draw(specs(max_nbytes=max_nbytes))) for key in keys]
     saved = draw(arrangements(tensors=tensors, max_world=max_world, complete=True))
     worlds = [1, *[max_world] * (loads - 1)]
     loaded = tuple(draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds)

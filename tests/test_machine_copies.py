@@ -79,12 +79,12 @@ def test_any_machine_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 2, (2, 2))
 
 
-@pytest.mark.parametrize("layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.long)])
 def test_any_two_machines_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 3, (4, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize("size", [(3, 1), (3, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,7 +161,7 @@ def test_a_tensor_that_some_machines_have(tmp_path: Path) -> None:
         loads_without(case, tmp_path, [0, 1, 2, 3], away)
 
 
-UNLIKE = [[0, 0, 1, 2], *(pytest.param(one, marks=pytest.mark.slow) for one in ([0, 0, 0, 1, 2], [0, 1, 2, 0, 1], [2, 1, 1, 0, 2]))]
+UNLIKE = [[0, 0, 1, 2], *(pytest.param(one, marks=pytest.mark.long) for one in ([0, 0, 0, 1, 2], [0, 1, 2, 0, 1], [2, 1, 1, 0, 2]))]
 
 
 @pytest.mark.parametrize("machines", UNLIKE)
@@ -346,7 +346,7 @@ def survives(root: Path) -> set[int]:
     return steps
 
 
-EVERY = [20, pytest.param(1, marks=pytest.mark.slow)]
+EVERY = [20, pytest.param(1, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("every", EVERY)
@@ -373,8 +373,8 @@ def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) 
         shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("machine", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_disk_that_gets_full_while_copies_are_made(tmp_path: Path, machine: int, background: bool) -> None:
     """One text for all ranks, nothing left behind, the older checkpoint as it was."""
     fine(save(tmp_path, 1, options=TWICE))

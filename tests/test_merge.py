@@ -415,7 +415,7 @@ def good(root: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("exists", [False, True])
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_succeeds(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch

@@ -216,8 +216,8 @@ def _beat(meeting: Meeting) -> Callable[[int], None]:
 def _copy(copy: Copy, folder: Folder, file: str) -> None:
     """One file, if the folder has it."""
     manifest = _manifest(folder)
-    for single in (manifest.digests, manifest.extra_file, manifest.rank_extra):
-        if single is not None and single.file == file:
+    for single in manifest.singles():
+        if single.file == file:
             copy.single(file, single.nbytes, single.crc)
     for part, record in manifest.parts.items():
         if file in record.files:
@@ -233,8 +233,9 @@ def _manifest(folder: Folder) -> Manifest:
 def _nbytes(folder: Folder, files: Collection[str]) -> int:
     """Of these files and of those that go with them."""
     manifest = _manifest(folder)
-    singles = [one.nbytes for one in (manifest.digests, manifest.extra_file, manifest.rank_extra) if one is not None]
-    return sum(singles) + sum(of.nbytes for part in manifest.parts.values() for file, of in part.files.items() if file in files)
+    return sum(single.nbytes for single in manifest.singles()) + sum(
+        of.nbytes for part in manifest.parts.values() for file, of in part.files.items() if file in files
+    )
 
 
 def reduced(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, dict[str, str]]]:

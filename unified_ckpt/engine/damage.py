@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.engine.truth import Truth, lenient, singles_of
+from unified_ckpt.engine.truth import Truth, lenient
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.header import Entry
@@ -29,7 +29,7 @@ class Fault:
 
 def examine(storage: Reader, truth: Truth, progress: Progress) -> Iterator[Fault]:
     """Every file of the manifest that is not right, and indexes that do not say what the headers say; in the order to mend them in."""
-    for record in singles_of(truth.manifest):
+    for record in truth.manifest.singles():
         size = _size(storage, record.file)
         body = lenient(storage, record.file, record.nbytes)
         if size is None or body is None:

@@ -84,9 +84,8 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
 def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, *, fsync: bool, beat: Beat) -> int:
     """Writes everything but the manifest; returns the bytes."""
     copy = Copy(folder, storage, into, fsync, beat)
-    for single in (manifest.digests, manifest.extra_file, manifest.rank_extra):  # digests first: others are proved by them
-        if single is not None:
-            copy.single(single.file, single.nbytes, single.crc)
+    for single in manifest.singles():
+        copy.single(single.file, single.nbytes, single.crc)
     for part in folder.parts:
         copy.listing(part)
         for file, record in manifest.parts[part].files.items():

@@ -148,7 +148,7 @@ def _fits(storage: Reader, manifest: Manifest) -> bool | None:
 
     Machines may hold the same tensors; then only what their ranks left tells their folders apart.
     """
-    states = {record.file: state_of(storage, record) for record in singles_of(manifest)}
+    states = {record.file: state_of(storage, record) for record in manifest.singles()}
     mine = manifest.rank_extra is not None and states[manifest.rank_extra.file] is True
     if False in states.values() or (manifest.island is not None and manifest.island.count > 1 and not mine):
         return False
@@ -159,10 +159,6 @@ def state_of(storage: Reader, record: NamedFile | DigestFile) -> bool | None:
     """Whether the file is right; None where there is none."""
     body = lenient(storage, record.file, record.nbytes)
     return None if body is None else f"{digests.crc(body):016x}" == record.crc and storage.size(record.file) == record.nbytes
-
-
-def singles_of(manifest: Manifest) -> list[NamedFile | DigestFile]:
-    return [record for record in (manifest.digests, manifest.extra_file, manifest.rank_extra) if record is not None]
 
 
 def lenient(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
@@ -196,7 +192,7 @@ def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
     alike = [target, *(one.storage for one in sources if one.manifest is None or same_cut(one.manifest, manifest))]
     everybody = [target, *(one.storage for one in sources)]
     truth = Truth(manifest, [part for part, of in manifest.parts.items() if _is_there(target, part, of.files)])
-    for single in singles_of(manifest):
+    for single in manifest.singles():
         bodies = [body for storage in everybody if (body := lenient(storage, single.file, single.nbytes)) is not None]
         right = mosaic(bodies, int(single.crc, 16))
         if right is not None:

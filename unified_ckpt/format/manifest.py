@@ -164,8 +164,11 @@ class Manifest(_Record):
 
     def files(self) -> list[str]:
         """Every file that the manifest names."""
-        single = [record.file for record in (self.digests, self.extra_file, self.rank_extra) if record is not None]
-        return [file for part in self.parts.values() for file in part.files] + single
+        return [file for part in self.parts.values() for file in part.files] + [single.file for single in self.singles()]
+
+    def singles(self) -> list[NamedFile | DigestFile]:
+        """The files beside the parts' that have one CRC of all their bytes: digests first, by which the parts' are proved."""
+        return [record for record in (self.digests, self.extra_file, self.rank_extra) if record is not None]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

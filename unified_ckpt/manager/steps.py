@@ -183,9 +183,7 @@ def _present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, .
         needed |= {file: one.nbytes for file, one in record.files.items()}
         if record.files and files[0] not in sizes:
             wrong.append(f"{files[0]} is missing")
-    for single in (manifest.digests, manifest.extra_file, manifest.rank_extra):
-        if single is not None:
-            needed[single.file] = single.nbytes
+    needed |= {single.file: single.nbytes for single in manifest.singles()}
     for file, nbytes in needed.items():
         if file not in sizes:
             wrong.append(f"{file} is missing")

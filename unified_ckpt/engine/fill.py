@@ -14,9 +14,7 @@ from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.staging import Wait, giving_up
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
-from unified_ckpt.runtime.windows import Windows
-
-_MAX_GROUPS = 1 << 20
+from unified_ckpt.runtime.windows import Windows, exchange_number
 
 
 def write_parts(
@@ -47,7 +45,7 @@ def write_parts(
         found: list[Digested] = []
         with giving_up(opened.get(meeting.rank)):
             for i, (group, parts) in enumerate(zip(plan.groups, held, strict=True)):
-                number = meeting.number * _MAX_GROUPS + group.index + 1
+                number = exchange_number(meeting, group.index)
                 write_headers(group, writer, rank=meeting.rank)
                 given = (group, parts) if snapshot is None else (snapshot.copies[i].plan, parts_of(snapshot, i))
                 tiles = write_tiles(*given, writer, opened, wait, far=windows.far, post=post, rank=meeting.rank, exchange=number)

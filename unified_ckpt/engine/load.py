@@ -28,10 +28,9 @@ from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
 from unified_ckpt.runtime.staging import Wait, giving_up
 from unified_ckpt.runtime.state import State
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.windows import Windows, exchange_number
 
 _LOG = logging.getLogger("unified_ckpt")
-_MAX_GROUPS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _read(
     with giving_up(opened.get(meeting.rank)):
         for group in groups:
             targets, into = Targets([by_row[row].target for row in group.rows]), Fetched()
-            number = meeting.number * _MAX_GROUPS + group.index + 1
+            number = exchange_number(meeting, group.index)
             read_tiles(group, targets, catalog.storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
             read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, ranks=meeting.world, into=into)
             targets.settle()

@@ -18,7 +18,7 @@ import torch
 
 from unified_ckpt.core.volumes import Volume
 from unified_ckpt.errors import RankError, StorageError
-from unified_ckpt.runtime.staging import FarWindow, Window
+from unified_ckpt.runtime.staging import SLOTS, FarWindow, Window
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.wire import Address, Listener, connect, fill, receive_words, send_words
 
@@ -112,7 +112,7 @@ class Post:
             window = self._windows.get(str(words["window"]))
             if window is None or window.failed() or window.serving() > exchange:
                 raise ConnectionAbortedError("no such tile, or not any more")
-            if window.serving() < exchange or window.progress() <= number - window.slots:
+            if window.serving() < exchange or window.progress() <= number - SLOTS:
                 return False
             tile, body, first = window.tile(number), torch.from_numpy(np.frombuffer(held, dtype=np.uint8)), 0
             spans: list[Span] = words["spans"]  # type: ignore[assignment]

@@ -24,10 +24,10 @@ _SERVING, _PROGRESS, _FAILED, _CELLS = range(4)  # counters: which exchange, til
 
 
 class Window:
-    """One rank's shared buffer: `world` counters and `slots` tiles of `tile_nbytes`. `token` lets the others open it."""
+    """One rank's shared buffer: `world` counters and SLOTS tiles of `tile_nbytes`. `token` lets the others open it."""
 
-    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, slots: int, token: str) -> None:
-        self.token, self.tile_nbytes, self.slots, self._world = token, tile_nbytes, slots, world
+    def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, token: str) -> None:
+        self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
         self._memory = memory
         self._counters = np.frombuffer(memory, dtype=np.int64, count=_CELLS + world)
         # By way of numpy, which keeps the mapping in place as long as a view of it lives; torch.frombuffer does not.
@@ -36,7 +36,7 @@ class Window:
 
     def tile(self, number: int) -> torch.Tensor:
         """The memory of tile `number`, uint8 [tile_nbytes]."""
-        start = self._first + number % self.slots * self.tile_nbytes
+        start = self._first + number % SLOTS * self.tile_nbytes
         return self.bytes[start : start + self.tile_nbytes]
 
     def serve(self, exchange: int) -> None:
@@ -80,7 +80,7 @@ class Window:
     @property
     def nbytes(self) -> int:
         """Of the tiles; pages that were never touched take no memory."""
-        return self.slots * self.tile_nbytes
+        return SLOTS * self.tile_nbytes
 
     def close(self) -> None:
         """Gives the memory back once no view of it is left."""
@@ -94,20 +94,20 @@ class Window:
 class FarWindow:
     """A window of a rank on another machine. A party of its tiles fills an image of them here, and hands that in."""
 
-    def __init__(self, rank: int, token: str, *, tile_nbytes: int, slots: int) -> None:
-        self.rank, self.token, self.tile_nbytes, self.slots = rank, token, tile_nbytes, slots
+    def __init__(self, rank: int, token: str, *, tile_nbytes: int) -> None:
+        self.rank, self.token, self.tile_nbytes = rank, token, tile_nbytes
         self._memory: torch.Tensor | None = None
 
     def tile(self, number: int) -> torch.Tensor:
         """The image of tile `number`, uint8 [tile_nbytes]; memory that is never touched is never taken."""
         if self._memory is None:
-            self._memory = torch.from_numpy(np.empty(self.slots * self.tile_nbytes, dtype=np.uint8))
-        start = number % self.slots * self.tile_nbytes
+            self._memory = torch.from_numpy(np.empty(SLOTS * self.tile_nbytes, dtype=np.uint8))
+        start = number % SLOTS * self.tile_nbytes
         return self._memory[start : start + self.tile_nbytes]
 
     @property
     def nbytes(self) -> int:
-        return self.slots * self.tile_nbytes if self._memory is not None else 0
+        return SLOTS * self.tile_nbytes if self._memory is not None else 0
 
     def serving(self) -> int:
         """Who hands in an image waits over there until there is room for it."""
@@ -131,21 +131,21 @@ def _header_nbytes(world: int) -> int:
     return -(-(_CELLS + world) * 8 // _PAGE) * _PAGE
 
 
-def create_window(*, world: int, tile_nbytes: int, slots: int = SLOTS) -> tuple[Window, int]:
+def create_window(*, world: int, tile_nbytes: int) -> tuple[Window, int]:
     """A new window of this process and its file descriptor, which must stay open as long as others may open it."""
     fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
-    nbytes = _header_nbytes(world) + slots * tile_nbytes
+    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
     # The inode tells a window from an older one that had the same descriptor.
     token = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
-    return Window(memory, world=world, tile_nbytes=tile_nbytes, slots=slots, token=token), fd
+    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=token), fd
 
 
-def open_window(token: str, *, world: int, tile_nbytes: int, slots: int = SLOTS) -> Window:
+def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
     """Another rank's window. StorageError where its memory cannot be reached: then the ranks are not on one machine."""
     pid, fd, inode = token.split(":")
-    nbytes = _header_nbytes(world) + slots * tile_nbytes
+    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     try:
         found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -153,7 +153,7 @@ def open_window(token: str, *, world: int, tile_nbytes: int, slots: int = SLOTS)
     try:
         if os.fstat(found).st_ino != int(inode):
             raise StorageError(f"the shared memory of process {pid} is no longer there; needed ranks that stay until all are through")
-        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, slots=slots, token=token)
+        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, token=token)
     finally:
         os.close(found)
 

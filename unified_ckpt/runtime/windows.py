@@ -9,6 +9,13 @@ from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.staging import FarWindow, Window, create_window, open_window
 
+_MAX_GROUPS = 1 << 20
+
+
+def exchange_number(meeting: Meeting, group: int) -> int:
+    """Tells one exchange from another in the counters of windows that are kept: higher for later meetings, and groups within one."""
+    return meeting.number * _MAX_GROUPS + group + 1
+
 
 class Windows:
     """Owns shared memory. `close` gives it back; the other ranks keep what they have opened until they close it too."""
@@ -42,19 +49,18 @@ class Windows:
             if post is not None:
                 post.lend(own)
                 self._post = post
-            meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes} {own.slots}".encode())
+            meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
         for rank in sorted(wanted - {meeting.rank}):
-            token, *sizes = meeting.get(f"window/{rank}", of=rank).decode().split()
-            nbytes, count = map(int, sizes)
+            token, size = meeting.get(f"window/{rank}", of=rank).decode().split()
+            nbytes = int(size)
             if post is not None and not post.volume.near(meeting.rank, rank):
                 known = kept.get(rank)
-                same = known is not None and known.token == token
-                self.far[rank] = known if known and same else FarWindow(rank, token, tile_nbytes=nbytes, slots=count)
+                self.far[rank] = known if known is not None and known.token == token else FarWindow(rank, token, tile_nbytes=nbytes)
                 continue
             if rank not in self._opened or self._opened[rank].token != token:
                 if rank in self._opened:
                     self._opened.pop(rank).close()
-                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=nbytes, slots=count)
+                self._opened[rank] = open_window(token, world=meeting.world, tile_nbytes=nbytes)
             found[rank] = self._opened[rank]
         return found
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.repair import RepairReport, repair
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+    from unified_ckpt.runtime.randomness import RandomStates
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
@@ -39,6 +40,7 @@ _LAZY = {
     "LoadReport": "engine.load",
     "ManagerOptions": "options",
     "PendingSave": "engine.pending",
+    "RandomStates": "runtime.randomness",
     "RepairReport": "engine.repair",
     "SaveOptions": "options",
     "SaveReport": "engine.build",
@@ -67,6 +69,7 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "PendingSave",
+    "RandomStates",
     "RankError",
     "RepairReport",
     "SaveOptions",

@@ -9,40 +9,20 @@ new one is there (here after the commit); a resume takes a folder that is not wh
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-import os
-import random
-import shutil
-import sys
-import zlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
 try:
+    import accelerate  # noqa: F401  # the Trainer needs it
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise ImportError("unified_ckpt.integrations.transformers: needs `pip install unified-ckpt[transformers]`") from error
 
-from unified_ckpt.api import Checkpointer
-from unified_ckpt.core.retention import LatestN, Rules
-from unified_ckpt.engine import commit
-from unified_ckpt.engine.load import LoadReport
-from unified_ckpt.errors import CheckpointError, LayoutError, NotFoundError
-from unified_ckpt.manager.rotation import rotate
-from unified_ckpt.manager.steps import scan
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.integrations.hf_bound import Bound
 from unified_ckpt.options import LoadOptions, SaveOptions
-from unified_ckpt.runtime.storage import LocalStorage
 
-_LOG = logging.getLogger("unified_ckpt")
-_PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
-_FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small files until they are attached
+__all__ = ["UnifiedCheckpointCallback"]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
@@ -57,7 +37,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
     def __init__(self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
         self._save_options, self._load_options = save_options or SaveOptions(), load_options or LoadOptions()
-        self._bound: _Bound | None = None
+        self._bound: Bound | None = None
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         trainer = _trainer_under_construction()
@@ -71,7 +51,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Binds the callback to a Trainer. Once is enough; again is no matter."""
         if self._bound is None or self._bound.trainer is not trainer:
-            self._bound = _Bound(trainer, self._save_options, self._load_options)
+            self._bound = Bound(trainer, self._save_options, self._load_options)
 
 
 def _trainer_under_construction() -> Trainer | None:
@@ -83,265 +63,3 @@ def _trainer_under_construction() -> Trainer | None:
             return found
         frame = frame.f_back
     return None
-
-
-class _Bound:
-    """A Trainer with its ways to save and load replaced by these."""
-
-    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
-        _refuse(trainer)
-        self.trainer, self._load_options = trainer, load_options
-        self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
-        self._checkpointer = Checkpointer()
-        self._report: LoadReport | None = None  # of the last load of optimizer state
-        self._stock: dict[str, Callable[..., Any]] = {}
-        for name in (
-            "train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
-            "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "_load_best_model",
-        ):  # fmt: skip
-            self._stock[name] = getattr(trainer, name)
-            setattr(trainer, name, getattr(self, name))
-
-    # saving
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """The Trainer's own, into a folder for its small files; then everything, into the checkpoint's."""
-        trainer, state = self.trainer, self.trainer.state
-        _refuse(trainer)
-        run = trainer._get_output_dir(trial=trial)
-        path, files = os.path.join(run, f"{_PREFIX}{state.global_step}"), os.path.join(run, f"{_FILES}{state.global_step}")
-        best = os.path.join(run, f"{_PREFIX}{state.best_global_step}")
-        if state.best_global_step and os.path.isdir(best):
-            state.best_model_checkpoint = best
-        small = os.path.join(files, f"{_PREFIX}{state.global_step}")
-        try:
-            with _instead(trainer, "_get_output_dir", lambda **_: files):
-                self._stock["_save_checkpoint"](model, trial)
-            if best == path:  # the stock one has found it where its small files are
-                state.best_model_checkpoint = best
-                if trainer.args.should_save:
-                    state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
-            only_model = trainer.args.save_only_model
-            self._checkpointer.save(
-                path,
-                model=trainer.accelerator.unwrap_model(trainer.model),
-                optimizer=None if only_model else _plain(trainer.optimizer),
-                step=state.global_step,
-                extra=None if only_model else self._extra(),
-                rank_extra=None if only_model else _random_states(),
-                attach=lambda folder: shutil.copytree(small, folder, dirs_exist_ok=True),
-                options=self._save_options,
-            )
-        finally:
-            if trainer.args.should_save:
-                shutil.rmtree(files, ignore_errors=True)
-        if trainer.args.should_save and trainer.args.save_total_limit is not None:
-            self._rotate(run)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within a checkpoint: what the stock one writes, but the weights. Called by the user: the stock one."""
-        if not _internal_call:
-            self._stock["save_model"](output_dir, _internal_call)
-            return
-        trainer = self.trainer
-        if output_dir is None or not trainer.args.should_save:
-            return
-        os.makedirs(output_dir, exist_ok=True)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
-        for config in configs:
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(output_dir)
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(output_dir)
-        torch.save(trainer.args, os.path.join(output_dir, "training_args.bin"))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """In the checkpoint."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """In the checkpoint."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """In the checkpoint."""
-
-    def _extra(self) -> dict[str, Any]:
-        trainer = self.trainer
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        return {
-            "scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
-            "scaler": scaler.state_dict() if scaler is not None else None,
-            "seed": torch.initial_seed() % (1 << 63),
-        }
-
-    def _rotate(self, run: str) -> None:
-        """Keeps as many as `save_total_limit`, the newest and the best among them."""
-        limit, best = max(self.trainer.args.save_total_limit, 1), self.trainer.state.best_global_step
-        found = [one.step for one in scan(LocalStorage(run), _PREFIX).complete if one.step is not None]
-        newest = sorted(found)[-limit:]
-        protected = {self.trainer.state.global_step, *([best] if best else [])}
-        count = max(limit - (1 if best in found and best not in newest else 0), 1)
-        rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        rotate(LocalStorage(run), _PREFIX, rules, protected=protected)
-
-    # loading
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any) -> Any:
-        """The stock one, from the newest committed step where it is to resume from whatever there is."""
-        _refuse(self.trainer)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest()
-        elif isinstance(resume_from_checkpoint, str):
-            _check_path(resume_from_checkpoint)
-        return self._stock["train"](resume_from_checkpoint, *args, **more)
-
-    def _newest(self) -> str | bool:
-        """The newest committed checkpoint of the run, the same on every rank; True, for the stock Trainer to look, where there is none."""
-        run = self.trainer.args.output_dir
-        comm = self._checkpointer._ranks()
-        meeting = comm.meet(f"resume in {run}", same=False, timeout_seconds=self._load_options.timeout_seconds)
-        with meeting.phase("newest"):
-            if meeting.rank == 0:
-                found = scan(LocalStorage(os.path.abspath(run)), _PREFIX)
-                good = [one for one in found.complete if os.path.isfile(os.path.join(run, one.name, "trainer_state.json"))]
-                for one in found.steps:
-                    if one.status != "complete" and (not good or _number(one.name) > _number(good[-1].name)):
-                        _LOG.warning("%s/%s is passed over: %s", run, one.name, one.why)
-                meeting.put("newest", f".{good[-1].name if good else ''}".encode())
-        name = meeting.get("newest").decode()[1:]
-        return os.path.join(run, name) if name else True
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not _is_ours(resume_from_checkpoint):
-            self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
-            return
-        self._load_model(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        best = self.trainer.state.best_model_checkpoint
-        if best is None or not _is_ours(best):
-            self._stock["_load_best_model"]()
-            return
-        self._load_model(best)
-
-    def _load_model(self, path: str) -> None:
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self._checkpointer.load(path, model=model, options=self._load_options)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
-            self._stock["_load_optimizer_and_scheduler"](checkpoint)
-            return
-        trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=self._load_options)
-        saved = (self._report.extra or {}).get("scheduler")
-        if saved is not None and trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(saved)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
-            self._stock["_load_scaler"](checkpoint)
-            return
-        saved = ((self._report.extra if self._report is not None else None) or {}).get("scaler")
-        scaler = getattr(self.trainer.accelerator, "scaler", None)
-        if saved is not None and scaler is not None:
-            scaler.load_state_dict(saved)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _is_ours(checkpoint):
-            self._stock["_load_rng_state"](checkpoint)
-            return
-        if self._report is None:
-            return
-        if self._report.rank_extra is not None:
-            _set_random_states(self._report.rank_extra)
-            return
-        args, seed = self.trainer.args, (self._report.extra or {}).get("seed", 0)
-        derived = zlib.crc32(f"{seed}/{self._report.step}/{args.process_index}/{args.world_size}".encode())
-        _LOG.info("another number of processes saved: the random state of rank %d is derived from the saved seed", args.process_index)
-        random.seed(derived)
-        np.random.seed(derived)
-        torch.manual_seed(derived)
-
-
-def _replacing(options: SaveOptions) -> SaveOptions:
-    return options.model_copy(update={"if_exists": "replace"})  # as the stock Trainer: a run that went back saves its steps again
-
-
-def _refuse(trainer: Any) -> None:
-    """LayoutError for what this version does not save."""
-    why = ""
-    if hasattr(trainer.model, "peft_config"):
-        why = "the model has adapters (PEFT)"
-    elif trainer.is_deepspeed_enabled:
-        why = "DeepSpeed holds the state"
-    elif trainer.is_fsdp_enabled:
-        why = "FSDP shards the state in Accelerate's way"
-    elif trainer.args.n_gpu > 1:
-        why = "DataParallel; needed torchrun"
-    elif trainer.args.push_to_hub:
-        why = "push_to_hub sends checkpoints before they are whole; needed push_to_hub=False"
-    if why:
-        raise LayoutError(f"UnifiedCheckpointCallback: {why}, which this version does not save")
-
-
-def _check_path(path: str) -> None:
-    """NotFoundError that says what is there, where it is no checkpoint."""
-    if not os.path.isdir(path):
-        raise NotFoundError(
-            f"resume_from_checkpoint {path}: is {'a file' if os.path.exists(path) else 'not there'}; needed a checkpoint folder"
-        )
-    if _is_ours(path) or os.path.isfile(os.path.join(path, "trainer_state.json")):
-        return
-    inside = [one.name for one in scan(LocalStorage(os.path.abspath(path)), _PREFIX).complete]
-    if inside:
-        raise NotFoundError(f"resume_from_checkpoint {path}: is a run's folder; needed one of its checkpoints, the newest is {inside[-1]}")
-    why = "has neither a manifest nor a trainer_state.json: it is unfinished, or no checkpoint"
-    raise NotFoundError(f"resume_from_checkpoint {path}: {why}")
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix(_PREFIX))
-
-
-def _is_ours(path: str) -> bool:
-    parent, name = os.path.split(os.path.abspath(path))
-    return commit.committed(LocalStorage(parent), name) is not None
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """What Accelerate has wrapped."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    version, inner, gauss = states["python"]
-    random.setstate((version, tuple(inner), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(list(states["cuda"]))
-
-
-@contextlib.contextmanager
-def _instead(owner: object, name: str, value: object) -> Iterator[None]:
-    """Another value for an attribute of one object."""
-    held = vars(owner).get(name, sys)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if held is sys:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, held)

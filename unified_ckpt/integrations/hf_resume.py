@@ -1,0 +1,57 @@
+"""Which checkpoint of a Trainer's run to go on from, and what is wrong with a path that is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.engine import commit
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.steps import scan
+from unified_ckpt.runtime.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+
+
+def newest(checkpointer: Checkpointer, run: str, *, timeout_seconds: float) -> str | bool:
+    """The newest committed checkpoint of the run, the same on every rank; True, for the stock Trainer to look, where there is none."""
+    comm = checkpointer._ranks()
+    meeting = comm.meet(f"resume in {run}", same=False, timeout_seconds=timeout_seconds)
+    with meeting.phase("newest"):
+        if meeting.rank == 0:
+            found = scan(LocalStorage(os.path.abspath(run)), PREFIX)
+            good = [one for one in found.complete if os.path.isfile(os.path.join(run, one.name, "trainer_state.json"))]
+            for one in found.steps:
+                if one.status != "complete" and (not good or _number(one.name) > _number(good[-1].name)):
+                    _LOG.warning("%s/%s is passed over: %s", run, one.name, one.why)
+            meeting.put("newest", f".{good[-1].name if good else ''}".encode())
+    name = meeting.get("newest").decode()[1:]
+    return os.path.join(run, name) if name else True
+
+
+def check_path(path: str) -> None:
+    """NotFoundError that says what is there, where it is no checkpoint."""
+    if not os.path.isdir(path):
+        raise NotFoundError(
+            f"resume_from_checkpoint {path}: is {'a file' if os.path.exists(path) else 'not there'}; needed a checkpoint folder"
+        )
+    if is_ours(path) or os.path.isfile(os.path.join(path, "trainer_state.json")):
+        return
+    inside = [one.name for one in scan(LocalStorage(os.path.abspath(path)), PREFIX).complete]
+    if inside:
+        raise NotFoundError(f"resume_from_checkpoint {path}: is a run's folder; needed one of its checkpoints, the newest is {inside[-1]}")
+    why = "has neither a manifest nor a trainer_state.json: it is unfinished, or no checkpoint"
+    raise NotFoundError(f"resume_from_checkpoint {path}: {why}")
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(PREFIX))
+
+
+def is_ours(path: str) -> bool:
+    parent, name = os.path.split(os.path.abspath(path))
+    return commit.committed(LocalStorage(parent), name) is not None

@@ -39,7 +39,7 @@ def save(
     `request` may be the error that this rank met while it made one: every rank raises it then.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=True)
     job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
     return finish(job, kept, None)
 
@@ -60,7 +60,7 @@ def begin_save(
     With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does the rest.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=False)
     meeting.to_background()
     try:
         with meeting.phase("stage"):
@@ -75,13 +75,14 @@ def begin_save(
     except BaseException:
         meeting.leave()
         raise
-    return Staged(job, snapshot, kept, later)
+    return Staged(comm, job, snapshot, kept, later)
 
 
 class Staged:
     """A save of which this rank's bytes are copied, or are about to be. Its calls may come from another thread, in this order."""
 
-    def __init__(self, job: Job, snapshot: Snapshot, kept: Kept, later: Collection[Key]) -> None:
+    def __init__(self, comm: Comm, job: Job, snapshot: Snapshot, kept: Kept, later: Collection[Key]) -> None:
+        self._comm = comm
         self._job, self._snapshot, self._kept, self._later = job, snapshot, kept, later
         self._error: Exception | None = None
 
@@ -98,6 +99,7 @@ class Staged:
             with telling(self._job.gate), self._job.meeting.phase("copy"):
                 if self._error is not None:
                     raise self._error
+                self._comm.tidy()
             report = finish(self._job, self._kept, self._snapshot)
             with telling(self._job.gate), self._job.meeting.phase("after"):
                 if after_commit is not None:
@@ -110,7 +112,7 @@ class Staged:
 
 
 def _meet(
-    comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, land: Land | None, *, timeout_seconds: float
+    comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, land: Land | None, *, timeout_seconds: float, tidy: bool
 ) -> tuple[Meeting, Fingerprint]:
     """Collective. Everybody is here; and the fingerprint of what this rank saves."""
     mark: Fingerprint = ()
@@ -121,7 +123,7 @@ def _meet(
         same = kept.plan is not None and kept.plan.fingerprint == mark and kept.land is land
         same = same and (kept.orders is not None or land is None or land.island is None)
     kept.land = land
-    return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds), mark
+    return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds, tidy=tidy), mark
 
 
 def _arrive(

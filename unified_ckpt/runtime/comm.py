@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unified_ckpt.core.tables import short
 from unified_ckpt.errors import CheckpointError, RankError
+from unified_ckpt.runtime.leftovers import Leftovers
 from unified_ckpt.runtime.verdicts import decode_error, encode_error
 
 _ECHO_SECONDS = 10.0
@@ -72,18 +73,18 @@ class Comm:
         self.rank, self.ranks, self.world = rank, tuple(ranks), len(ranks)
         self._store = store
         self._number = -1
-        self._past: list[Meeting] = []  # whose keys are still in the store
+        self._leftovers = Leftovers(Keys(store), rank=rank, world=self.world)
 
-    def meet(self, what: str, *, same: bool, timeout_seconds: float, busy: bool = False) -> Meeting:
+    def meet(self, what: str, *, same: bool, timeout_seconds: float, busy: bool = False, tidy: bool = True) -> Meeting:
         """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`; `.any_busy`: whether one said `busy`,
-        which it is while an earlier meeting of its own is not over.
+        which it is while an earlier meeting of its own is not over. `tidy`: if not, the caller does it when there is time.
 
         Raises RankError naming the ranks that did not come in time.
         """
         with _reaching():  # a rank that is back before the others have left must not join their meeting again
             self._number = max(self._store.add("meetings", 0), self._number + 1)
         meeting = Meeting(self._store, self._number, rank=self.rank, ranks=self.ranks, timeout_seconds=timeout_seconds)
-        self._past.append(meeting)
+        self._leftovers.add(meeting)
         meeting.put(f"in/{self.rank}", what.encode())
         if same:
             meeting.count("same")
@@ -100,7 +101,8 @@ class Comm:
         if verdict.startswith("late: "):
             raise RankError(verdict[6:])
         meeting.all_same, meeting.any_busy = verdict.startswith("same"), verdict.endswith(" busy")
-        self._forget()
+        if tidy:
+            self.tidy()
         return meeting
 
     def among(self, name: str, members: Sequence[int]) -> Comm:
@@ -114,40 +116,11 @@ class Comm:
 
     def leave(self) -> None:
         """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
-        try:
-            self._store.set(f"left/{self.rank}", "\n".join([*self._left(), *(meeting.leftovers() for meeting in self._past)]))
-        except dist.DistNetworkError:
-            return  # the store is gone, and the keys with it
+        self._leftovers.hand_on()
 
-    def _left(self) -> list[str]:
-        """What earlier `Comm`s of this rank left: a line for each meeting, as `Meeting.leftovers` gives it."""
-        if not self._store.check([f"left/{self.rank}"]):
-            return []
-        return [line for line in self._store.get(f"left/{self.rank}").decode().split("\n") if line]
-
-    def _forget(self) -> None:
-        """Deletes this rank's keys of the meetings that every rank has left: being here, of all but those in the background."""
-        with _reaching():
-            lines = self._left()
-            stay = [line for line in lines if not self._delete(line)]
-            self._past = [m for m in self._past[:-1] if m.goes_on or not self._delete(m.leftovers())] + self._past[-1:]
-            if stay:
-                self._store.set(f"left/{self.rank}", "\n".join(stay))
-            elif lines:
-                self._store.delete_key(f"left/{self.rank}")
-
-    def _delete(self, leftovers: str) -> bool:
-        """Deletes the keys unless some rank is still in that meeting. Whoever sees first that all are out deletes the count too."""
-        count, _, keys = leftovers.partition("\t")
-        if count and self._store.check([count]):
-            out = self._store.add(count, 0)
-            if 0 < out < self.world:
-                return False
-            if out == 0:  # this rank is out, so it was deleted between the two looks and made anew by the second
-                self._store.delete_key(count)
-        for key in keys.split():
-            self._store.delete_key(key)
-        return True
+    def tidy(self) -> None:
+        """Deletes this rank's keys of meetings that are over: two round trips for each, and one for each key."""
+        self._leftovers.delete()
 
     def _close(self, meeting: Meeting, verdict: str) -> None:
         """One rank closes a roll call. It opens the next meeting before it tells, so that no one comes to this one again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -28,6 +29,16 @@ class Placed:
     held: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A device mesh: its ranks as the call counts them, row-major, and along which dims they ascend."""
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    members: tuple[int, ...]
+    ascends: tuple[bool, ...]
+
+
 @dataclass(slots=True)
 class Placer:
     """Places tensors for one rank of one world. Remembers meshes that it has seen, and which Layout rules applied."""
@@ -39,6 +50,8 @@ class Placer:
     meshes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # mesh dim names -> sizes, for people
     _rules: dict[object, Sharding] = field(default_factory=dict)
     _shapes: dict[object, tuple[int, ...]] = field(default_factory=dict)
+    _grids: dict[DeviceMesh, _Grid] = field(default_factory=dict)
+    _seen: dict[object, tuple[tuple[int, ...], Sharding, tuple[int, ...]]] = field(default_factory=dict)  # DTensors without padding
     _alone: Placer | None = None
 
     @property
@@ -50,10 +63,18 @@ class Placer:
 
     def place(self, fqn: str, tensor: torch.Tensor) -> Placed | None:
         """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError where it cannot be said."""
+        seen = None
         if isinstance(tensor, DTensor):
+            local = tensor._local_tensor.detach()
+            if self.layout is None:  # most of a model is many tensors of few kinds
+                seen = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
+                known = self._seen.get(seen)
+                if known is not None:
+                    _refuse_unreal(fqn, local)
+                    return Placed(known[0], known[1], local, known[2])
             if tensor.device_mesh.get_coordinate() is None:
                 return None
-            inner, local = self._dtensor_rule(fqn, tensor), tensor._local_tensor.detach()
+            inner = self._dtensor_rule(fqn, tensor)
         else:
             inner, local = Sharding(), tensor.detach()
         _refuse_unreal(fqn, local)
@@ -74,7 +95,10 @@ class Placer:
                 derived = self._shapes[sharding, shape] = sharding.local_shape(self.rank, shape)
         except LayoutError as error:
             raise LayoutError(f"{fqn}: {error}; needed sections that make up the dim") from error
-        return Placed(shape, sharding, _checked_local(fqn, local, derived, padded), tuple(local.shape))
+        held = tuple(local.shape)
+        if seen is not None and held == derived:
+            self._seen[seen] = shape, sharding, held
+        return Placed(shape, sharding, _checked_local(fqn, local, derived, padded), held)
 
     def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())
@@ -83,17 +107,11 @@ class Placer:
         return self._rules[key]
 
     def _make_rule(self, fqn: str, tensor: DTensor) -> Sharding:
-        mesh, placements = tensor.device_mesh, tensor.placements
-        sizes = tuple(mesh.shape)
-        names = mesh.mesh_dim_names or tuple("" for _ in sizes)
-        self.meshes.setdefault(" ".join(n or "?" for n in names), sizes)
-        index_of = {rank: i for i, rank in enumerate(self.ranks)}
-        members = [index_of.get(int(rank), -1) for rank in mesh.mesh.flatten().tolist()]
-        if -1 in members:
-            raise LayoutError(f"{fqn}: its device mesh has ranks outside the process group of this call; needed a group that holds them")
+        grid, placements = self._grid(fqn, tensor.device_mesh), tensor.placements
+        sizes, names, members = grid.sizes, grid.names, grid.members
         order = _cut_order(fqn, placements, sizes, tensor.dim())
         for i in {i for i, _, _ in order}:
-            if (mesh.mesh.diff(dim=i) < 0).any():
+            if not grid.ascends[i]:
                 raise LayoutError(
                     f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, which shards it; needed ascending "
                     "ranks: torch's own collectives sort them"
@@ -103,6 +121,21 @@ class Placer:
         steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))] if strides is None else strides
         cuts = tuple(Cut(dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order)
         return Sharding(cuts, tuple(members) if literal and cuts else ())
+
+    def _grid(self, fqn: str, mesh: DeviceMesh) -> _Grid:
+        if mesh not in self._grids:
+            ranks, sizes = mesh.mesh, tuple(mesh.shape)
+            names = mesh.mesh_dim_names or tuple("" for _ in sizes)
+            self.meshes.setdefault(" ".join(n or "?" for n in names), sizes)
+            index_of = {rank: i for i, rank in enumerate(self.ranks)}
+            members = tuple(index_of.get(rank, -1) for rank in ranks.flatten().tolist())
+            if -1 in members:
+                raise LayoutError(
+                    f"{fqn}: its device mesh has ranks outside the process group of this call; needed a group that holds them"
+                )
+            ascends = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
+            self._grids[mesh] = _Grid(sizes, names, members, ascends)
+        return self._grids[mesh]
 
 
 def _padded_dims(local: tuple[int, ...], declared: tuple[int, ...], cuts: tuple[Cut, ...], dims: set[int]) -> set[int]:

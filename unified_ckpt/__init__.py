@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
     from unified_ckpt.runtime.randomness import RandomStates
+    from unified_ckpt.runtime.sampler import ElasticSampler
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
     "Checkpointer": "api",
+    "ElasticSampler": "runtime.sampler",
     "Layout": "core.layout",
     "LoadOptions": "options",
     "LoadReport": "engine.load",
@@ -58,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "Checkpointer",
+    "ElasticSampler",
     "FormatError",
     "IncompleteError",
     "IntegrityError",

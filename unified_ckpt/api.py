@@ -13,12 +13,12 @@ from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
-from unified_ckpt.engine.load import LoadReport, LoadRequest
+from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.mutual import Reports, repair_together
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.engine.prove import VerifyReport, verify_copies
-from unified_ckpt.engine.request import Targets, What, load_request, save_request
+from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.source import Source
@@ -105,7 +105,8 @@ class Checkpointer:
 
         `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's parameters, a list, or
         {"fqn/state": tensor}. `master_weights`: a dict, or an optimizer that holds them. `parts`: further parts by name. `extra`:
-        rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's, finite numbers by name, for people and retention.
+        rank 0's is stored; `rank_extra`: every rank's; objects in them give their `state_dict()`. `metrics`: rank 0's, finite numbers
+        by name, for people and retention.
         `attach(folder)` adds files on rank 0 before the commit.
 
         Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every rank; what was at `path` is
@@ -196,6 +197,8 @@ class Checkpointer:
         optimizer: Optimizers | None = None,
         master_weights: Optimizers | None = None,
         parts: Mapping[str, Model] | None = None,
+        extra: Any = None,
+        rank_extra: Any = None,
         layout: Layout | None = None,
         strict: bool = True,
         options: LoadOptions | None = None,
@@ -203,6 +206,7 @@ class Checkpointer:
         """Fills state of any shape in place from a checkpoint, a unified folder or a Hugging Face model folder. Every rank calls.
 
         Optimizer state that does not exist yet is made from the checkpoint, never by a step; what the checkpoint lacks is cleared.
+        `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they are filled after the tensors.
 
         Ranks on several machines may have a folder each, whole or in fragments: what is not on a machine's disk comes from the others,
         once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine.
@@ -222,14 +226,8 @@ class Checkpointer:
                 source = gather(
                     comm, f"load of {where}", [self._resolve(one) for one in paths], opened, machines, owned, timeout_seconds=timeout
                 )
-            request: LoadRequest | Exception
-            try:
-                if isinstance(source, Exception):
-                    raise source
-                targets = Targets(model, optimizer, master_weights, parts, layout)
-                request = load_request(comm, source, targets, strict=strict, options=options)
-            except Exception as error:  # told to every rank in the load
-                request = error
+            targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
+            request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
 
     def _open(self, paths: Sequence[Path], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:

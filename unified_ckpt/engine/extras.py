@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unified_ckpt.engine.objects import with_states
 from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
 from unified_ckpt.runtime.comm import Meeting
@@ -35,9 +36,15 @@ class Words:
     rank_extra: bytes
 
 
-def words_of(extra: Any, rank_extra: Any, *, freeze: bool) -> Words:
-    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`: copy what the caller may change."""
-    if freeze:
+def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words:
+    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`: copy what the caller may change.
+
+    Objects give their state on every rank, for their own calls may be collective; of `extra` only the `first` rank's is kept.
+    """
+    extra, rank_extra = with_states(extra, "extra"), with_states(rank_extra, "rank_extra")
+    if not first:
+        extra = None
+    elif freeze:
         extra = codec.unpack(codec.pack(extra, "extra"), "extra")
     else:
         codec.encode(extra, "extra")

@@ -18,6 +18,7 @@ from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, group_tables, listed
 from unified_ckpt.engine.census import Census, announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
+from unified_ckpt.engine.objects import Filling, look_up
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.sharing import overlap, share_reads
@@ -39,7 +40,8 @@ class LoadReport:
     strict, and skipped when not. `bytes_read`, `verified_bytes`: by this rank.
 
     `rank_extra`: this rank's, where the world has as many ranks as at the save, else None. `sources`: part -> the stored parts that
-    fed it. `notes`: what else to know, in sentences.
+    fed it. `notes`: what else to know, in sentences. `kept`: paths of objects in `rank_extra` that are as they were, on some rank, for
+    another number of ranks saved their state; `missing` has the paths of those for which the checkpoint has none.
     """
 
     step: int | None
@@ -53,11 +55,12 @@ class LoadReport:
     sources: Mapping[str, tuple[str, ...]]
     seconds: float
     notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class LoadRequest:
-    """What a rank wants filled. `optimizer`: state made ready for it; `names`: of the parameters, for param groups."""
+    """What a rank wants filled. `optimizer`: state made ready for it. `extra`, `rank_extra`: trees with objects to fill."""
 
     source: Source
     state: State
@@ -67,6 +70,8 @@ class LoadRequest:
     matched: set[str]
     strict: bool
     options: LoadOptions
+    extra: Any = None
+    rank_extra: Any = None
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class _Verdict:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
 def load(
@@ -103,12 +109,12 @@ def load(
         catalog = request.source.catalog({(match.part, match.name) for match in matches})
         verify = request.options.verify if catalog.ledger is None else "off"  # else the storage compares
         proofs = saved_digests(request.source, matches) if verify != "off" else {}
-        saved_by = request.said.rank_extras
-        rank_extra = request.source.rank_extra(comm.rank) if saved_by == comm.world else None
+        filling = look_up(request.extra, request.rank_extra, request.source, request.said, catalog.ledger, rank=comm.rank, world=comm.world)
+        differences.missing += filling.missing
         groups_options = _hyperparameters(request)
     by_row = {match.target.row: match for match in matches}
     with meeting.phase("match"):
-        verdict = _compare(meeting, request, differences)
+        verdict = _compare(meeting, request, differences, filling)
     _raise_differences(request, verdict)
     with meeting.phase("plan"):
         groups = _plan(meeting, request, by_row, catalog, machines or [0] * comm.world)
@@ -122,13 +128,14 @@ def load(
         raise spoilt from error
     with meeting.phase("install"):
         _install(request, groups_options)
+        filling.fill(rank=comm.rank, world=comm.world)
     if catalog.ledger is not None:
         verified += catalog.ledger.verified_nbytes
     damage = catalog.ledger.damage if catalog.ledger is not None else ()
-    return _report(request, comm, fetched, verified, damage, differences, verdict, started, what, rank_extra)
+    return _report(request, comm, fetched, verified, damage, differences, verdict, started, what, filling.rank_extra)
 
 
-def _compare(meeting: Meeting, request: LoadRequest, own: Differences) -> _Verdict:
+def _compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: Filling) -> _Verdict:
     """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined over all ranks."""
     check_rules(meeting, request.layout, request.matched)
     note = {
@@ -136,11 +143,12 @@ def _compare(meeting: Meeting, request: LoadRequest, own: Differences) -> _Verdi
         "wrong": own.wrong,
         "used": {part: sorted(names) for part, names in own.used.items()},
         "asked": sorted(request.state.asked),
+        "kept": filling.kept,
     }
     _, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
     if meeting.rank == 0:
         joined = _join([json.loads(body) for body in bodies.values()], request.source)
-        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong]).encode())
+        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong, joined.kept]).encode())
     return _Verdict(*json.loads(meeting.get("verdict")))
 
 
@@ -153,7 +161,8 @@ def _join(notes: Sequence[Mapping[str, Any]], source: Source) -> _Verdict:
             used.setdefault(part, set()).update(names)
     asked = {part for note in notes for part in note["asked"]}
     unexpected = [f"{p}:{n}" for p in sorted(asked & set(source.parts)) for n in sorted(set(source.names(p)) - used.get(p, set()))]
-    return _Verdict(missing, unexpected, wrong)
+    kept = sorted({path for note in notes for path in note["kept"]})
+    return _Verdict(missing, unexpected, wrong, kept)
 
 
 def _raise_differences(request: LoadRequest, verdict: _Verdict) -> None:
@@ -254,7 +263,7 @@ def _report(
     rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
-    notes = list(damage)
+    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm)]
     if saved_by not in (0, comm.world):
         notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started
@@ -273,4 +282,17 @@ def _report(
         sources={part: tuple(sorted(parts)) for part, parts in sorted(own.sources.items())},
         seconds=seconds,
         notes=tuple(notes),
+        kept=tuple(verdict.kept),
     )
+
+
+def _kept_note(kept: Sequence[str], saved_by: int, comm: Comm) -> list[str]:
+    """The sentence on objects that keep what they are, which rank 0 also warns of."""
+    if not kept:
+        return []
+    why = f"saved by {saved_by} rank(s), loaded by {comm.world}" if saved_by != comm.world else "saved on a machine that is not here"
+    remedy = "a load_from_ranks of theirs, or by hand from `uc.open(path).rank_extra`; for a place in the data uc.ElasticSampler in `extra`"
+    note = f"{', '.join(kept)}: left as they are: {why}; needed {remedy}"
+    if comm.rank == 0:
+        _LOG.warning("%s", note)
+    return [note]

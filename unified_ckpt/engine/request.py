@@ -32,6 +32,8 @@ class Targets:
     master_weights: Optimizers | None
     parts: Mapping[str, Model] | None
     layout: Layout | None
+    extra: Any = None
+    rank_extra: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,18 @@ def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return found
 
 
+def try_load_request(
+    comm: Comm, source: Source | Exception, what: Targets, *, strict: bool, options: LoadOptions
+) -> LoadRequest | Exception:
+    """The targets of a load, or the error that this rank met, to be told to every rank in the load."""
+    try:
+        if isinstance(source, Exception):
+            raise source
+        return load_request(comm, source, what, strict=strict, options=options)
+    except Exception as error:
+        return error
+
+
 def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
     """The targets of a load. Nothing of the caller's is changed."""
     placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
@@ -102,7 +116,8 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         if isinstance(master_weights, Optimizer):
             state.asked.add(MASTER)
             state.parts += place_targets(placer, MASTER, target.masters, state.model)
-    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
+    extras = what.extra, what.rank_extra
+    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options, *extras)
 
 
 def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:

@@ -146,7 +146,7 @@ def _arrive(
     with nullcontext() if background and meeting.all_same else meeting.phase("state"):
         if isinstance(request, Exception):
             raise request
-        words = extras.words_of(request.extra if meeting.rank == 0 else None, request.rank_extra, freeze=background)
+        words = extras.words_of(request.extra, request.rank_extra, first=meeting.rank == 0, freeze=background)
         if (
             meeting.rank == 0 and not background and (land is None or land.island is None)
         ):  # again when it begins; here before any work is done

@@ -26,6 +26,8 @@ _TAG = "$type"
 _MAGIC = b"UCPACK01"
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple, bool, bytes)}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
+SEQUENCES = (list, tuple, deque)
 _CONTAINERS = frozenset({list, dict, Counter, OrderedDict, defaultdict, *_SEQUENCES.values()})
 _INVALID = (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, ImportError, struct.error)
 
@@ -95,19 +97,19 @@ class _Encoder:
                 return self._blob(node, value, path)
             leaf = scalars.encode(value)
         except FormatError as error:
-            raise FormatError(f"{_text(path)}: {error}; keep it out of {path[0]}") from None
+            raise FormatError(f"{path_text(path)}: {error}; keep it out of {path[0]}") from None
         if leaf is NotImplemented:
             raise FormatError(
-                f"{_text(path)}: found {_kind_text(type(value))}, which JSON cannot hold; "
+                f"{path_text(path)}: found {_kind_text(type(value))}, which JSON cannot hold; "
                 f"needed plain values, containers, arrays or tensors; keep it out of {path[0]}, or store what it can be made from"
             )
         return leaf
 
     def _container(self, value: Any, path: Path) -> Any:
         if id(value) in self._open:
-            raise FormatError(f"{_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree")
+            raise FormatError(f"{path_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree")
         if len(path) > MAX_DEPTH:
-            raise FormatError(f"{_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value")
+            raise FormatError(f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value")
         self._open.add(id(value))
         node = self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
         self._open.remove(id(value))
@@ -127,14 +129,14 @@ class _Encoder:
         count = len(self.blobs)
         node = self.encode(key, (*path, key))
         if len(self.blobs) > count and not all(isinstance(blob, bytes) for blob in list(self.blobs.values())[count:]):
-            raise FormatError(f"{_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values")
+            raise FormatError(f"{path_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values")
         return node
 
     def _factory(self, factory: Any, path: Path) -> str | None:
         name = getattr(factory, "__name__", None)
         if factory is not None and _FACTORIES.get(str(name)) is not factory:
             raise FormatError(
-                f"{_text(path)}: found a defaultdict whose factory is {factory!r}; needed one of {', '.join(_FACTORIES)}; pass a dict"
+                f"{path_text(path)}: found a defaultdict whose factory is {factory!r}; needed one of {', '.join(_FACTORIES)}; pass a dict"
             )
         return name
 
@@ -169,7 +171,7 @@ class _Decoder:
 
     def decode(self, node: Any, path: Path) -> Any:
         if len(path) > MAX_DEPTH + 1:
-            raise FormatError(f"{_text(path)}: nested deeper than {MAX_DEPTH} levels")
+            raise FormatError(f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels")
         if isinstance(node, list):
             return [self.decode(item, (*path, position)) for position, item in enumerate(node)]
         if not isinstance(node, dict):
@@ -180,19 +182,19 @@ class _Decoder:
         try:
             return self._tagged(str(tag), node, path)
         except _INVALID as error:
-            raise FormatError(f"{_text(path)}: {tag} is not valid: {type(error).__name__}: {error}") from None
+            raise FormatError(f"{path_text(path)}: {tag} is not valid: {type(error).__name__}: {error}") from None
 
     def _tagged(self, tag: str, node: dict[str, Any], path: Path) -> Any:
         try:
             leaf = self._leaf(tag, node)
         except FormatError as error:
-            raise FormatError(f"{_text(path)}: {error}") from None
+            raise FormatError(f"{path_text(path)}: {error}") from None
         if leaf is not NotImplemented:
             return leaf
         if tag in ("dict", "Counter", "OrderedDict", "defaultdict"):
             return self._mapping(tag, node, path)
         if tag not in _SEQUENCES and tag != "torch.Size":
-            raise FormatError(f"{_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it")
+            raise FormatError(f"{path_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it")
         items = [self.decode(item, (*path, position)) for position, item in enumerate(_list(node["items"]))]
         if tag == "torch.Size":
             import torch
@@ -200,7 +202,7 @@ class _Decoder:
             return torch.Size(items)
         made = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
         if len(made) != len(items):
-            raise FormatError(f"{_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit")
+            raise FormatError(f"{path_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit")
         return made
 
     def _leaf(self, tag: str, node: dict[str, Any]) -> Any:
@@ -220,7 +222,7 @@ class _Decoder:
             found = self.decode(key, (*path, position))
             items[found] = self.decode(item, (*path, found))
         if len(items) != len(pairs):
-            raise FormatError(f"{_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys")
+            raise FormatError(f"{path_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys")
         if tag == "defaultdict":
             return defaultdict(None if node["factory"] is None else _FACTORIES[node["factory"]], items)
         if tag == "Counter":
@@ -230,7 +232,8 @@ class _Decoder:
         return OrderedDict(items) if tag == "OrderedDict" else items
 
 
-def _text(path: Path) -> str:
+def path_text(path: Path) -> str:
+    """`("extra", "rates", 0)` -> `"extra.rates[0]"`."""
     steps = (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{ascii(key)[:80]}]" for key in path[1:])
     return str(path[0]) + "".join(steps)
 

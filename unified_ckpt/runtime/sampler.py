@@ -182,31 +182,32 @@ class _Draws(Iterator[int]):
 
     def __init__(self, sampler: ElasticSampler, before: _Before | None) -> None:
         self._sampler, self._before = sampler, before
-        self._drawn: int | None = None  # by all ranks, of the epoch; None until the first draw, which is from where the sampler is then
+        self._at: tuple[int, int] | None = None  # epoch, drawn of it by all ranks; None until it begins, where the sampler is then
 
     def __next__(self) -> int:
         sampler = self._sampler
         if sampler._walk is None:
             raise CheckpointError("ElasticSampler: a loader fetches from it, uncounted; needed a loop over sampler.batches(loader)")
-        drawn = sampler.seen if self._drawn is None else self._drawn
+        epoch, drawn = self._at = self._at or (sampler.epoch, sampler.seen)
         if drawn + (sampler._world - 1 if sampler._drop_last else 0) >= sampler._length:
             raise StopIteration
-        self._drawn = drawn + sampler._world
+        self._at = epoch, drawn + sampler._world
         return sampler._order(sampler._place).indices[(drawn + sampler._rank) % sampler._length]
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._sampler.epoch, "drawn": self._sampler.seen if self._drawn is None else self._drawn}
+        epoch, drawn = self._at or (self._sampler.epoch, self._sampler.seen)
+        return {"epoch": epoch, "drawn": drawn}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        sampler = self._sampler
+        sampler, at = self._sampler, (state_dict["epoch"], state_dict["drawn"])
         if self._before is not None:
             sampler._place, sampler._walk = self._before
-        if (state_dict["epoch"], state_dict["drawn"]) > (sampler.epoch, sampler.seen):
+        if (at[0], min(at[1], sampler._length)) > (sampler.epoch, sampler.seen):
             raise CheckpointError(
                 "ElasticSampler: the loader's state was loaded, the sampler's was not; needed the sampler in `extra`, at the save and here"
             )
-        if state_dict["epoch"] == sampler.epoch:  # else of an epoch that is over: the loader begins anew
-            self._drawn = state_dict["drawn"]
+        if at[0] == sampler.epoch:  # else of an epoch that is over: the loader begins anew
+            self._at = at
 
 
 @contextmanager

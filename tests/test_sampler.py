@@ -1,0 +1,266 @@
+"""The place in the data: over any resumes each sample once in an epoch, but for the documented end; and equally many batches per rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import unified_ckpt as uc
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+
+
+def loader_of(sampler: uc.ElasticSampler, length: int, *, batch: int = 3, kind: type = DataLoader, **how: object) -> DataLoader:
+    return kind(range(length), batch_size=batch, sampler=sampler, collate_fn=list, **how)
+
+
+class Job:
+    """The ranks of one world in turn, each with its sampler and loader."""
+
+    def __init__(self, length: int, world: int, batch: int, saved: dict[str, object] | None, **how: object) -> None:
+        drop_batch = how.pop("drop_batch", False)
+        self.samplers = [uc.ElasticSampler(range(length), world, rank, **how) for rank in range(world)]
+        for sampler in self.samplers if saved is not None else ():
+            sampler.load_state_dict(saved)
+        self.loaders = [loader_of(one, length, batch=batch, drop_last=drop_batch) for one in self.samplers]
+
+    def steps(self, count: int | None = None) -> list[int]:
+        """All samples that all ranks are handed in so many steps, or in what is left of the epoch; every rank has the same number."""
+        walks = [list(islice(one.batches(loader), count)) for one, loader in zip(self.samplers, self.loaders, strict=True)]
+        assert len({tuple(map(len, walk)) for walk in walks}) == 1
+        return [index for walk in walks for batch in walk for index in batch]
+
+    def state(self) -> dict[str, object]:
+        states = [sampler.state_dict() for sampler in self.samplers]
+        assert all(state == states[0] for state in states)
+        return states[0]
+
+
+worlds = st.integers(1, 6)
+batches = st.integers(1, 5)
+
+
+@given(
+    length=st.integers(0, 60),
+    lives=st.lists(st.tuples(worlds, batches, st.integers(0, 4)), max_size=4),
+    last=st.tuples(worlds, batches),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_over_any_worlds_each_sample_comes_once(
+    length: int, lives: list[tuple[int, int, int]], last: tuple[int, int], shuffle: bool, drop_last: bool, epoch: int
+) -> None:
+    how = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+    fresh = uc.ElasticSampler(range(length), 1, 0, **how)
+    fresh.set_epoch(epoch)
+    saved, seen = fresh.state_dict(), Counter[int]()
+    order = list(fresh._order(fresh._place).indices)
+    assert sorted(order) == list(range(length))
+    for world, batch, count in lives:
+        job = Job(length, world, batch, saved, **how)
+        seen.update(job.steps(count))
+        saved = job.state()
+        if saved["epoch"] != epoch:
+            break
+        assert all(seen[index] == 1 for index in order[: saved["seen"]]) or saved["seen"] == length
+    else:
+        world, batch = last
+        seen.update(Job(length, world, batch, saved, **how).steps())
+    most = max([world for world, _, _ in lives] + [last[0]])
+    if drop_last:
+        assert set(seen.values()) <= {1}
+        left = [index for index in order if not seen[index]]
+        assert len(left) < most
+        assert left == order[length - len(left) :], "the end of the order"
+    elif length:
+        assert set(seen) == set(range(length)), "none is left out"
+        assert sum(seen.values()) - length < most
+        assert [index for index in order if seen[index] > 1] == order[: len([1 for index in order if seen[index] > 1])], "its start"
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("length", "world"), [(24, 4), (23, 4), (3, 5), (1, 1), (7, 2)])
+def test_a_whole_epoch_is_that_of_torch(length: int, world: int, shuffle: bool, drop_last: bool) -> None:
+    for rank in range(world):
+        theirs = DistributedSampler(range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last)
+        ours = uc.ElasticSampler(range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last)
+        for epoch in range(3):
+            theirs.set_epoch(epoch)
+            assert (ours.epoch, len(ours)) == (epoch, len(theirs))
+            assert [index for batch in ours.batches(loader_of(ours, length)) for index in batch] == list(theirs)
+
+
+def test_a_last_batch_that_the_loader_drops_is_not_seen_and_the_next_epoch_begins() -> None:
+    job = Job(22, 2, 3, None, drop_batch=True)
+    seen = job.steps()
+    assert len(seen) == len(set(seen)) == 18
+    assert (job.samplers[0].epoch, job.samplers[0].seen) == (1, 0)
+
+
+class Numbers:
+    """A dataset of 41, of which two ranks see one twice; workers fetch ahead."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 41
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("how", [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}])
+def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object]) -> None:
+    sampler = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
+    loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
+    whole = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
+    expected = [index for batch in whole.batches(loader_of(whole, 41)) for index in batch]
+    first = list(islice(sampler.batches(loader), 2))
+    assert sampler.seen == 12
+    saved = sampler.state_dict()
+    rest = list(sampler.batches(loader))  # the same loader goes on where the loop was left
+    assert [index for batch in first + rest for index in batch] == expected
+    assert sampler.epoch == 1
+    other = uc.ElasticSampler(Numbers(), 2, 0)
+    other.load_state_dict(saved)
+    assert list(other.batches(kind(Numbers(), batch_size=3, sampler=other, collate_fn=list, **how))) == rest
+
+
+@pytest.mark.parametrize("taken", [0, 2, 7, None])
+@pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}])
+def test_a_stateful_loader_and_its_sampler_may_both_be_saved(taken: int | None, how: dict[str, object]) -> None:
+    def made() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
+        sampler = uc.ElasticSampler(Numbers(), 2, 1, seed=1)
+        return sampler, StatefulDataLoader(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
+
+    sampler, loader = made()
+    walk = sampler.batches(loader)
+    before = list(islice(walk, taken))
+    assert len(before) == (7 if taken is None else taken)
+    if taken == 0 and how:
+        with pytest.raises(uc.CheckpointError, match="a loader fetches from it, uncounted; needed a loop"):
+            loader.state_dict()  # starts the workers
+        return
+    saved = sampler.state_dict(), loader.state_dict()
+    expected = list(sampler.batches(loader) if taken is None else walk)
+    again, other = made()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert again.state_dict() == saved[0]
+    assert list(again.batches(other)) == expected
+    assert again.state_dict() == sampler.state_dict()
+    if taken and "snapshot_every_n_steps" not in how:  # else the loader itself goes from step 0 to 2
+        alone, other = made()
+        other.load_state_dict(saved[1])
+        with pytest.raises(uc.CheckpointError, match="the loader's state was loaded, the sampler's was not"):
+            next(alone.batches(other))
+
+
+def test_epochs_go_on_by_themselves_and_by_set_epoch() -> None:
+    sampler = uc.ElasticSampler(range(10), 2, 0)
+    loader = loader_of(sampler, 10, batch=2)
+    walks = []
+    for epoch in range(sampler.epoch, 3):
+        sampler.set_epoch(epoch)  # no matter
+        walks.append(list(sampler.batches(loader)))
+    assert sampler.epoch == 3
+    assert walks[0] != walks[1] != walks[2]
+    next(sampler.batches(loader))
+    sampler.set_epoch(3)
+    assert sampler.seen == 4, "it is the epoch under way"
+    assert len(sampler) == 3
+    sampler.set_epoch(0)
+    assert list(sampler.batches(loader)) == walks[0]
+
+
+def walk_of(sampler: uc.ElasticSampler) -> Iterator[list[int]]:
+    return sampler.batches(loader_of(sampler, 20))
+
+
+def test_a_loop_does_not_go_on_with_batches_of_another_place() -> None:
+    sampler = uc.ElasticSampler(range(20), 1, 0)
+    start = sampler.state_dict()
+    for change in (lambda: sampler.load_state_dict(start), lambda: sampler.set_epoch(9), lambda: next(walk_of(sampler))):
+        walk = walk_of(sampler)
+        next(walk)
+        change()
+        with pytest.raises(uc.CheckpointError, match="its place was set in the midst of a loop"):
+            next(walk)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_workers": 1}])
+def test_a_loop_that_nobody_counts_is_refused(how: dict[str, object]) -> None:
+    """Else it would be saved as the start of the epoch, and all of it would come again."""
+    sampler = uc.ElasticSampler(range(20), 1, 0)
+    loader = loader_of(sampler, 20, **how)
+    for _ in range(2):
+        with pytest.raises(uc.CheckpointError, match=r"uncounted; needed a loop over sampler\.batches\(loader\)"):
+            next(iter(loader))
+        next(sampler.batches(loader))  # left early
+
+
+def test_loaders_that_cannot_be_counted_are_refused() -> None:
+    sampler, other = (uc.ElasticSampler(range(20), 1, 0) for _ in range(2))
+    with pytest.raises(uc.LayoutError, match="the loader draws from another sampler"):
+        next(sampler.batches(loader_of(other, 20)))
+    with pytest.raises(uc.LayoutError, match="hands batches out of order"):
+        next(sampler.batches(loader_of(sampler, 20, num_workers=1, in_order=False)))
+
+    class Uneven(BatchSampler):
+        def __init__(self) -> None:
+            self.sampler = sampler
+
+    with pytest.raises(uc.LayoutError, match="the loader's Uneven has no batch_size"):
+        next(sampler.batches(DataLoader(range(20), batch_sampler=Uneven())))
+    by = BatchSampler(sampler, 4, drop_last=False)
+    assert [len(batch) for batch in sampler.batches(DataLoader(range(20), batch_sampler=by))] == [4] * 5
+    assert len(list(sampler.batches(DataLoader(range(20), batch_size=None, sampler=sampler)))) == 20
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    saved = uc.ElasticSampler(range(20), 2, 1).state_dict()
+    with pytest.raises(uc.MismatchError, match="saved in a dataset of 20 samples, this one has 21"):
+        uc.ElasticSampler(range(21), 2, 1).load_state_dict(saved)
+    with pytest.raises(uc.MismatchError, match="shuffles in another order"):
+        uc.ElasticSampler(range(20), 2, 1).load_state_dict({**saved, "check": 1})
+    with pytest.raises(uc.LayoutError, match="rank is 2, num_replicas 2; needed a rank from 0 below num_replicas"):
+        uc.ElasticSampler(range(20), 2, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_begins_anew_takes_nothing_from_the_random_state(workers: int) -> None:
+    """torch's loaders draw a seed when they begin: a resumed run would draw once more than the one that goes on."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    sampler = uc.ElasticSampler(range(20), 1, 0)
+    next(sampler.batches(loader_of(sampler, 20, num_workers=workers)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Noisy:
+    """Samples that a worker changes at random."""
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_workers_draw_otherwise_in_each_epoch_and_on_each_rank() -> None:
+    found = []
+    for rank in range(2):
+        torch.manual_seed(0)  # as scripts do on every rank
+        sampler = uc.ElasticSampler(Noisy(), 2, rank)
+        loader = DataLoader(Noisy(), batch_size=10, sampler=sampler, num_workers=1)
+        found += [tuple(next(sampler.batches(loader)).tolist()) for sampler.epoch_to in (0, 1) if not sampler.set_epoch(sampler.epoch_to)]
+    assert len(set(found)) == 4

@@ -15,6 +15,7 @@ from test_reshard import Case, bits
 import unified_ckpt as uc
 from unified_ckpt import api
 from unified_ckpt.core.tables import Key
+from unified_ckpt.engine import request
 from unified_ckpt.engine.build import SaveRequest
 from unified_ckpt.engine.load import LoadRequest
 from unified_ckpt.runtime.comm import Comm
@@ -33,7 +34,7 @@ Paths = Sequence[Path]
 @pytest.fixture(autouse=True)
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `State` may be given as the model: tensors by any rule, which no Layout could name."""
-    save_request, load_request = api.save_request, api.load_request
+    save_request, load_request = api.save_request, request.load_request
 
     def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
         if not isinstance(what.model, State):
@@ -43,10 +44,10 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_load(comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions) -> LoadRequest:
         if not isinstance(what.model, State):
             return load_request(comm, folder, what, strict=strict, options=options)
-        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
+        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options, what.extra, what.rank_extra)
 
     monkeypatch.setattr(api, "save_request", to_save)
-    monkeypatch.setattr(api, "load_request", to_load)
+    monkeypatch.setattr(request, "load_request", to_load)
 
 
 @contextmanager

@@ -327,3 +327,32 @@ def test_a_hugging_face_folder_on_one_machine_only(tmp_path: Path) -> None:
 
     text = str(same_error(try_ranks(2, act), uc.IncompleteError, "machine 1: .* there is no such folder"))
     assert "machine 0: has a folder without a manifest" in text
+
+
+class Own:
+    """State of a rank, which only that rank can use."""
+
+    found: object = "fresh"
+
+    def state_dict(self) -> object:
+        return self.found
+
+    def load_state_dict(self, state_dict: object) -> None:
+        self.found = state_dict
+
+
+def test_objects_of_ranks_whose_machine_is_away_stay_as_they_are(twice: Path) -> None:
+    """A job that goes on with a new machine in the place of a lost one is not stopped by that one's random states."""
+    shutil.rmtree(folder_of(twice, 1))
+    machines, objects = [0, 0, 1, 1], [Own() for _ in range(4)]
+
+    def act(comm: Comm) -> uc.LoadReport:
+        target = {name: torch.zeros_like(tensor) for name, tensor in held(comm.rank, 4, copies=2).items()}
+        with on_machine(comm, machines) as made:
+            place = folder_of(twice, machines[comm.rank])
+            return made.load(place, model=target, layout=layout(4, copies=2), rank_extra=objects[comm.rank], options=LOAD)
+
+    reports = fine(try_ranks(4, act))
+    assert [one.found for one in objects] == ["rank 0 at 0", "rank 1 at 0", "fresh", "fresh"]
+    assert {report.kept for report in reports} == {("rank_extra",)}
+    assert all("rank_extra: left as they are: saved on a machine that is not here" in "".join(report.notes) for report in reports)

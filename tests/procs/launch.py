@@ -16,8 +16,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> None:
-    """Run a script of this folder in `world` processes; raise with the full output if it fails or lasts too long."""
+def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
+    """Run a script of this folder in `world` processes; what it said. Raise with the full output if it fails or lasts too long."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     # each worker dumps its stacks and ends itself a little before we lose patience: see `worker.start`
     limit = {"WORKER_TIMEOUT_SECONDS": str(timeout_seconds - 10)}
@@ -43,3 +43,4 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
         raise
     if child.returncode:
         raise RuntimeError(f"{script} on {world} ranks ended with {child.returncode}\n{output}")
+    return output

@@ -40,9 +40,7 @@ def objects_in(value: Any, root: str) -> list[Named]:
     found = list(_walk(value, (root,), set()))
     for one in found:
         if isinstance(one.target, nn.Module) and any(isinstance(param, DTensor) for param in one.target.parameters()):
-            raise FormatError(
-                f"{path_text(one.path)}: a module with sharded parameters; needed parts={{…: module}}, which stores them whole"
-            )
+            raise FormatError(f"{path_text(one.path)}: a module with sharded parameters; needed `parts`, which stores them whole")
     return sorted(found, key=lambda one: isinstance(one.target, RandomStates))
 
 

@@ -220,7 +220,18 @@ def test_an_object_that_does_not_take_its_state_is_told_on_every_rank(tmp_path: 
         return checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
 
     match = r"rank 1: extra\.b: Broken did not take its state: KeyError: 'momentum'; the tensors are loaded, extra\.c not"
-    same_error(try_ranks(2, act), uc.MismatchError, match)
+    same_error(try_ranks(2, act), uc.CheckpointError, match)
+
+
+def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> None:
+    """For a manager, who then takes the checkpoint before."""
+    save_by(3, tmp_path / "c")
+    file = tmp_path / "c" / "rank_extra.safetensors"
+    body = bytearray(file.read_bytes())
+    body[-3] ^= 1
+    file.write_bytes(body)
+    with pytest.raises(uc.IntegrityError, match=r"rank_extra\.elastic: Elastic did not take its state: .* entry 2 has CRC"):
+        uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
 
 
 # another number of ranks
@@ -271,7 +282,7 @@ def test_reading_one_ranks_state_does_not_read_all(tmp_path: Path, monkeypatch: 
 
 
 def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_path: Path) -> None:
-    """Issue: a run on fewer ranks dies at its random states, or all ranks go on with one rank's."""
+    """Where others die (the saved states of 4 ranks do not fit 3), or go on with one rank's states on all."""
     torch.manual_seed(5)
     run_ranks(2, lambda comm: checkpointer_of(comm).save(tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates()}))
     found = []

@@ -117,6 +117,25 @@ class Numbers:
         return 41
 
 
+def test_hours_of_skipping_through_seen_data_at_a_resume() -> None:
+    """A resume fetches no sample that was seen before."""
+    fetched: list[int] = []
+
+    class Counted(Numbers):
+        def __getitem__(self, index: int) -> int:
+            fetched.append(index)
+            return index
+
+    sampler = uc.ElasticSampler(Counted(), 1, 0)
+    first = list(islice(sampler.batches(DataLoader(Counted(), 4, sampler=sampler, collate_fn=list)), 9))
+    other = uc.ElasticSampler(Counted(), 1, 0)
+    other.load_state_dict(sampler.state_dict())
+    fetched.clear()
+    assert len(list(other.batches(DataLoader(Counted(), 4, sampler=other, collate_fn=list)))) == 2
+    assert len(fetched) == 5
+    assert not set(fetched) & {index for batch in first for index in batch}
+
+
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("how", [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}])
 def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object]) -> None:

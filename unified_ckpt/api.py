@@ -212,7 +212,8 @@ class Checkpointer:
         once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine.
 
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
-        the first byte is written, but for an IntegrityError of a digest, which says that the target is unusable.
+        the first byte is written. But for an IntegrityError of a digest, and a CheckpointError of an object that does not take its state:
+        these say that the target is unusable.
         """
         self.wait()
         options = options or LoadOptions()

@@ -119,15 +119,13 @@ def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
         job.model.config.save_pretrained(unfinished)
         job.tokenizer.save_pretrained(unfinished)
 
-    extra = {"scheduler": job.scheduler.state_dict()}
+    extra = {"scheduler": job.scheduler}
     report = uc.save(folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach)
     return {"event": "saved", "step": step, "path": str(folder), "nbytes": report.nbytes, "seconds": report.seconds}
 
 
 def resume(job: Job, folder: Path) -> int:
-    report = uc.load(folder, model=job.model, optimizer=job.optimizer)
-    job.scheduler.load_state_dict(report.extra["scheduler"])
-    return report.step or 0
+    return uc.load(folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}).step or 0
 
 
 def main() -> None:

@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from unified_ckpt.engine.source import Ledger, Said, Source
 from unified_ckpt.engine.view import RankExtras
-from unified_ckpt.errors import CheckpointError, FormatError, MismatchError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import codec
 from unified_ckpt.format.codec import Path, path_text
 from unified_ckpt.runtime.randomness import RandomStates
 
 _MISSING = object()
+_OF_READING = (IntegrityError, IncompleteError, StorageError)  # another checkpoint may do
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ class Filling:
     kept: list[str] = field(default_factory=list)
 
     def fill(self, *, rank: int, world: int) -> None:
-        """Gives each object a state of its own. MismatchError, or an error of reading, that names the object whose call fails."""
+        """Gives each object its own copy. CheckpointError that names the object whose call fails; an error of reading stays what it is."""
         for number, fill in enumerate(self.fills):
             try:
                 if fill.of_all:
@@ -129,10 +130,8 @@ class Filling:
                 where, kind = path_text(fill.one.path), type(fill.one.target).__name__
                 rest = ", ".join(path_text(other.one.path) for other in self.fills[number + 1 :])
                 after = f"the tensors are loaded{f', {rest} not' if rest else ''}: the target is unusable"
-                of_reading = isinstance(error, CheckpointError)
-                raise (type(error) if of_reading else MismatchError)(
-                    f"{where}: {kind} did not take its state: {type(error).__name__}: {error}; {after}"
-                ) from error
+                kind_of_error = type(error) if isinstance(error, _OF_READING) else CheckpointError
+                raise kind_of_error(f"{where}: {kind} did not take its state: {type(error).__name__}: {error}; {after}") from error
 
 
 class RankStates(Sequence[Any]):
@@ -146,7 +145,7 @@ class RankStates(Sequence[Any]):
             return [self[number] for number in range(*rank.indices(len(self)))]
         found = _at(self._entries[rank], self._path)
         if found is _MISSING:
-            raise MismatchError(f"{path_text(self._path)}: rank {rank} of the {len(self)} that saved has left none")
+            raise NotFoundError(f"{path_text(self._path)}: rank {rank} of the {len(self)} that saved has left none")
         return found
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
@@ -297,6 +298,23 @@ def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_pat
             patch.setattr(Elastic, "load_from_ranks", lambda self, saved, **_: None)
             found.append(run_ranks(3, act)[rank])
     assert len(set(found)) == 3
+
+
+def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path) -> None:
+    """Where it need not be: its place is that of all ranks."""
+
+    def save(comm: Comm) -> None:
+        sampler = uc.ElasticSampler(range(40), 2, comm.rank, seed=4)
+        next(sampler.batches(DataLoader(range(40), 5, sampler=sampler)))
+        checkpointer_of(comm).save(tmp_path / "c", model=W, rank_extra={"sampler": sampler})
+
+    def load(comm: Comm) -> tuple[int, int]:
+        sampler = uc.ElasticSampler(range(40), 3, comm.rank)
+        checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"sampler": sampler})
+        return sampler.seen, len(sampler)
+
+    run_ranks(2, save)
+    assert run_ranks(3, load) == [(10, 10)] * 3
 
 
 class Drawing(Counter):

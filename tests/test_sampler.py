@@ -8,8 +8,10 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -253,6 +255,18 @@ def test_what_does_not_fit_is_refused() -> None:
         uc.ElasticSampler(range(20), 2, 1).load_state_dict({**saved, "check": 1})
     with pytest.raises(uc.LayoutError, match="rank is 2, num_replicas 2; needed a rank from 0 below num_replicas"):
         uc.ElasticSampler(range(20), 2, 2)
+
+
+def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
+    """Else every rank would go through all of the data."""
+    sampler = uc.ElasticSampler(range(20))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)  # torch's own, for a rank without the others
+    try:
+        with pytest.raises(uc.LayoutError, match=r"there were 1 rank\(s\) when it was made, now 2; needed init_process_group before"):
+            next(sampler.batches(loader_of(sampler, 20)))
+        assert len(uc.ElasticSampler(range(20))) == 10
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

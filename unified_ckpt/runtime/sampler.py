@@ -65,6 +65,7 @@ class ElasticSampler(Sampler[int]):
         here = from_torch(None)
         self._rank = here.rank if rank is None else rank
         self._world = here.world if num_replicas is None else num_replicas
+        self._found = num_replicas is None
         if not 0 <= self._rank < self._world:
             raise LayoutError(f"ElasticSampler: rank is {self._rank}, num_replicas {self._world}; needed a rank from 0 below num_replicas")
         self._length, self._drop_last = len(dataset), drop_last
@@ -104,6 +105,11 @@ class ElasticSampler(Sampler[int]):
         loop that begins anew takes nothing from torch's random state.
         """
         size = self._batch_size(loader)
+        if self._found and self._world != from_torch(None).world:
+            raise LayoutError(
+                f"ElasticSampler: there were {self._world} rank(s) when it was made, now {from_torch(None).world}; "
+                "needed init_process_group before it, or num_replicas and rank"
+            )
         self._walk = walk = object()
         try:
             with _seeded(zlib.crc32(f"{self._place}/{self._rank}/{self._world}".encode())):

@@ -175,7 +175,6 @@ def look_up(extra: Any, rank_extra: Any, source: Source, said: Said, ledger: Led
         else:
             filling.kept.append(path_text(one.path))
     filling.rank_extra = entry if saved_by == world else None
-    filling.fills.sort(key=lambda fill: isinstance(fill.one.target, RandomStates))
     return filling
 
 

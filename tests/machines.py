@@ -44,7 +44,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_load(comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions) -> LoadRequest:
         if not isinstance(what.model, State):
             return load_request(comm, folder, what, strict=strict, options=options)
-        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options, what.extra, what.rank_extra)
+        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
 
     monkeypatch.setattr(api, "save_request", to_save)
     monkeypatch.setattr(request, "load_request", to_load)

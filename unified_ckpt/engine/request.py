@@ -84,13 +84,15 @@ def try_load_request(
     try:
         if isinstance(source, Exception):
             raise source
-        return load_request(comm, source, what, strict=strict, options=options)
+        request = load_request(comm, source, what, strict=strict, options=options)
+        request.extra, request.rank_extra = what.extra, what.rank_extra
+        return request
     except Exception as error:
         return error
 
 
 def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
-    """The targets of a load. Nothing of the caller's is changed."""
+    """The tensors to fill. Nothing of the caller's is changed."""
     placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
     objects = as_list(optimizer)
     state = flatten_state(
@@ -116,8 +118,7 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         if isinstance(master_weights, Optimizer):
             state.asked.add(MASTER)
             state.parts += place_targets(placer, MASTER, target.masters, state.model)
-    extras = what.extra, what.rank_extra
-    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options, *extras)
+    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
 
 
 def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:

@@ -40,6 +40,12 @@ def _state(accelerator: Any, number: int, loader: Any) -> dict[str, Any]:
             "DataLoaderConfiguration(use_seedable_sampler=True)",
             number,
         )
+    if midway and not epoch and _is_stateful(loader) and loader.num_workers and isinstance(sampler, SeedableRandomSampler):
+        _LOG.warning(
+            "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws before it knows the seed; unless "
+            "loader.load_state_dict({}) came before the loop, the rest of the epoch will be in another order",
+            number,
+        )
     if _is_stateful(loader):
         state["untouched"] = loader.base_dataloader._initial_iter_for_state_dict
     if midway and _is_stateful(loader):

@@ -161,7 +161,6 @@ def _begin_save(
     with meeting.phase("folder"):
         if meeting.rank == 0:
             folders.remove_empty(place)
-    accelerator.project_configuration.iteration += 1
     return (
         place,
         number,

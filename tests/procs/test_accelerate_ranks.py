@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import HERE, environment, torchrun
+from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
 
@@ -31,6 +32,26 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     torchrun(4, "worker_accelerate.py", tmp_path, "--make", "fsdp_tp", "--load", "ddp", timeout_seconds=500)
     torchrun(2, "worker_accelerate.py", tmp_path, "--load", "fsdp", timeout_seconds=240)
     torchrun(1, "worker_accelerate.py", tmp_path, "--load", "one", timeout_seconds=240)
+
+
+def example(run: Path, *arguments: object, world: int = 0) -> dict[int, float]:
+    """The losses by step that the example prints, started as its first lines say."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world else []
+    script = HERE.parents[1] / "docs" / "examples" / "accelerate_train.py"
+    command = [sys.executable, *launch, str(script), str(run), "--cpu", *map(str, arguments)]
+    child = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return {int(line.split()[1]): float(line.split()[3]) for line in child.stdout.splitlines() if line.startswith("step ")}
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_with_two_processes_and_with_one(tmp_path: Path) -> None:
+    whole = example(tmp_path / "whole", "--steps", 16)
+    for steps, world in ((4, 0), (12, 2), (16, 0)):
+        found = example(tmp_path / "run", "--steps", steps, world=world)
+        assert found == pytest.approx({step: whole[step] for step in found}, rel=1e-4)
+    assert sorted(found) == [13, 14, 15, 16]
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "checkpoint_3").config.num_hidden_layers == 2
 
 
 class Life:

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations.tensor_parallel
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.accelerate import load_state, save_state
+from unified_ckpt.integrations.accelerate import attach, load_state, save_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worker import started
@@ -168,6 +169,27 @@ def make(root: Path, kind: str) -> None:
     dist.barrier()
 
 
+class Fails:
+    """An object to register, which the last rank cannot load."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no good")
+
+
+def check_errors_reach_all(root: Path, kind: str) -> None:
+    job = Job(kind, seed=1)
+    attach(job.accelerator, save_options=uc.SaveOptions(fsync=False))
+    job.accelerator.register_for_checkpointing(Fails())
+    job.accelerator.save_state(root / "fails")
+    for path, said in ((root / "fails", "ValueError: no good"), (root / "nothing", "is not there; needed a checkpoint folder")):
+        with pytest.raises(uc.CheckpointError, match=said):
+            job.accelerator.load_state(path)
+
+
 def load(root: Path, kind: str, other: str) -> None:
     saved, wanted = torch.load(root / f"{other}.pt")
     state, losses = quiet(kind, root / other)
@@ -193,12 +215,14 @@ def main() -> None:
     parser.add_argument("--load", nargs="*", default=[])
     parser.add_argument("--go", action="store_true")
     arguments = parser.parse_args()
-    with started():
+    with started() as (_, world):
         warnings.filterwarnings("ignore", module=r"torch.*")
         if arguments.go:
             go(arguments.root)
         for kind in arguments.make:
             make(arguments.root, kind)
+        if arguments.make and world > 1:
+            check_errors_reach_all(arguments.root, arguments.make[0])
         for kind in [*arguments.make, *arguments.load]:
             for file in sorted(arguments.root.glob("*.pt")):
                 if file.stem != kind:

@@ -271,6 +271,27 @@ def test_further_parts(tmp_path: Path) -> None:
         uc.load(tmp_path / "c", parts={"old": other})
 
 
+def test_one_optimizer_of_two_models(tmp_path: Path) -> None:
+    def made(seed: int, steps: int) -> tuple[Net, Net, torch.optim.Optimizer]:
+        model, critic = Net(seed=seed), Net(seed=seed + 1)
+        optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": critic.parameters(), "lr": 0.5}])
+        for p in [p for _ in range(steps) for p in (*model.parameters(), *critic.parameters())]:
+            p.grad = torch.ones_like(p)
+        for _ in range(steps):
+            optimizer.step()
+        return model, critic, optimizer
+
+    model, critic, optimizer = made(0, steps=2)
+    uc.save(tmp_path / "c", model=model, parts={"critic": critic}, optimizer=optimizer)
+    again, other, fresh = made(5, steps=0)
+    uc.load(tmp_path / "c", model=again, parts={"critic": other}, optimizer=fresh)
+    assert same_state(again, model)
+    assert same_state(other, critic)
+    wanted, found = optimizer.state_dict(), fresh.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert all(torch.equal(found["state"][i][key], value) for i, one in wanted["state"].items() for key, value in one.items())
+
+
 @pytest.mark.parametrize("gone", ["optimizer", "ema", "model"])
 def test_a_part_may_be_deleted_alone(tmp_path: Path, gone: str) -> None:
     moments = {"embed.weight/exp_avg": torch.ones(30, 8)}

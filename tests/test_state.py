@@ -145,12 +145,26 @@ def test_further_parts() -> None:
             flatten(model=module, further={name: average})
 
 
+def test_an_optimizer_may_hold_parameters_of_further_parts() -> None:
+    module, critic = model(), model()
+    both = torch.optim.AdamW([*module.parameters(), *critic.parameters()])
+    for p in (*module.parameters(), *critic.parameters()):
+        p.grad = torch.ones_like(p)
+    both.step()
+    state = flatten(1, layout(), model=module, further={"critic": critic}, optimizer=both)
+    found = by_key(state.parts)
+    assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
+    assert found["optimizer", "critic.w/exp_avg"].row.sharding == TP, "a Layout is of names, whatever the part"
+    assert found["optimizer", "critic.w/exp_avg"].row.spec.shape == (8, 3)
+    assert found["optimizer", "critic.b/exp_avg"].row.spec.shape == (3,)
+
+
 def test_targets_are_placed_like_state() -> None:
     module = model()
     state = flatten(1, layout(), model=module)
     placer = Placer(1, range(2), layout())
     tensors = {"w/exp_avg": torch.empty(4, 3), "w/step": torch.empty(()), "b/exp_avg": torch.empty(3)}
-    found = by_key(place_targets(placer, "optimizer", tensors, state.model))
+    found = by_key(place_targets(placer, "optimizer", tensors, state.leaders()))
     assert {key[1]: part.row.spec.shape for key, part in found.items()} == {"w/exp_avg": (8, 3), "w/step": (), "b/exp_avg": (3,)}
     assert found["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
 

@@ -20,7 +20,7 @@ from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, flatten_state, place_targets
+from unified_ckpt.runtime.state import MASTER, OPTIMIZER, flatten_state, place_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +108,16 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         if model is None:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
         of = objects or as_list(master_weights)
-        names = state.model.names()
+        names, leaders = state.names(), state.leaders()
         saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
-        shapes = {part.row.fqn: part.row.spec.shape for part in state.parts if part.row.part == MODEL}
+        shapes = {name: leader.at.shape for name, leader in leaders.items()}
         target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
         if objects:
             state.asked.add(OPTIMIZER)
-            state.parts += place_targets(placer, OPTIMIZER, target.tensors, state.model)
+            state.parts += place_targets(placer, OPTIMIZER, target.tensors, leaders)
         if isinstance(master_weights, Optimizer):
             state.asked.add(MASTER)
-            state.parts += place_targets(placer, MASTER, target.masters, state.model)
+            state.parts += place_targets(placer, MASTER, target.masters, leaders)
     return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
 
 

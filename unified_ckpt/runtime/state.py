@@ -22,15 +22,43 @@ Masters = Optimizers | None
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what `model_dtype` applies to; quantized weights keep theirs
 
 
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """A parameter that optimizer state belongs to. `fqn`: its name in its own part, which Layout rules speak of."""
+
+    fqn: str
+    at: Placed
+
+
 @dataclass(slots=True)
 class State:
-    """`parts`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}. `asked`: the parts that were given."""
+    """`parts`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}. `asked`: the parts that were given.
+    `placed`: the tensors of the model and of further parts, by part and name.
+
+    Optimizer state of a further part's parameter has the part's name before the parameter's: "ema.norm.weight/exp_avg".
+    """
 
     parts: list[Part] = field(default_factory=list)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     model: FlatModel = field(default_factory=FlatModel)
+    further: dict[str, FlatModel] = field(default_factory=dict)
     optimizer: FlatOptimizer = field(default_factory=FlatOptimizer)
     asked: set[str] = field(default_factory=set)
+    placed: dict[str, dict[str, Placed]] = field(default_factory=dict)
+
+    def names(self) -> dict[int, str]:
+        """id of a parameter -> its name for optimizer state: the model's, where a further part holds it too."""
+        found = self.model.names()
+        for part, flat in self.further.items():
+            for fqn, tensor in flat.tensors.items():
+                if f"{part}.{fqn}" not in self.model.tensors:
+                    found.setdefault(id(tensor), f"{part}.{fqn}")
+        return found
+
+    def leaders(self) -> dict[str, Leader]:
+        """What optimizer state can follow, by the name that it has there."""
+        further = {f"{part}.{fqn}": Leader(fqn, at) for part in self.further for fqn, at in self.placed[part].items()}
+        return further | {fqn: Leader(fqn, at) for fqn, at in self.placed[MODEL].items()}
 
 
 def flatten_state(
@@ -45,8 +73,14 @@ def flatten_state(
     """Places every tensor. LayoutError or MismatchError, naming the tensor, for what cannot be described."""
     state = State()
     state.model = flatten_model(model)
-    placed = _place_all(placer, state.model.tensors)
-    state.optimizer = flatten_optimizer(optimizer, state.model.names())
+    for name, one in (further or {}).items():
+        check_part_name(name)
+        if name in (MODEL, MASTER, OPTIMIZER):
+            raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
+        state.further[name] = flatten_model(one)
+    state.placed = {part: _place_all(placer, flat.tensors) for part, flat in ((MODEL, state.model), *state.further.items())}
+    placed = state.placed[MODEL]
+    state.optimizer = flatten_optimizer(optimizer, state.names())
     if model is not None:
         state.asked.add(MODEL)
         state.aliases[MODEL] = state.model.aliases
@@ -58,28 +92,19 @@ def flatten_state(
         state.aliases[MASTER] = {a: b for a, b in state.model.aliases.items() if b in masters}
     if optimizer is not None:
         state.asked.add(OPTIMIZER)
-        for key, tensor in state.optimizer.tensors.items():
-            at = _follow(placer, key, tensor, placed.get(key.rpartition("/")[0]))
-            if at is not None:
-                state.parts.append(_part(OPTIMIZER, key, at, None))
-    for name, one in (further or {}).items():
-        check_part_name(name)
-        if name in (MODEL, MASTER, OPTIMIZER):
-            raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
-        flat = flatten_model(one)
+        state.parts += place_targets(placer, OPTIMIZER, state.optimizer.tensors, state.leaders())
+    for name, flat in state.further.items():
         state.asked.add(name)
         state.aliases[name] = flat.aliases
-        state.parts += [_part(name, fqn, at, None) for fqn, at in _place_all(placer, flat.tensors).items()]
+        state.parts += [_part(name, fqn, at, None) for fqn, at in state.placed[name].items()]
     return state
 
 
-def place_targets(placer: Placer, part: str, tensors: Mapping[str, torch.Tensor], model: FlatModel) -> list[Part]:
-    """Parts for tensors that follow the model's parameters, as optimizer state and masters do."""
+def place_targets(placer: Placer, part: str, tensors: Mapping[str, torch.Tensor], leaders: Mapping[str, Leader]) -> list[Part]:
+    """Parts for tensors that follow parameters, as optimizer state and masters do."""
     found = []
     for key, tensor in tensors.items():
-        fqn = key.rpartition("/")[0] if part == OPTIMIZER else key
-        leader = placer.place(fqn, model.tensors[fqn]) if fqn in model.tensors else None
-        at = _follow(placer, key, tensor, leader)
+        at = _follow(placer, key, tensor, leaders.get(key.rpartition("/")[0] if part == OPTIMIZER else key))
         if at is not None:
             found.append(_part(part, key, at, None))
     return found
@@ -101,7 +126,7 @@ def _masters(
             raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
     found = {}
     for fqn, tensor in given.items():
-        at = _follow(placer, fqn, tensor, placed.get(fqn))
+        at = _follow(placer, fqn, tensor, Leader(fqn, placed[fqn]) if fqn in placed else None)
         if at is not None:
             found[fqn] = at
     return found
@@ -112,22 +137,22 @@ def _place_all(placer: Placer, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return {fqn: at for fqn, at in placed if at is not None}
 
 
-def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Placed | None) -> Placed | None:
+def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Leader | None) -> Placed | None:
     """Where a tensor that belongs to a parameter sits: one element is replicated, the parameter's own shape takes its rule."""
-    fqn, alone = key.rpartition("/")[0] or key, placer.without_layout
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    alone = placer.without_layout
     if leader is None:
-        return (alone if tensor.numel() == 1 else placer).place(fqn, tensor)
-    if not plain:
+        return (alone if tensor.numel() == 1 else placer).place(key.rpartition("/")[0] or key, tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         # With a Layout, the DTensor is a slice of the outer cut, as the parameter is.
-        return (alone if tensor.numel() == 1 and tensor.dim() == 0 else placer).place(fqn, tensor)
-    is_slice = bool(leader.sharding.cuts) or leader.held != tuple(leader.local.shape)
-    if tuple(tensor.shape) == leader.held and is_slice and tensor.dim() > 0:
-        return Placed(leader.shape, leader.sharding, tensor.detach()[tuple(slice(n) for n in leader.local.shape)], leader.held)
-    if tensor.numel() == 1 or not leader.sharding.cuts:
+        return (alone if tensor.numel() == 1 and tensor.dim() == 0 else placer).place(leader.fqn, tensor)
+    at = leader.at
+    is_slice = bool(at.sharding.cuts) or at.held != tuple(at.local.shape)
+    if tuple(tensor.shape) == at.held and is_slice and tensor.dim() > 0:
+        return Placed(at.shape, at.sharding, tensor.detach()[tuple(slice(n) for n in at.local.shape)], at.held)
+    if tensor.numel() == 1 or not at.sharding.cuts:
         return alone.place(key, tensor)
     raise LayoutError(
-        f"{key}: plain state of shape {tuple(tensor.shape)} of a sharded parameter whose part here is {tuple(leader.local.shape)}; "
+        f"{key}: plain state of shape {tuple(tensor.shape)} of a sharded parameter whose part here is {tuple(at.local.shape)}; "
         "needed that shape, one element, or a DTensor"
     )
 

@@ -1,0 +1,467 @@
+"""Accelerate through the engine, in one process: stopped and resumed, names, hooks, and errors that users make."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, ProjectConfiguration
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import unified_ckpt as uc
+from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+FAST = uc.SaveOptions(fsync=False)
+
+
+class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
+
+
+class Count:
+    """An object to register."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.attention_dropout = 0.1  # so that random states matter
+    return LlamaForCausalLM(config)
+
+
+class Job:
+    """A training script: everything prepared, ready to run, to save and to go on."""
+
+    def __init__(self, seed: int = 0, *, stateful: bool = True, workers: int = 0, project: Path | None = None, **naming: Any) -> None:
+        torch.manual_seed(seed)
+        loading = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True)
+        named = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, **naming) if project else None
+        self.accelerator = Accelerator(cpu=True, dataloader_config=loading, project_config=named, gradient_accumulation_steps=2)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        loader = torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True, num_workers=workers)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        if workers:
+            self.loader.load_state_dict({})  # else its first epoch is in the order of a sampler that Accelerate has replaced
+        self.count = Count()
+        self.accelerator.register_for_checkpointing(self.count)
+        self.losses: list[float] = []
+        self.epoch = 0
+
+    def batches(self, skip: int) -> Iterator[torch.Tensor]:
+        yield from self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
+
+    def run(self, epochs: int, *, skip: int = 0, stop: int | None = None) -> Job:
+        """Trains up to `epochs`; `skip`: so many steps of the first; `stop`: after so many steps in all."""
+        while self.epoch < epochs:
+            for ids in self.batches(skip):
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(input_ids=ids, labels=ids).loss
+                    self.accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+                self.count.seen += len(ids)
+                if stop is not None and len(self.losses) == stop:
+                    return self
+            self.epoch, skip = self.epoch + 1, 0
+        return self
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        held = dict(self.accelerator.unwrap_model(self.model).state_dict())
+        for i, one in self.optimizer.state_dict()["state"].items():
+            held |= {f"{i}/{key}": value for key, value in one.items()}
+        return held
+
+
+def same(one: Job, other: Job) -> bool:
+    found, wanted = one.tensors(), other.tensors()
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Accelerate keeps its state for the process; each test starts without."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a tiny model
+    yield
+    torch.set_num_threads(threads)
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def straight() -> Job:
+    """Three epochs of six steps, uninterrupted."""
+    return Job().run(3)
+
+
+@pytest.mark.parametrize("stop", [4, 6, 10], ids=["midway", "at the last batch", "midway in the second"])
+def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, straight: Job, stop: int) -> None:
+    stopped = Job().run(3, stop=stop)
+    report = save_state(stopped.accelerator, tmp_path / "c", step=stop, options=FAST)
+    assert report.step == stop
+    assert not [name for name in os.listdir(tmp_path / "c") if name.endswith((".bin", ".pkl", ".pt"))], "nothing is pickled"
+    resumed = Job(seed=7)
+    assert load_state(resumed.accelerator, tmp_path / "c").step == stop
+    assert same(resumed, stopped)
+    assert (resumed.count.seen, resumed.accelerator.step) == (4 * stop, stopped.accelerator.step)
+    resumed.epoch = stop // 6
+    resumed.run(3)
+    assert resumed.losses == straight.losses[stop:]
+    assert same(resumed, straight)
+
+
+def test_a_loop_that_skips_the_first_batches_goes_on_as_it_was(tmp_path: Path) -> None:
+    """Accelerate's way without a stateful dataloader; the order of the epochs after it is right, too."""
+    whole = Job(stateful=False).run(3)
+    stopped = Job(stateful=False).run(3, stop=10)
+    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    resumed = Job(seed=7, stateful=False)
+    load_state(resumed.accelerator, tmp_path / "c")
+    resumed.epoch = 1
+    resumed.run(3, skip=4)
+    assert resumed.losses == whole.losses[10:]
+    assert same(resumed, whole)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_save_before_the_first_batch_keeps_the_position(tmp_path: Path, workers: int) -> None:
+    stopped = Job(workers=workers).run(1, stop=2)
+    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    for name, before in (("d", "c"), ("e", "d")):
+        job = Job(seed=7, workers=workers)
+        load_state(job.accelerator, tmp_path / before)
+        save_state(job.accelerator, tmp_path / name, options=FAST)
+    last = Job(seed=8, workers=workers)
+    load_state(last.accelerator, tmp_path / "e")
+    assert [batch.tolist() for batch in last.loader] == [batch.tolist() for batch in Job(workers=workers).loader][2:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_batch_size_finds_its_place_by_samples(tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4 come again, which is said."""
+    stopped = Job(workers=workers).run(1, stop=3)
+    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    order = [ids.tolist() for batch in Job().loader for ids in batch]
+    for size, first, said in ((6, 12, ""), (8, 8, "4 samples come again")):
+        job = Job(seed=7)
+        loader = job.accelerator.prepare(torch.utils.data.DataLoader(Sequences(), batch_size=size, shuffle=True, num_workers=workers))
+        job.accelerator._dataloaders[:] = [loader]
+        load_state(job.accelerator, tmp_path / "c")
+        assert [ids.tolist() for batch in loader for ids in batch] == order[first:]
+        assert said in caplog.text
+
+
+def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
+    job = Job().run(1, stop=2)
+    save_state(job.accelerator, tmp_path / "c", attach=lambda folder: Path(folder, "note.txt").write_text("mine"), options=FAST)
+    assert {"config.json", "generation_config.json", "model.safetensors", "note.txt"} <= set(os.listdir(tmp_path / "c"))
+    assert uc.verify(tmp_path / "c", deep=True).ok
+    found, said = LlamaForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    assert found.config.architectures == ["LlamaForCausalLM"]
+    wanted = job.model.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
+
+
+def two_models(seed: int, steps: int, swapped: bool = False) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
+    """A generator and a critic with an optimizer each, one optimizer over both, and an average that is registered."""
+    torch.manual_seed(seed)
+    accelerator = Accelerator(cpu=True)
+    made, critic = nn.Linear(4, 3), nn.Linear(3, 1)
+    mine, other = torch.optim.AdamW(made.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    average = torch.optim.swa_utils.AveragedModel(made)
+    prepared = accelerator.prepare(made, critic, *((other, mine) if swapped else (mine, other)))
+    accelerator.register_for_checkpointing(average)
+    for _ in range(steps):
+        accelerator.backward(critic(made(torch.randn(2, 4))).sum())
+        for optimizer in prepared[2:]:
+            optimizer.step()
+            optimizer.zero_grad()
+        average.update_parameters(made)
+    return accelerator, [made, critic], list(prepared[2:]), average
+
+
+def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -> None:
+    accelerator, models, optimizers, average = two_models(0, steps=3)
+    save_state(accelerator, tmp_path / "c", options=FAST)
+    with uc.open(tmp_path / "c") as source:
+        assert set(source.parts) == {"model", "model_1", "custom_0", "optimizer"}
+        assert {"weight/exp_avg", "model_1.weight/momentum_buffer"} <= set(source["optimizer"])
+    again, others, fresh, mean = two_models(1, steps=0)
+    load_state(again, tmp_path / "c")
+    for one, other in zip((*models, average), (*others, mean), strict=True):
+        wanted = one.state_dict()
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.state_dict().items())
+    for one, other in zip(optimizers, fresh, strict=True):
+        wanted, found = one.state_dict(), other.state_dict()
+        assert found["param_groups"] == wanted["param_groups"]
+        assert {i: sorted(state) for i, state in found["state"].items()} == {i: sorted(state) for i, state in wanted["state"].items()}
+        assert all(torch.equal(found["state"][i][key], value) for i, state in wanted["state"].items() for key, value in state.items())
+
+
+def test_another_optimizer_class_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:
+    accelerator, *_ = two_models(0, steps=1)
+    save_state(accelerator, tmp_path / "c", options=FAST)
+    again, others, _, _ = two_models(1, steps=0, swapped=True)
+    before = [tensor.clone() for tensor in others[0].state_dict().values()]
+    with pytest.raises(uc.MismatchError, match="optimizers: checkpoint has AdamW, SGD, accelerator has SGD, AdamW"):
+        load_state(again, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(before, others[0].state_dict().values(), strict=True))
+
+
+def names(project: Path) -> list[str]:
+    return sorted(os.listdir(project / "checkpoints"))
+
+
+def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
+    job = Job(project=tmp_path, total_limit=2)
+    for stop in range(2, 10, 2):
+        job.run(2, stop=stop)
+        save_state(job.accelerator, options=FAST)
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
+    resumed = Job(seed=7, project=tmp_path, total_limit=2)
+    assert load_state(resumed.accelerator).step == 3
+    assert same(resumed, job)
+    save_state(resumed.accelerator, options=FAST)
+    assert names(tmp_path) == ["checkpoint_3", "checkpoint_4"]
+    fresh = Job(project=tmp_path, total_limit=2, iteration=4)
+    with pytest.raises(uc.StorageError, match="checkpoint_4: is there already; needed load_state first"):
+        save_state(fresh.accelerator)
+    with pytest.raises(uc.LayoutError, match="its number; needed a path, or no step"):
+        save_state(fresh.accelerator, step=3)
+
+
+def test_what_is_not_whole_is_passed_over_and_never_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one for it."""
+    job = Job(project=tmp_path)
+    for stop in (2, 4, 6):
+        job.run(1, stop=stop)
+        save_state(job.accelerator, options=FAST)
+    (tmp_path / "checkpoints/checkpoint_2/optimizer.safetensors").unlink()
+    (tmp_path / "checkpoints/checkpoint_1/unified_checkpoint.json").unlink()
+    resumed = Job(seed=7, project=tmp_path, total_limit=2)
+    assert load_state(resumed.accelerator).step == 0
+    warned = [record.getMessage() for record in caplog.records if "passes over" in record.getMessage()]
+    assert len(warned) == 1
+    assert "checkpoint_2: optimizer.safetensors is missing" in warned[0]
+    assert "checkpoint_1: it has no unified_checkpoint.json" in warned[0]
+    save_state(resumed.accelerator, options=FAST)
+    assert names(tmp_path) == [f"checkpoint_{number}" for number in range(4)], "0 and 3 are the good ones: the limit is kept"
+
+
+def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: the old checkpoint is deleted before the new one is there."""
+    from unified_ckpt.engine import commit
+
+    job = Job(project=tmp_path, total_limit=1)
+    save_state(job.accelerator, options=FAST)
+
+    def full(*_: object, **__: object) -> None:
+        raise uc.StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", full)
+        with pytest.raises(uc.StorageError, match="the disk is full"):
+            save_state(job.accelerator, options=FAST)
+    assert names(tmp_path) == ["checkpoint_0"]
+    save_state(job.accelerator, options=FAST)
+    assert names(tmp_path) == ["checkpoint_1"]
+
+
+def test_async_saves_are_the_same(tmp_path: Path) -> None:
+    job = Job(project=tmp_path, total_limit=1)
+    first = save_state_async(job.accelerator, options=FAST)
+    job.run(1, stop=4)
+    pending = save_state_async(job.accelerator, options=FAST)
+    saved = {name: tensor.clone() for name, tensor in job.tensors().items()}
+    job.run(1)
+    assert [pending.result().step, first.result().step] == [1, 0]
+    assert names(tmp_path) == ["checkpoint_1"]
+    resumed = Job(seed=7, project=tmp_path)
+    load_state(resumed.accelerator)
+    found = resumed.tensors()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
+    stock = Job().run(1, stop=2)
+    stock.accelerator.save_state(str(tmp_path / "stock"))
+    stopped = Job()
+    attach(stopped.accelerator)
+    stopped.accelerator.load_state(str(tmp_path / "stock"))
+    assert same(stopped, stock), "what Accelerate wrote is loaded by Accelerate"
+    for _ in range(2):
+        stopped.accelerator.save_state(str(tmp_path / "latest"))
+    assert (tmp_path / "latest" / "unified_checkpoint.json").is_file()
+    resumed = Job(seed=7)
+    attach(resumed.accelerator)
+    attach(resumed.accelerator)
+    resumed.accelerator.load_state(str(tmp_path / "latest"))
+    assert same(resumed, stopped)
+    with pytest.raises(uc.StorageError, match="holds a checkpoint that Accelerate wrote itself; needed a folder of its own"):
+        resumed.accelerator.save_state(str(tmp_path / "stock"))
+    with pytest.raises(uc.NotFoundError, match=r"wrote itself; needed accelerator.load_state, or attach"):
+        load_state(resumed.accelerator, tmp_path / "stock")
+
+
+def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) -> None:
+    stock = Job(project=tmp_path).run(1, stop=2)
+    stock.accelerator.save_state()
+    job = Job(seed=7, project=tmp_path)
+    attach(job.accelerator)
+    job.accelerator.load_state()
+    assert same(job, stock)
+    job.accelerator.project_configuration.iteration = 1
+    job.accelerator.save_state("not used")
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
+    assert os.listdir(tmp_path / "checkpoints/checkpoint_0") != [], "what is not ours is not rotated"
+    again = Job(seed=8, project=tmp_path)
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    assert again.accelerator.save_iteration == 2
+
+
+def test_hooks_write_into_the_checkpoint_and_read_from_it(tmp_path: Path) -> None:
+    job = Job()
+    told: list[object] = []
+
+    def saving(models: list[Any], weights: list[Any], folder: str) -> None:
+        os.makedirs(os.path.join(folder, "unet"))
+        Path(folder, "unet", "note.txt").write_text(f"{len(models)} {len(weights)}")
+        weights.pop()
+
+    def loading(models: list[Any], folder: str) -> None:
+        told.append(Path(folder, "unet", "note.txt").read_text())
+        models.pop()
+
+    attach(job.accelerator)
+    job.accelerator.register_save_state_pre_hook(saving)
+    job.accelerator.register_load_state_pre_hook(loading)
+    job.accelerator.save_state(str(tmp_path / "c"))
+    assert os.listdir(tmp_path) == ["c"], "the hooks' folder is gone"
+    saved = {name: tensor.clone() for name, tensor in job.tensors().items()}
+    job.run(1, stop=2)
+    job.accelerator.load_state(str(tmp_path / "c"))
+    assert told == ["1 1"]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items()), "whatever the hooks take out"
+
+
+def test_errors_that_users_make(tmp_path: Path) -> None:
+    job = Job()
+    save_state(job.accelerator, tmp_path / "run" / "checkpoint_0", step=0, options=FAST)
+    whole = tmp_path / "run" / "checkpoint_0"
+    for path, said in (
+        (tmp_path / "run", "holds checkpoints and is none; needed one of them, the newest is checkpoint_0"),
+        (whole / "config.json", "is a file; needed a checkpoint folder"),
+        (tmp_path / "nothing", "is not there; needed a checkpoint folder"),
+    ):
+        with pytest.raises(uc.NotFoundError, match=said):
+            load_state(job.accelerator, path)
+    shutil.copytree(whole, tmp_path / "cut")
+    (tmp_path / "cut" / "unified_checkpoint.json").unlink()
+    with pytest.raises(uc.NotFoundError, match="has no manifest: it is unfinished, or no checkpoint"):
+        load_state(job.accelerator, tmp_path / "cut")
+    with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
+        save_state(job.accelerator, whole)
+    with pytest.raises(uc.StorageError, match=r"there is no path; needed one, or ProjectConfiguration"):
+        save_state(job.accelerator)
+    with pytest.raises(uc.NotFoundError, match=r"there is no path; needed one, or ProjectConfiguration"):
+        load_state(job.accelerator)
+    (tmp_path / "mine").mkdir()
+    save_state(job.accelerator, tmp_path / "mine", options=FAST)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").write_text("kept")
+    with pytest.raises(uc.StorageError, match=r"holds other files \(log.txt\); needed a folder of its own"):
+        save_state(job.accelerator, tmp_path / "logs")
+    assert sorted(os.listdir(tmp_path)) == ["cut", "logs", "mine", "run"]
+    with pytest.raises(uc.NotFoundError, match="has no checkpoint to load"):
+        load_state(Job(project=tmp_path / "fresh").accelerator)
+
+
+def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    uc.save(tmp_path / "bare", model=job.model)
+    with pytest.raises(uc.MismatchError) as caught:
+        load_state(job.accelerator, tmp_path / "bare")
+    assert "optimizers: checkpoint has none, accelerator has AdamW" in str(caught.value)
+    assert "schedulers: checkpoint has none, accelerator has CosineAnnealingLR" in str(caught.value)
+    save_state(job.accelerator, tmp_path / "c", options=FAST)
+    other = Job(seed=7)
+    other.accelerator.register_for_checkpointing(Count())
+    with pytest.raises(uc.MismatchError, match="custom objects: checkpoint has Count, accelerator has Count, Count"):
+        load_state(other.accelerator, tmp_path / "c")
+    load_state(other.accelerator, tmp_path / "c", strict=False)
+    assert same(other, job)
+    reader = Accelerator(cpu=True)
+    model = reader.prepare(llama())
+    reader.register_for_checkpointing(Count())
+    caplog.clear()
+    load_state(reader, tmp_path / "c")
+    assert "optimizers: checkpoint has AdamW, accelerator has none" in caplog.text
+    assert all(torch.equal(tensor, job.model.state_dict()[name]) for name, tensor in model.state_dict().items())
+    wide = Accelerator(cpu=True)
+    wide.prepare(nn.Linear(3, 3))
+    wide.register_for_checkpointing(Count())
+    with pytest.raises(uc.MismatchError, match="model:weight: is not in the checkpoint"):
+        load_state(wide, tmp_path / "c")
+
+
+def test_gradients_that_are_being_accumulated_are_not_saved_unsaid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_state(Job().run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
+    assert "gradients are being accumulated, and are not saved" in caplog.text
+
+
+def test_an_order_that_cannot_be_had_again_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True))
+    for _ in loader:
+        save_state(accelerator, tmp_path / "c", options=FAST)
+        break
+    assert "dataloader 0: is saved in the middle of an epoch, and its order cannot be had again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (DistributedType.DEEPSPEED, "DeepSpeed holds the state; needed FSDP2"),
+        (DistributedType.MEGATRON_LM, "Megatron-LM holds the state; needed FSDP2"),
+        (DistributedType.FSDP, "FSDP1 flattens parameters; needed FSDP2"),
+    ],
+)
+def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, kind: DistributedType, said: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = kind
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1) if kind == DistributedType.FSDP else None
+    for call in (save_state, load_state):
+        with pytest.raises(uc.LayoutError, match=said):
+            call(accelerator, tmp_path / "c")
+    with pytest.raises(uc.LayoutError, match=said):
+        attach(accelerator)
+    assert os.listdir(tmp_path) == []

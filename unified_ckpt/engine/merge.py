@@ -28,16 +28,16 @@ from unified_ckpt.core.dtypes import unpacked
 from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share
 from unified_ckpt.core.tables import Key, short
 from unified_ckpt.engine import commit
-from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.gather import gather
+from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.reseal import Beat, Output, reseal, world_of
 from unified_ckpt.engine.seal import write_manifest
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 
 _CHUNK_NBYTES = 4 << 20  # read, digested and written at a time: a whole number of digest blocks
@@ -70,23 +70,11 @@ def merge_paths(
     """Collective. `merge` of the folders `paths` of each machine; a machine may have none. Nobody who asks removes them meanwhile."""
     what = f"merge of {', '.join(paths)}"
     with ExitStack() as owned:
-        opened = open_folders(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
+        opened = open_folders(paths, owned, hold=comm.rank in first_ranks(machines))
         found = gather(comm, what, paths, opened, machines, owned, timeout_seconds=options.timeout_seconds)
         if not isinstance(found, Joint):
             raise NotFoundError(f"{what}: holds no checkpoint with a manifest; needed the folders of one save")
         return merge(comm, found, storage, name, options, machines=machines, beat=beat)
-
-
-def open_folders(paths: Sequence[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
-    """This rank's folders, or why there is none: the other machines may have enough."""
-    found = []
-    try:
-        for path in paths:
-            found.append(open_path(path, hold=hold))
-            owned.callback(found[-1].close)
-    except CheckpointError as error:
-        return error
-    return found
 
 
 def merge(
@@ -126,7 +114,7 @@ def _sizes(joint: Joint) -> dict[Key, int]:
 
 def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[int, dict[Key, dict[int, int]]]:
     """Collective. The rank that leads, the first of the machine that has the first folder; on it what lies on which machine."""
-    keys, firsts = sorted(_sizes(joint)), [machines.index(machine) for machine in range(max(machines) + 1)]
+    keys, firsts = sorted(_sizes(joint)), first_ranks(machines)
     with meeting.phase("survey"):
         if meeting.rank in firsts:
             numbers = [one.manifest.island.number if one.manifest and one.manifest.island else 0 for one in joint.here]
@@ -258,7 +246,7 @@ def _write_tensors(work: _Work, output: Output) -> list[int]:
     """This rank's share; the digests of its blocks, in the order of the share."""
     meeting, machine = work.meeting, work.machines[work.meeting.rank]
     heads = {_name(file): work.head(file) for file in work.files if file.machine == machine}
-    if work.machines.index(machine) == meeting.rank:
+    if meeting.rank in first_ranks(work.machines):
         for name, (head, _) in heads.items():
             output.write_at(name, 0, [memoryview(head)])
     memory, crcs = memoryview(bytearray(_CHUNK_NBYTES)), []

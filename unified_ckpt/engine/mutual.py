@@ -21,6 +21,7 @@ from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.locks import mending, reading
 from unified_ckpt.runtime.peers import PeerStorage, Server
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.wire import parse_address
 
@@ -34,7 +35,7 @@ def repair_together(comm: Comm, path: str, machines: Sequence[int], *, timeout_s
     has such a folder, RankError where a rank is gone.
     """
     meeting = comm.meet(f"repair of {path}", same=False, timeout_seconds=timeout_seconds)
-    own, leads = machines[meeting.rank], [machines.index(machine) for machine in range(max(machines) + 1)]
+    own, leads = machines[meeting.rank], first_ranks(machines)
     lead, root = leads[own] == meeting.rank, os.path.realpath(path)
     with ExitStack() as held:
         with ExitStack() as marked:

@@ -26,9 +26,10 @@ from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.survey import Survey
-from unified_ckpt.manager.tiers import Place, Tiers, first_ranks, keep
+from unified_ckpt.manager.tiers import Place, Tiers, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 from unified_ckpt.runtime.locks import reading
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 
 if TYPE_CHECKING:

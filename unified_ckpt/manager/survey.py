@@ -17,9 +17,8 @@ from itertools import count
 from typing import Any
 
 from unified_ckpt.core.islands import FRAGMENTS
-from unified_ckpt.engine.gather import gather
+from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.merge import open_folders
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager import lineage
 from unified_ckpt.manager.steps import Scan, StepRecord, scan

@@ -19,7 +19,7 @@ from managing import QUICK, flip, steps_in
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import merge as merge_module
+from unified_ckpt.engine import commit
 from unified_ckpt.manager import convoy
 from unified_ckpt.manager.lineage import MARKER
 from unified_ckpt.manager.steps import StepRecord
@@ -419,7 +419,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Pa
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    monkeypatch.setattr(merge_module, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for at in range(0, 200, every):
         job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)

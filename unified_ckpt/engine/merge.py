@@ -41,7 +41,6 @@ from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 
 _CHUNK_NBYTES = 4 << 20  # read, digested and written at a time: a whole number of digest blocks
-_STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed merge is cleared away
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def merge(
             work = _Work(meeting, joint, storage, construction, options, lead, tuple(machines), _planned(meeting), _sizes(joint))
             nbytes = _build(work, beat)
         except BaseException as error:
-            _abandon(meeting, storage, construction, error, lead=lead)
+            commit.abandon_together(meeting, storage, construction, error, lead=lead)
             raise
     return Merged(joint.save_id, nbytes, tuple(joint.storage.ledger.damage))
 
@@ -304,13 +303,3 @@ def _blocks(work: _Work, told: Sequence[bytes]) -> dict[Key, array[int]]:
         if len(crcs) != digests.block_count(sizes[key]):
             raise IntegrityError(f"{key[0]}:{key[1]}: has {len(crcs)} digests; needed {digests.block_count(sizes[key])}; this is a bug")
     return found
-
-
-def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException, *, lead: int) -> None:
-    """The lead clears away what a failed merge left, once the others have stopped writing to it."""
-    meeting.put(f"stopped/{meeting.rank}", b"1")
-    if meeting.rank != lead:
-        return
-    if getattr(error, "agreed", False):
-        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
-    commit.abandon(storage, construction)

@@ -79,7 +79,7 @@ def begin(storage: LocalStorage, name: str, *, save_id: str | None) -> Construct
     storage.make_folder(folder)
     construction = Construction(name, folder, save_id)
     try:
-        storage.write_at(f"{folder}/{PROBE}", 0, [memoryview(save_id.encode())])
+        storage.put(f"{folder}/{PROBE}", save_id.encode(), fsync=False)
     except CheckpointError:
         abandon(storage, construction)
         raise

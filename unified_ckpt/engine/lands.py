@@ -104,8 +104,7 @@ def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> 
     try:
         with meeting.phase("probe"):
             if meeting.rank == leads[own]:
-                storage.write_at(f"{_PROBE}{token}-{own}", 0, [memoryview(b"probe")])
-                storage.sync(f"{_PROBE}{token}-{own}")
+                storage.put(f"{_PROBE}{token}-{own}", b"probe", fsync=True)
         with meeting.phase("look"):
             if not there(own):
                 raise StorageError(f"{storage.root}: this rank does not see the folder that rank {leads[own]} of its machine sees")

@@ -68,9 +68,8 @@ def _mark(root: str, marked: ExitStack) -> str:
     """The name of a fresh file in the folder, until `marked` is closed; "" where none can be made."""
     mark, storage = f"{names.MENDING}mark-{secrets.token_hex(8)}", marked.enter_context(LocalStorage(root))
     with suppress(CheckpointError):
-        storage.write_at(mark, 0, [memoryview(b"mark")])
         marked.callback(_unmark, storage, mark)
-        storage.sync(mark)
+        storage.put(mark, b"mark", fsync=True)
         return mark
     return ""
 

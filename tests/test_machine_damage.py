@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import LOAD, SAVE, fine, folder_of, on_machine
+from machines import LOAD, SAVE, fine, folder_of, on_machine, once, twice
 from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
+
+__all__ = ["once", "twice"]  # fixtures
 
 FULL = {
     "w": torch.arange(900 * 400, dtype=torch.float32).reshape(900, 400),  # two digest blocks
@@ -97,16 +99,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "twice", [0, 0, 1, 1], copies=2)
     save(root / "once", [0, 0, 1, 1])
     return root
-
-
-@pytest.fixture
-def twice(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
-
-
-@pytest.fixture
-def once(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
 def notes(reports: Sequence[uc.LoadReport]) -> str:

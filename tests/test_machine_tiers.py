@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import shutil
 import threading
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from managing import QUICK, flip, steps_in
+from managing import QUICK, Gate, flip, steps_in, warnings_of
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -129,37 +127,9 @@ class Job:
         return found
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-class Gate:
-    """The root's storage as merges see it: writes wait while it is shut, fail while it is broken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.open.set()
-        self.failures = 0
-        gate = self
-
-        class Slow(LocalStorage):
-            def write_at(self, name: str, start: int, buffers: Any) -> None:
-                gate.reached.set()
-                gate.open.wait(60)
-                if gate.failures:
-                    gate.failures -= 1
-                    self._call("write", name, fail)
-                super().write_at(name, start, buffers)
-
-        def fail() -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(convoy, "LocalStorage", Slow)
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+    made = Gate(convoy, monkeypatch)
     yield made
     made.open.set()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import NAME, SAVE, SECONDS, Paths, fine, folder_of, gaps, on_machine, save_case, states
+from machines import NAME, SAVE, SECONDS, Paths, fine, folder_of, gaps, on_machine, once, save_case, states, twice
 from refusals import same_error
 from test_machines import scattered
 from test_reshard import Case, Recorded, Writes, check_folder, spans_of
@@ -30,7 +30,7 @@ from unified_ckpt.runtime.peers import PeerStorage
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
-__all__ = ["states"]  # a fixture
+__all__ = ["once", "states", "twice"]  # fixtures
 
 OPTIONS = MergeOptions(max_file_bytes=1 << 30, if_exists="keep", fsync=True, timeout_seconds=SECONDS)
 Storages = Callable[[int], LocalStorage]  # by rank
@@ -200,16 +200,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(top / "twice", copies=2, attach=attach)
     save(top / "once", attach=attach)
     return top
-
-
-@pytest.fixture
-def twice(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
-
-
-@pytest.fixture
-def once(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
 def check_target(target: Path, *, step: int = 3) -> None:

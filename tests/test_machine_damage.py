@@ -201,6 +201,24 @@ def test_own_disk_first(twice: Path) -> None:
     assert any(report.notes for report in reports[2:])
 
 
+def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> None:
+    """As with one folder: what is read is taken as it is, and no digests are asked for."""
+    (file,) = folder_of(once, 1).glob("model_fragments-00002*.safetensors")
+    flip(file)
+    for machine in (0, 1):
+        flip(folder_of(once, machine) / names.DIGESTS)
+
+    def act(comm: Comm) -> int:
+        target = {name: torch.full_like(tensor, -1) for name, tensor in FULL.items()}
+        with on_machine(comm, [0, 1]) as made:
+            report = made.load(folder_of(once, comm.rank), model=target, options=LOAD.model_copy(update={"verify": "off"}))
+        assert report.verified_bytes == 0
+        assert not [note for note in report.notes if "CRC" in note]
+        return sum(int((target[name] != FULL[name]).sum()) for name in FULL)
+
+    assert run_ranks(2, act) == [1, 1]
+
+
 # stale folders
 
 

@@ -88,9 +88,16 @@ def gather(
         owned.callback(server.close)
         servers = _servers(meeting, server.address, machines)
     with meeting.phase("open"):
-        folders = Folders(_storages(meeting, found, servers, own))
+        folders = Folders(_storages(meeting, found, servers, own), _opened(found, mine, opened))
         owned.callback(folders.close)
     return Joint(found, folders, own=mine, turn=meeting.rank)
+
+
+def _opened(found: Whole, mine: Sequence[int], opened: Sequence[Folder] | Exception) -> dict[int, Folder]:
+    """Folders of the save that this rank has opened already, by number: their headers are parsed once."""
+    roots = {found.folders[number].root: number for number in mine}
+    known = [] if isinstance(opened, Exception) else [one for one in opened if one.storage.root in roots and one.manifest is not None]
+    return {roots[one.storage.root]: one for one in known if one.manifest is not None and one.manifest.save_id == found.save_id}
 
 
 def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:

@@ -10,8 +10,8 @@ How data could be lost or be wrong:
 - a machine writes to a folder of its own that only looks the same: who does not see the lead's probe file writes nothing;
 - a file is not whole when the manifest says so: each rank syncs what it wrote, then tells; the lead looks at all sizes;
 - a crash or a full disk: the target has its name only after all of that, by one rename; what was there stays until then;
-- something that is said beside tensors goes missing with a folder: extra state and words of optimizers are in every folder; the
-  `rank_extra` of ranks whose folder is away is an error.
+- something that is said beside tensors goes missing with a folder: extra state and words of optimizers are in every folder; where the
+  `rank_extra` of any rank is lost or damaged, the target has none of any rank, and `Merged.notes` says so.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dataclasses import dataclass
 
 from unified_ckpt.core.dtypes import unpacked
 from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share
-from unified_ckpt.core.tables import Key, short
+from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit
 from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.reseal import Beat, Output, reseal, world_of
+from unified_ckpt.engine.reseal import Beat, Output, reseal
 from unified_ckpt.engine.seal import write_manifest
-from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
@@ -56,7 +56,7 @@ class MergeOptions:
 @dataclass(frozen=True, slots=True)
 class Merged:
     """`nbytes`: written by this rank; 0 everywhere where the name holds a checkpoint already, which stays: `save_id` is then that one's.
-    `notes`: damage that was read around, in sentences."""
+    `notes`: damage that was read around, and what was left out, in sentences."""
 
     save_id: str
     nbytes: int
@@ -137,7 +137,7 @@ def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, opt
     """Collective. The folder under construction and its id; the id alone of the checkpoint that stays."""
     with meeting.phase("begin"):
         if meeting.rank == lead:
-            _check_whole(joint)
+            _check_proofs(joint)
             there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
             if there is None or there.save_id != joint.save_id:
                 there = commit.check_target(storage, name, if_exists=options.if_exists)
@@ -150,17 +150,11 @@ def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, opt
     return told
 
 
-def _check_whole(joint: Joint) -> None:
-    """What the bytes of tensors do not tell: digests to prove them by, and the extra state of every rank."""
-    manifests = joint.manifests
-    for one in manifests:
+def _check_proofs(joint: Joint) -> None:
+    """IntegrityError where a folder has no digests to prove its bytes by."""
+    for one in joint.manifests:
         if one.digests is None or one.digests.algorithm != digests.ALGORITHM or one.digests.block_nbytes != digests.BLOCK_NBYTES:
             raise IntegrityError(f"save {one.save_id}: a folder has no digests that this version knows; needed those of every block")
-    spoken = any(one.rank_extra is not None for one in manifests)
-    here = {rank for one in manifests for rank in (one.island.ranks if one.island else range(one.world_size))}
-    away = sorted(set(range(world_of(manifests[0]))) - here)
-    if spoken and away:
-        raise IncompleteError(f"save {manifests[0].save_id}: rank_extra of rank(s) {short(away)} is in a folder that is on no machine here")
 
 
 def _who_sees(

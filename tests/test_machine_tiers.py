@@ -476,18 +476,19 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
 # one tier: a root of each machine's own
 
 
+def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
+    options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
+    made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
+    made._checkpointer._comm = checkpointer_of(comm)._comm
+    return made
+
+
 def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
-    def manager(comm: Comm, machine: int) -> uc.CheckpointManager:
-        options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2})
-        made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
-        made._checkpointer._comm = checkpointer_of(comm)._comm
-        return made
-
     def life(steps: range, places: Sequence[int]) -> int | None:
         def act(comm: Comm) -> int | None:
-            with manager(comm, places[comm.rank]) as made:
+            with with_own_root(job, comm, places[comm.rank]) as made:
                 found = job.restore(comm, made)
                 job.train(comm, made, steps)
                 return found
@@ -503,3 +504,53 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
     shutil.rmtree(job.disks[0])
     assert life(range(1, 3), MACHINES) is None, "half of each is nothing"
     assert job.local_steps()[0] == [1, 2]
+
+
+def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path: Path) -> None:
+    """One machine alone sees too many, or too few."""
+    job = Job(tmp_path)
+    metrics = {"best_metric": "loss", "keep_latest": 9}
+
+    def save(comm: Comm) -> None:
+        with with_own_root(job, comm, MACHINES[comm.rank], **metrics) as made:
+            for step in range(1, 6):
+                made.save(step, metrics={"loss": -float(step)}, **job.state(comm, step))
+
+    run_ranks(4, save)
+    (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    shutil.rmtree(job.disks[0] / "checkpoint-1")
+    lose = next((job.disks[1] / "checkpoint-3").glob("model_fragments*.safetensors"))
+    lose.unlink()
+
+    def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
+        machine = MACHINES[comm.rank]
+        with with_own_root(job, comm, machine, **metrics) as made:
+            found = made.common_steps()
+            best = made.best(found)
+            assert best is not None
+            assert {Path(one.path).parent for one in found} == {job.disks[machine]}
+            assert found == made.common_steps(), "asked again"
+            return [one.step for one in found], best.step, [one.step for one in made.steps()]
+
+    told = run_ranks(4, look)
+    assert [(steps, best) for steps, best, _ in told] == [([2, 4], 4)] * 4
+    assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("machines", [MACHINES, (0, 0, 0, 0)])
+def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(tmp_path: Path, machines: Sequence[int]) -> None:
+    job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])
+    job.run(range(1, 24), on_completion=False)
+    assert job.root_steps() == [10, 20]
+
+    def look(comm: Comm) -> list[tuple[int | None, str]]:
+        with job.manager(comm) as made:
+            return [(one.step, one.path) for one in made.common_steps()]
+
+    for rank, found in enumerate(run_ranks(4, look)):
+        own = job.disks[job.machines[rank]]
+        assert found == [
+            (10, str(tmp_path / ROOT / "checkpoint-10")),
+            (20, str(tmp_path / ROOT / "checkpoint-20")),
+            (23, str(own / "checkpoint-23")),
+        ]

@@ -112,10 +112,24 @@ def census_of(tables: dict[str, list[Row]], ranks: dict[str, list[int]]) -> Cens
     return Census(tables, ranks)
 
 
+def llama_job(world: int) -> tuple[Census, int, dict[str, Any]]:
+    """What rank 0 knows of the 405B model on so many ranks; a rank of stage 1, and what a row says of the job."""
+    fsdp = world // (TP * PP)
+    tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
+    ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
+    case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
+    return census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
+
+
+def members_of(census: Census, table: str) -> list[Membership]:
+    """What rank 0 tells the ranks of a table."""
+    pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+    return [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if table in p.group.tables]
+
+
 def one_rank(census: Census, table: str, rank: int) -> Callable[[], object]:
     """What rank `rank` does: writes its table, and plans the groups that rank 0 told it."""
-    pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
-    members = [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if table in p.group.tables]
+    members = members_of(census, table)
 
     def call() -> object:
         encode_table(census.tables[table])
@@ -154,16 +168,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for world in (64, 1024, 16384):
-        fsdp = world // (TP * PP)
-        tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
-        ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
-        census = census_of(tables, ranks)
-        case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
-        announced = len(encode_table(tables["stage1"]))
-        rank = ranks["stage1"][len(ranks["stage1"]) // 3]
-        own = {**case, "who": "one rank", "tensors": len(tables["stage1"]), "announced_bytes": announced}
+        census, rank, case = llama_job(world)
+        stage = census.tables["stage1"]
+        own = {**case, "who": "one rank", "tensors": len(stage), "announced_bytes": len(encode_table(stage))}
         rows.append(measured(own, one_rank(census, "stage1", rank)))
-        total = sum(len(t) for t in tables.values())
+        total = sum(len(table) for table in census.tables.values())
         rows.append(measured({**case, "who": "writer of index and manifest", "tensors": total}, writer(census)))
         print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     groups = 64

@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench_plan import BOUND, PP, TP, census_of, llama_405b
+from bench_plan import BOUND, llama_job, members_of
 
 from unified_ckpt.core.volumes import NO_BLOCKS, WHOLE_FILES, Volume
-from unified_ckpt.engine.census import Membership
-from unified_ckpt.engine.plan import GroupPlan, checked_groups, list_pages, plan_group
+from unified_ckpt.engine.plan import GroupPlan, plan_group
 
 BLOCKS = {"coherent": NO_BLOCKS, "nfs": 1 << 20, "unknown": WHOLE_FILES}
 RANKS_OF_A_MACHINE = 8
@@ -57,13 +56,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for world in (64, 1024, 16384):
-        fsdp = world // (TP * PP)
-        tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
-        ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
-        census, rank = census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3]
-        pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
-        members = [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if "stage1" in p.group.tables]
-        groups = [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members]
+        census, rank, case = llama_job(world)
+        groups = [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members_of(census, "stage1")]
         machines = tuple(one // RANKS_OF_A_MACHINE for one in range(world))
         for kind, block in BLOCKS.items():
             seconds = []
@@ -71,7 +65,7 @@ def main() -> None:
                 volume, began = Volume(machines, block), time.perf_counter()
                 found = sent(groups, volume, rank)
                 seconds.append(time.perf_counter() - began)
-            row = {"bench": "volume", "model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world, "volume": kind, **found}
+            row = {"bench": "volume", **case, "volume": kind, **found}
             rows.append({**row, "seconds": round(statistics.median(seconds), 4), "date": datetime.now(UTC).isoformat(timespec="seconds")})
             print(json.dumps(rows[-1]), flush=True)
     if arguments.out is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,18 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(api, "save_request", to_save)
     monkeypatch.setattr(request, "load_request", to_load)
+
+
+@pytest.fixture
+def twice(saved: Path, tmp_path: Path) -> Path:
+    """What the module's `saved` has of two machines with a copy each, to be damaged."""
+    return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
+
+
+@pytest.fixture
+def once(saved: Path, tmp_path: Path) -> Path:
+    """The same of one copy over two machines."""
+    return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
 @contextmanager
@@ -97,6 +110,13 @@ def load_case(
         return report
 
     return try_ranks(wanted.world, act)
+
+
+def keys_in_store(comm: Comm) -> int:
+    """Collective. How many keys the ranks have in their store, on rank 0; 0 elsewhere."""
+    meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
+    with meeting.phase("count"):
+        return int(comm._store.num_keys()) if comm.rank == 0 else 0
 
 
 def fine(found: Sequence[Result | BaseException]) -> list[Result]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
+import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import checkpointer_of
 
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
@@ -69,3 +75,31 @@ def flip(folder: Path, file: str = "model.safetensors") -> None:
 
 def copy(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Gate:
+    """The root's storage as a module's copies or merges see it: writes wait while it is shut, fail while it is broken."""
+
+    def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.open.set()
+        self.failures = 0
+        gate = self
+
+        class Slow(LocalStorage):
+            def write_at(self, name: str, start: int, buffers: Any) -> None:
+                gate.reached.set()
+                gate.open.wait(60)
+                if gate.failures:
+                    gate.failures -= 1
+                    self._call("write", name, fail)
+                super().write_at(name, start, buffers)
+
+        def fail() -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(module, "LocalStorage", Slow)

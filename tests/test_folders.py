@@ -47,8 +47,9 @@ def load(root: Path) -> list[torch.Tensor | BaseException]:
     return try_ranks(MACHINES, act)
 
 
-@pytest.mark.parametrize(("whole", "each"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(("whole", "each"), [(True, 0), (False, 2)])
 def test_folders_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int) -> None:
+    """Its own is open already."""
     save(tmp_path, whole=whole)
     opened: list[str] = []
 
@@ -60,7 +61,7 @@ def test_folders_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for found in fine(load(tmp_path)):
         assert torch.equal(found, torch.ones(6, 2))
     assert len(opened) == each * MACHINES
-    assert len(set(opened)) == MACHINES
+    assert len(set(opened)) == (MACHINES if each else 0)
 
 
 def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

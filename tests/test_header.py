@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as safetensors_deserialize
@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from unified_ckpt.core.dtypes import ITEM_BITS
 from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format import header
 from unified_ckpt.format.header import Entry, encode_header, file_order, header_nbytes, parse_header
 
 FILE = "model.safetensors"
@@ -53,8 +54,8 @@ def written_by_safetensors(items: Items) -> bytes:
     return save({name: tensor(dtype, shape) for name, dtype, shape in items}, metadata={"format": "pt"})
 
 
-def raw(header: object, size: int = 0) -> bytes:
-    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+def raw(words: object, size: int = 0) -> bytes:
+    body = words if isinstance(words, bytes) else json.dumps(words, separators=(",", ":")).encode()  # as it is written
     return len(body).to_bytes(8, "little") + body + bytes(size)
 
 
@@ -99,6 +100,52 @@ def test_names_are_ordered_as_their_utf8_bytes() -> None:
     items: Items = [("\U0001f642", "F32", ()), ("\uffff", "F32", ()), ("z", "F32", ()), ("é", "F32", ()), ("w", "U8", ()), ("v", "U64", ())]
     assert [name for name, _, _ in file_order(items)] == ["v", "z", "é", "\uffff", "\U0001f642", "w"]
     check_equal_to_safetensors(items)
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt"}, {}])
+def test_a_header_as_it_is_written_is_parsed_without_json(metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less than half of the time: of each machine's folder that a rank reads from, it parses the headers."""
+    items = [("é", "BOOL", ()), ("w@0:2/4", "F32", (2, 0)), ("x", "F8_E4M3", (3, 2))]
+    head, entries = encode_header(items, metadata=metadata)
+    monkeypatch.setattr(header, "_parse_json", lambda *_: pytest.fail("the long way"))
+    assert list(parse(head + bytes(7)).items()) == list(entries.items())
+
+
+def outcome(stored: bytes) -> object:
+    try:
+        return list(parse(stored).items())
+    except (FormatError, IntegrityError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(("names", "reason"), [(b"ww", "gives 'w' twice"), (b"_w", "__metadata__ of the header is not an object")])
+def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> None:
+    """In a file that is right in all else."""
+    found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
+    items = [b'"%b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % name for name in found]
+    with pytest.raises(FormatError, match=reason):
+        parse(raw(b"{" + b",".join(items) + b"}"))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_the_short_way_says_what_the_long_way_says(data: st.DataObject) -> None:
+    """Of headers as they are written, with some bytes changed."""
+    names = st.lists(st.text(st.sampled_from('ab"\\,}é\n'), max_size=3) | st.just("__metadata__ "), unique=True, max_size=4)
+    shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple)
+    items = [(name, data.draw(st.sampled_from(["F32", "U8", "BF16", "I64"])), data.draw(shapes)) for name in data.draw(names)]
+    head, entries = encode_header(items)
+    body = bytearray(head[8:])
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        stop = at + data.draw(st.integers(0, 2))
+        body[at:stop] = data.draw(st.sampled_from([b"", b"0", b"1", b"9", b"}", b",", b" ", b'"', b"[", b"-", b"\n", b"\xff", b"\\u0061"]))
+    last = max((entry.stop for entry in entries.values()), default=len(head))
+    stored = raw(bytes(body), last - len(head) + data.draw(st.sampled_from([0, 0, 0, 1])))
+    found = outcome(stored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(header, "_parse_plain", lambda *_: None)
+        assert outcome(stored) == found
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt", "a": 'é"\n'}])

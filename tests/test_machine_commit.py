@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import LOAD, NAME, SAVE, fine, folder_of, on_machine
+from machines import LOAD, NAME, SAVE, fine, folder_of, keys_in_store, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -318,9 +318,9 @@ def test_the_second_save_plans_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     counted(save_module, "make_plan", "plan")
     counted(save_module, "island_rules", "rules")
-    keys: list[int] = []
 
-    def act(comm: Comm) -> None:
+    def act(comm: Comm) -> list[int]:
+        keys = []
         with on_machine(comm, MACHINES) as made:
             for turn in range(30):
                 state = contents(turn, comm.rank)
@@ -330,12 +330,10 @@ def test_the_second_save_plans_nothing(tmp_path: Path, monkeypatch: pytest.Monke
                 else:
                     made.save(place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn)
                 if turn in (5, 29):
-                    meeting = comm.meet("count", same=False, timeout_seconds=30)
-                    if comm.rank == 0:
-                        keys.append(comm._store.num_keys())
-                    meeting.agree("counted")
+                    keys.append(keys_in_store(comm))
+        return keys
 
-    run_ranks(4, act)
+    keys = run_ranks(4, act)[0]
     assert (counts["plan"], counts["rules"]) == (4, 4), "once for each rank"
     assert keys[1] < keys[0] + 60, f"keys in the store: {keys}"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import LOAD, NAME, SAVE, Paths, fine, folder_of, load_case, on_machine, states
+from machines import LOAD, NAME, SAVE, Paths, fine, folder_of, keys_in_store, load_case, on_machine, states
 from refusals import same_error
 from test_machine_commit import FULL, REPLACE, faulty, full_at, left, loads, save
 from test_machines import FEW, FUNCTION_FIXTURE, LAYOUTS, Arrangement, arranged, case_of, places, scattered
@@ -425,9 +425,9 @@ def test_saves_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(save_module, "plan_copies", counted)
-    keys: list[int] = []
 
-    def act(comm: Comm) -> None:
+    def act(comm: Comm) -> list[int]:
+        keys = []
         with on_machine(comm, [0, 0, 1, 1]) as made:
             for turn in range(12):
                 place = folder_of(tmp_path, comm.rank // 2)
@@ -438,12 +438,10 @@ def test_saves_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
                 else:
                     made.save(place, **what)
                 if turn in (3, 11):
-                    meeting = comm.meet("count", same=False, timeout_seconds=30)
-                    if comm.rank == 0:
-                        keys.append(comm._store.num_keys())
-                    meeting.agree("counted")
+                    keys.append(keys_in_store(comm))
+        return keys
 
-    run_ranks(4, act)
+    keys = run_ranks(4, act)[0]
     assert len(counts) == 4, "once for each rank"
     assert keys[1] < keys[0] + 60, f"keys in the store: {keys}"
     shutil.rmtree(folder_of(tmp_path, 0))

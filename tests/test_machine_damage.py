@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import LOAD, SAVE, fine, folder_of, on_machine
+from machines import LOAD, SAVE, fine, folder_of, on_machine, once, twice
 from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
+
+__all__ = ["once", "twice"]  # fixtures
 
 FULL = {
     "w": torch.arange(900 * 400, dtype=torch.float32).reshape(900, 400),  # two digest blocks
@@ -97,16 +99,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "twice", [0, 0, 1, 1], copies=2)
     save(root / "once", [0, 0, 1, 1])
     return root
-
-
-@pytest.fixture
-def twice(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
-
-
-@pytest.fixture
-def once(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "once", tmp_path / "once"))
 
 
 def notes(reports: Sequence[uc.LoadReport]) -> str:
@@ -207,6 +199,24 @@ def test_own_disk_first(twice: Path) -> None:
     reports = fine(load(twice, [0, 0, 1, 1], copies=2))
     assert [bool(report.notes) for report in reports[:2]] == [False, False]
     assert any(report.notes for report in reports[2:])
+
+
+def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> None:
+    """As with one folder: what is read is taken as it is, and no digests are asked for."""
+    (file,) = folder_of(once, 1).glob("model_fragments-00002*.safetensors")
+    flip(file)
+    for machine in (0, 1):
+        flip(folder_of(once, machine) / names.DIGESTS)
+
+    def act(comm: Comm) -> int:
+        target = {name: torch.full_like(tensor, -1) for name, tensor in FULL.items()}
+        with on_machine(comm, [0, 1]) as made:
+            report = made.load(folder_of(once, comm.rank), model=target, options=LOAD.model_copy(update={"verify": "off"}))
+        assert report.verified_bytes == 0
+        assert not [note for note in report.notes if "CRC" in note]
+        return sum(int((target[name] != FULL[name]).sum()) for name in FULL)
+
+    assert run_ranks(2, act) == [1, 1]
 
 
 # stale folders

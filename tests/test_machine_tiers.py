@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import shutil
 import threading
@@ -15,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from managing import QUICK, flip, steps_in
+from managing import QUICK, Gate, flip, steps_in, warnings_of
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import merge as merge_module
+from unified_ckpt.engine import commit
 from unified_ckpt.manager import convoy
 from unified_ckpt.manager.lineage import MARKER
 from unified_ckpt.manager.steps import StepRecord
@@ -129,37 +127,9 @@ class Job:
         return found
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-class Gate:
-    """The root's storage as merges see it: writes wait while it is shut, fail while it is broken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.open.set()
-        self.failures = 0
-        gate = self
-
-        class Slow(LocalStorage):
-            def write_at(self, name: str, start: int, buffers: Any) -> None:
-                gate.reached.set()
-                gate.open.wait(60)
-                if gate.failures:
-                    gate.failures -= 1
-                    self._call("write", name, fail)
-                super().write_at(name, start, buffers)
-
-        def fail() -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(convoy, "LocalStorage", Slow)
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+    made = Gate(convoy, monkeypatch)
     yield made
     made.open.set()
 
@@ -419,7 +389,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Pa
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    monkeypatch.setattr(merge_module, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for at in range(0, 200, every):
         job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)
@@ -506,18 +476,19 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
 # one tier: a root of each machine's own
 
 
+def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
+    options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
+    made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
+    made._checkpointer._comm = checkpointer_of(comm)._comm
+    return made
+
+
 def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
-    def manager(comm: Comm, machine: int) -> uc.CheckpointManager:
-        options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2})
-        made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
-        made._checkpointer._comm = checkpointer_of(comm)._comm
-        return made
-
     def life(steps: range, places: Sequence[int]) -> int | None:
         def act(comm: Comm) -> int | None:
-            with manager(comm, places[comm.rank]) as made:
+            with with_own_root(job, comm, places[comm.rank]) as made:
                 found = job.restore(comm, made)
                 job.train(comm, made, steps)
                 return found
@@ -533,3 +504,53 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
     shutil.rmtree(job.disks[0])
     assert life(range(1, 3), MACHINES) is None, "half of each is nothing"
     assert job.local_steps()[0] == [1, 2]
+
+
+def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path: Path) -> None:
+    """One machine alone sees too many, or too few."""
+    job = Job(tmp_path)
+    metrics = {"best_metric": "loss", "keep_latest": 9}
+
+    def save(comm: Comm) -> None:
+        with with_own_root(job, comm, MACHINES[comm.rank], **metrics) as made:
+            for step in range(1, 6):
+                made.save(step, metrics={"loss": -float(step)}, **job.state(comm, step))
+
+    run_ranks(4, save)
+    (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    shutil.rmtree(job.disks[0] / "checkpoint-1")
+    lose = next((job.disks[1] / "checkpoint-3").glob("model_fragments*.safetensors"))
+    lose.unlink()
+
+    def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
+        machine = MACHINES[comm.rank]
+        with with_own_root(job, comm, machine, **metrics) as made:
+            found = made.common_steps()
+            best = made.best(found)
+            assert best is not None
+            assert {Path(one.path).parent for one in found} == {job.disks[machine]}
+            assert found == made.common_steps(), "asked again"
+            return [one.step for one in found], best.step, [one.step for one in made.steps()]
+
+    told = run_ranks(4, look)
+    assert [(steps, best) for steps, best, _ in told] == [([2, 4], 4)] * 4
+    assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("machines", [MACHINES, (0, 0, 0, 0)])
+def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(tmp_path: Path, machines: Sequence[int]) -> None:
+    job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])
+    job.run(range(1, 24), on_completion=False)
+    assert job.root_steps() == [10, 20]
+
+    def look(comm: Comm) -> list[tuple[int | None, str]]:
+        with job.manager(comm) as made:
+            return [(one.step, one.path) for one in made.common_steps()]
+
+    for rank, found in enumerate(run_ranks(4, look)):
+        own = job.disks[job.machines[rank]]
+        assert found == [
+            (10, str(tmp_path / ROOT / "checkpoint-10")),
+            (20, str(tmp_path / ROOT / "checkpoint-20")),
+            (23, str(own / "checkpoint-23")),
+        ]

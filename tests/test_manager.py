@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from managing import check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in
+from managing import check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm import Comm
@@ -33,10 +32,6 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]
         if manager.should_stop:
             break
     return saved
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # when

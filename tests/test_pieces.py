@@ -12,9 +12,11 @@ from test_whole import SPECS, Held, boxes_of, whole_of
 
 from unified_ckpt.core.geometry import Box, intersect, whole
 from unified_ckpt.core.islands import without
+from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.folders import Folders
 from unified_ckpt.engine.pieces import JointStorage
+from unified_ckpt.engine.regions import band_of
 
 
 @st.composite
@@ -63,6 +65,25 @@ def test_windows_between_the_same_edges_share_their_regions() -> None:
     found = [storage._regions(key, Box((row, 0), (1, 4)), frozenset()) for row in range(6)]
     assert [found[row] is found[row - 1] for row in range(1, 6)] == [True, True, False, True, True]
     assert [region.box for region in found[4]] == [Box((3, 0), (3, 4))]
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_a_box_as_lines_of_its_tensor(data: st.DataObject) -> None:
+    """What a band says of the place of bytes, against numpy; what it does not say is in no line of the box."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
+    box, spec = data.draw(boxes_of(shape)), TensorSpec("I16", shape)
+    band = band_of(box, spec)
+    if band is None:
+        assert not box.numel or sum(n != size for n, size in zip(box.shape[1:], shape[1:], strict=True)) > 0
+        return
+    numbers = np.arange(spec.nbytes, dtype=np.int64).reshape(*shape, 2)  # of each byte its place in the tensor
+    inside = numbers[where(box)].reshape(-1).tolist()
+    for start in range(spec.nbytes):
+        for nbytes in (1, 2, 5):
+            wanted, position = list(range(start, start + nbytes)), band.position(start, nbytes)
+            assert position is None or inside[position : position + nbytes] == wanted
+            assert position is not None or nbytes > 1 or start not in inside
 
 
 @st.composite

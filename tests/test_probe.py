@@ -2,31 +2,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-
-from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime import probe
-from unified_ckpt.runtime.comm import Meeting
-
-
-def check(machines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 last, as it alone waits; rank r is on machine `machines[r]`."""
-    store = dist.HashStore()
-    for rank in reversed(range(len(machines))):
-        monkeypatch.setattr(probe, "machine_id", lambda rank=rank: machines[rank])
-        probe.check_one_machine(Meeting(store, 0, rank=rank, ranks=range(len(machines)), timeout_seconds=5))
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import run_ranks
 
 
 def test_a_machine_is_a_kernel() -> None:
     assert probe.machine_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def test_ranks_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(["a"], monkeypatch)
-    check(["a", "a", "a"], monkeypatch)
+def test_machines_count_in_the_order_of_their_first_ranks() -> None:
+    assert probe.numbered(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
+    assert probe.first_ranks([0, 1, 0, 2, 1]) == (0, 1, 3)
+    assert probe.first_ranks([1, 0, 0]) == (1, 0), "by machine"
+    assert probe.first_ranks([0]) == (0,)
 
 
-def test_ranks_elsewhere_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"^rank\(s\) 1, 3-4 are on another machine than rank 0; this version saves and loads from"):
-        check(["a", "b", "a", "b", "c"], monkeypatch)
+def test_everybody_hears_what_each_rank_says() -> None:
+    def act(comm: Comm) -> list[object]:
+        meeting = comm.meet("talk", same=False, timeout_seconds=5)
+        with meeting.phase("talk"):
+            return probe.everybody(meeting, "word", ["é", comm.rank, None])
+
+    assert run_ranks(3, act) == [[["é", rank, None] for rank in range(3)]] * 3

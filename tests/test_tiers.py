@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import check_state, cut_off, flip, lose, manager_of, put, state, steps_in
+from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.manager import copies
@@ -57,37 +55,9 @@ def restored(top: Path, **options: Any) -> tuple[int | None, str]:
         return report.step, next(Path(one.path).parent.name for one in manager.steps() if one.step == report.step)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-class Gate:
-    """The root's storage as copies see it: writes wait while it is shut, fail while it is broken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.open.set()
-        self.failures = 0
-        gate = self
-
-        class Slow(LocalStorage):
-            def write_at(self, name: str, start: int, buffers: Any) -> None:
-                gate.reached.set()
-                gate.open.wait(60)
-                if gate.failures:
-                    gate.failures -= 1
-                    self._call("write", name, fail)
-                super().write_at(name, start, buffers)
-
-        def fail() -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(copies, "LocalStorage", Slow)
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+    made = Gate(copies, monkeypatch)
     yield made
     made.open.set()
 

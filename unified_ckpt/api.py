@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
-from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
+from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers, open_folders
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
@@ -28,7 +28,7 @@ from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
-from unified_ckpt.runtime.probe import machine_id
+from unified_ckpt.runtime.probe import first_ranks, machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Checkpointer:
         where, timeout = ", ".join(os.fspath(one) for one in paths), options.timeout_seconds
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            opened = self._open(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
+            opened = open_folders((self._resolve(one) for one in paths), owned, hold=comm.rank in first_ranks(machines))
             source: Source | Exception = opened if isinstance(opened, Exception) else opened[0]
             if is_scattered([os.fspath(one) for one in paths], opened, machines):
                 source = gather(
@@ -230,17 +230,6 @@ class Checkpointer:
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
-
-    def _open(self, paths: Sequence[Path], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
-        """This rank's folders, or why there is none. `hold`: on one rank of each machine."""
-        found: list[Folder] = []
-        try:
-            for path in paths:
-                found.append(open_path(self._resolve(path), hold=hold))
-                owned.callback(found[-1].close)
-        except Exception as error:
-            return error
-        return found
 
     def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:
         """Collective at the first load. The machine of each rank."""

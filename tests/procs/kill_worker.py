@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import time
@@ -10,9 +9,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from sigkill_worker import RESUMED_WRONG, WORLD, state
+from sigkill_worker import WORLD, join, resume_and_save, say_to, state
 from torch.distributed.device_mesh import init_device_mesh
 
 import unified_ckpt as uc
@@ -26,33 +24,11 @@ def options(local: Path | None) -> uc.ManagerOptions:
 
 
 def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, output: Path) -> None:
-    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(90, exit=True)
+    say_to(output, seconds=90)
     try:
-        torch.set_num_threads(1)
-        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-        mesh = init_device_mesh("cpu", (WORLD,))
+        mesh = join(rank, WORLD, port, prefix)
         manager = uc.CheckpointManager(root, options=options(local), save_options=uc.SaveOptions(timeout_seconds=10))
-        model, states = state(mesh, 0)
-        report = manager.restore(model=model, optimizer=states)
-        step = 0
-        if report is not None and report.step is not None:
-            step = report.step
-            right = state(mesh, step)
-            for have, want in zip((*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True):
-                if not torch.equal(have.to_local(), want.to_local()):
-                    os._exit(RESUMED_WRONG)
-        print(f"resumed {rank} {step}", flush=True)
-        while True:
-            step += 1
-            model, states = state(mesh, step)
-            manager.save(step, model=model, optimizer=states)
-            for tensor in (*model.values(), *states.values()):  # it changes as soon as the call returns
-                tensor.to_local().neg_()
+        resume_and_save(manager, mesh, rank, last_step=float("inf"))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -61,10 +37,7 @@ def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, out
 
 def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -> None:
     """Rank 0 serves the store and is killed once a step is saved; rank 1 goes on."""
-    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    faulthandler.dump_traceback_later(90, exit=True)
+    say_to(output, seconds=90)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
     mesh = init_device_mesh("cpu", (WORLD,))

@@ -37,6 +37,48 @@ def state(mesh: DeviceMesh, step: int) -> tuple[dict[str, DTensor], dict[str, DT
     return model, states
 
 
+def say_to(output: Path, *, seconds: float) -> None:
+    """What this process says goes to a file; after so many seconds its stacks, and it ends."""
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
+    """All ranks of one life, through a store that none of them serves."""
+    torch.set_num_threads(1)
+    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    return init_device_mesh("cpu", (world,))
+
+
+def check_resumed(mesh: DeviceMesh, step: int, model: dict[str, DTensor], states: dict[str, DTensor]) -> None:
+    """Ends the process unless every element is that of the step."""
+    right = state(mesh, step)
+    for have, want in zip((*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True):
+        if not torch.equal(have.to_local(), want.to_local()):
+            os._exit(RESUMED_WRONG)
+
+
+def resume_and_save(manager: uc.CheckpointManager, mesh: DeviceMesh, rank: int, *, last_step: float) -> None:
+    """From the newest step on, a save in the background at every step; every tensor changes as soon as the call returns."""
+    model, states = state(mesh, 0)
+    report = manager.restore(model=model, optimizer=states)
+    step = 0
+    if report is not None and report.step is not None:
+        step = report.step
+        check_resumed(mesh, step, model, states)
+    os.write(1, f"resumed {rank} {step}\n".encode())  # at once: two processes write to one file
+    while step < last_step:
+        step += 1
+        model, states = state(mesh, step)
+        manager.save(step, model=model, optimizer=states)
+        for tensor in (*model.values(), *states.values()):
+            tensor.to_local().neg_()
+
+
 def newest(root: Path) -> Path | None:
     """As a user would find it: by the names that committed folders have."""
     found = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -45,25 +87,15 @@ def newest(root: Path) -> Path | None:
 
 def serve(rank: int, world: int, port: int, prefix: str, root: Path, fixed: bool, background: bool, output: Path) -> None:
     """`fixed`: always the same folder, replaced by each save; else one folder per step."""
-    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(60, exit=True)
+    say_to(output, seconds=60)
     try:
-        torch.set_num_threads(1)
-        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = join(rank, world, port, prefix)
         step = 0
         last = (root / "latest" if (root / "latest").exists() else None) if fixed else newest(root)
         if last is not None:
             model, states = state(mesh, 0)
             step = uc.load(last, model=model, optimizer=states).step
-            right = state(mesh, step)
-            for have, want in zip((*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True):
-                if not torch.equal(have.to_local(), want.to_local()):
-                    os._exit(RESUMED_WRONG)
+            check_resumed(mesh, step, model, states)
         options = uc.SaveOptions(if_exists="replace" if fixed else "error", timeout_seconds=4)
         save_on(mesh, step, root, fixed, background, uc.Checkpointer(root, options=options))
     except uc.CheckpointError:

@@ -34,7 +34,6 @@ from unified_ckpt.runtime.tensors import Part
 from unified_ckpt.runtime.windows import Windows
 
 _LOG = logging.getLogger("unified_ckpt")
-_STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed save is cleared away
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,14 +325,8 @@ def _publish(job: Job, construction: commit.Construction) -> str | None:
 
 
 def _abandon(job: Job, construction: commit.Construction, error: BaseException) -> None:
-    """Rank 0 clears away what a failed save left, once the others have stopped writing to it."""
-    meeting = job.meeting
+    """Rank 0 clears away what a failed save left, once nobody writes to it."""
     if job.post is not None:
         job.post.hang_up()
         job.post.shut(construction.save_id)
-    meeting.put(f"stopped/{meeting.rank}", b"1")
-    if meeting.rank != 0:
-        return
-    if getattr(error, "agreed", False):
-        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
-    commit.abandon(job.storage, construction)
+    commit.abandon_together(job.meeting, job.storage, construction, error, lead=0)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
+from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
 PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
 _HEADROOM_NBYTES = 16 << 20  # for index, manifest and what `attach` adds
+_STOP_SECONDS = 10.0  # for the other ranks to stop writing before what has failed is cleared away
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def begin(storage: LocalStorage, name: str, *, save_id: str | None) -> Construct
     storage.make_folder(folder)
     construction = Construction(name, folder, save_id)
     try:
-        storage.write_at(f"{folder}/{PROBE}", 0, [memoryview(save_id.encode())])
+        storage.put(f"{folder}/{PROBE}", save_id.encode(), fsync=False)
     except CheckpointError:
         abandon(storage, construction)
         raise
@@ -163,3 +165,13 @@ def abandon(storage: LocalStorage, construction: Construction) -> None:
         discard(storage, construction.folder, fsync=False)
     except CheckpointError:
         return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint
+
+
+def abandon_together(meeting: Meeting, storage: LocalStorage, construction: Construction, error: BaseException, *, lead: int) -> None:
+    """Every rank calls, after it has stopped writing. The lead removes the folder once the others have; `error`: why it is abandoned."""
+    meeting.put(f"stopped/{meeting.rank}", b"1")
+    if meeting.rank != lead:
+        return
+    if getattr(error, "agreed", False):
+        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
+    abandon(storage, construction)

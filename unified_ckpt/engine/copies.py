@@ -260,8 +260,6 @@ def _seal(folder: Folder, files: Collection[str], storage: LocalStorage, into: s
         for part, weight_map in weight_maps.items()
     }
     for name, body in {**bodies, names.MANIFEST: encode_manifest(manifest)}.items():  # the manifest last
-        storage.write_at(f"{into}/{name}", 0, [memoryview(body)])
-        if fsync:
-            storage.sync(f"{into}/{name}")
+        storage.put(f"{into}/{name}", body, fsync=fsync)
     if fsync:
         storage.sync_folder(into)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from unified_ckpt.engine.checkpoint import Folder, open_folder
 from unified_ckpt.errors import CheckpointError
@@ -11,11 +12,11 @@ from unified_ckpt.runtime.storage import Reader
 
 
 class Folders:
-    """By number. Closes the storages."""
+    """By number. Closes the storages. `opened`: those that are another's and open already, with what was read of them."""
 
-    def __init__(self, storages: Sequence[Reader]) -> None:
+    def __init__(self, storages: Sequence[Reader], opened: Mapping[int, Folder] = MappingProxyType({})) -> None:
         self._storages = storages
-        self._opened: dict[int, Folder | CheckpointError] = {}
+        self._opened: dict[int, Folder | CheckpointError] = dict(opened)
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Folder:

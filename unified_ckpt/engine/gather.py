@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from unified_ckpt.engine.checkpoint import Folder, open_folder
+from unified_ckpt.engine.checkpoint import Folder, open_folder, open_path
 from unified_ckpt.engine.folders import Folders
 from unified_ckpt.engine.inventory import Listing, decode_inventory, decode_listing, listing_name, take_inventory
 from unified_ckpt.engine.joint import Joint
@@ -19,6 +18,7 @@ from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
+from unified_ckpt.runtime.probe import everybody, first_ranks, numbered
 from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url
 from unified_ckpt.runtime.wire import Address, parse_address
 
@@ -29,11 +29,19 @@ def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: flo
     """Collective. The machine of each rank, counted from 0 in the order of their first ranks."""
     meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
     with meeting.phase("machines"):
-        told = [name.decode() for name in meeting.collect("machine", machine.encode(), at=0, ranks=range(meeting.world))]
-        if meeting.rank == 0:
-            numbers = {name: number for number, name in enumerate(dict.fromkeys(told))}
-            meeting.put("machines", json.dumps([numbers[name] for name in told]).encode())
-    found: list[int] = json.loads(meeting.get("machines"))
+        return numbered(everybody(meeting, "machine", machine))
+
+
+def open_folders(paths: Iterable[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
+    """This rank's folders, or why there is none, which `gather` tells to all: the other machines may have enough. `hold`: on one rank of
+    each machine."""
+    found: list[Folder] = []
+    try:
+        for path in paths:
+            found.append(open_path(path, hold=hold))
+            owned.callback(found[-1].close)
+    except Exception as error:
+        return error
     return found
 
 
@@ -63,10 +71,10 @@ def gather(
     newest save that any machine has is there, naming what is missing; NotFoundError where no machine has anything.
     """
     meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
-    own, lead = machines[meeting.rank], {machine: rank for rank, machine in reversed(list(enumerate(machines)))}
+    own, leads = machines[meeting.rank], first_ranks(machines)
     with meeting.phase("inventory"):
-        words = _tell(meeting, paths, opened, own) if lead[own] == meeting.rank else b""
-        told = meeting.collect("inventory", words, at=0, ranks=[lead[machine] for machine in range(len(lead))])
+        words = _tell(meeting, paths, opened, own) if meeting.rank in leads else b""
+        told = meeting.collect("inventory", words, at=0, ranks=leads)
     with meeting.phase("choose"):
         body = meeting.broadcast("joint", _choose(meeting, told, what) if meeting.rank == 0 else None)
         if body == _PLAIN:
@@ -80,9 +88,16 @@ def gather(
         owned.callback(server.close)
         servers = _servers(meeting, server.address, machines)
     with meeting.phase("open"):
-        folders = Folders(_storages(meeting, found, servers, own))
+        folders = Folders(_storages(meeting, found, servers, own), _opened(found, mine, opened))
         owned.callback(folders.close)
     return Joint(found, folders, own=mine, turn=meeting.rank)
+
+
+def _opened(found: Whole, mine: Sequence[int], opened: Sequence[Folder] | Exception) -> dict[int, Folder]:
+    """Folders of the save that this rank has opened already, by number: their headers are parsed once."""
+    roots = {found.folders[number].root: number for number in mine}
+    known = [] if isinstance(opened, Exception) else [one for one in opened if one.storage.root in roots and one.manifest is not None]
+    return {roots[one.storage.root]: one for one in known if one.manifest is not None and one.manifest.save_id == found.save_id}
 
 
 def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:

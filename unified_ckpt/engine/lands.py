@@ -7,7 +7,6 @@ may be an old one, a name that nobody has asked for is looked up anew.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from unified_ckpt.core.volumes import Volume, block_nbytes_of
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.probe import file_system
+from unified_ckpt.runtime.probe import everybody, file_system, first_ranks, numbered
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.wire import parse_address
 
@@ -77,10 +76,9 @@ def look(meeting: Meeting, storage: LocalStorage, machine: str, *, block_nbytes:
 
     StorageError where ranks of one machine see different folders, or a machine sees another's and not the reverse.
     """
-    told = _everybody(meeting, "machine", [machine, file_system(storage.root), block_nbytes])
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
-    machines = [numbers[name] for name, _, _ in told]
-    if len(numbers) == 1:
+    told = everybody(meeting, "machine", [machine, file_system(storage.root), block_nbytes])
+    machines = numbered([name for name, _, _ in told])
+    if max(machines) == 0:
         return Found(Island(0, 1, tuple(range(meeting.world)), meeting.world), tuple(machines), 1)
     seen = _probe(meeting, storage, machines)
     islands = {first: i for i, first in enumerate(sorted(set(seen)))}
@@ -97,8 +95,7 @@ def _strictest(blocks: Sequence[int]) -> int:
 
 def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> list[int]:
     """For each rank the first machine whose file it sees in its folder."""
-    own, count = machines[meeting.rank], max(machines) + 1
-    leads = [machines.index(machine) for machine in range(count)]
+    own, leads = machines[meeting.rank], first_ranks(machines)
     token = meeting.broadcast("token", secrets.token_hex(8).encode() if meeting.rank == 0 else None).decode()
 
     def there(machine: int) -> bool:
@@ -107,13 +104,12 @@ def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> 
     try:
         with meeting.phase("probe"):
             if meeting.rank == leads[own]:
-                storage.write_at(f"{_PROBE}{token}-{own}", 0, [memoryview(b"probe")])
-                storage.sync(f"{_PROBE}{token}-{own}")
+                storage.put(f"{_PROBE}{token}-{own}", b"probe", fsync=True)
         with meeting.phase("look"):
             if not there(own):
                 raise StorageError(f"{storage.root}: this rank does not see the folder that rank {leads[own]} of its machine sees")
-            first = next(machine for machine in range(count) if there(machine))
-            seen = [int(text) for text in _everybody(meeting, "seen", first)]
+            first = next(machine for machine in range(len(leads)) if there(machine))
+            seen = [int(text) for text in everybody(meeting, "seen", first)]
             if meeting.rank == leads[own]:
                 mates = {machines[rank] for rank, one in enumerate(seen) if one == first} if first == own else {first}
                 if seen[leads[first]] != first or not all(there(machine) for machine in mates):
@@ -127,10 +123,3 @@ def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> 
         if meeting.rank == leads[own]:
             with suppress(NotFoundError):
                 storage.remove_file(f"{_PROBE}{token}-{own}")
-
-
-def _everybody(meeting: Meeting, key: str, value: object) -> list:  # type: ignore[type-arg]  # of what JSON makes of the values
-    """What each rank says, on every rank; sent through rank 0."""
-    told = meeting.collect(key, json.dumps(value).encode(), at=0, ranks=range(meeting.world))
-    body = json.dumps([json.loads(one) for one in told]).encode() if meeting.rank == 0 else None
-    return list(json.loads(meeting.broadcast(f"{key}-of-all", body)))

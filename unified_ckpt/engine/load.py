@@ -19,6 +19,7 @@ from unified_ckpt.core.tables import Row, group_tables, listed
 from unified_ckpt.engine.census import Census, announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.objects import Filling, look_up
+from unified_ckpt.engine.pieces import JointStorage
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.sharing import overlap, share_reads
@@ -108,6 +109,8 @@ def load(
             )
         catalog = request.source.catalog({(match.part, match.name) for match in matches})
         verify = request.options.verify if catalog.ledger is None else "off"  # else the storage compares
+        if isinstance(catalog.storage, JointStorage) and request.options.verify == "off":
+            catalog.storage.trust()
         proofs = saved_digests(request.source, matches) if verify != "off" else {}
         filling = look_up(request.extra, request.rank_extra, request.source, request.said, catalog.ledger, rank=comm.rank, world=comm.world)
         differences.missing += filling.missing

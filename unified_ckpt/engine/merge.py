@@ -10,8 +10,8 @@ How data could be lost or be wrong:
 - a machine writes to a folder of its own that only looks the same: who does not see the lead's probe file writes nothing;
 - a file is not whole when the manifest says so: each rank syncs what it wrote, then tells; the lead looks at all sizes;
 - a crash or a full disk: the target has its name only after all of that, by one rename; what was there stays until then;
-- something that is said beside tensors goes missing with a folder: extra state and words of optimizers are in every folder; the
-  `rank_extra` of ranks whose folder is away is an error.
+- something that is said beside tensors goes missing with a folder: extra state and words of optimizers are in every folder; where the
+  `rank_extra` of any rank is lost or damaged, the target has none of any rank, and `Merged.notes` says so.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from dataclasses import dataclass
 
 from unified_ckpt.core.dtypes import unpacked
 from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share
-from unified_ckpt.core.tables import Key, short
+from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit
-from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.gather import gather
+from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.reseal import Beat, Output, reseal, world_of
+from unified_ckpt.engine.reseal import Beat, Output, reseal
 from unified_ckpt.engine.seal import write_manifest
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 
 _CHUNK_NBYTES = 4 << 20  # read, digested and written at a time: a whole number of digest blocks
-_STOP_SECONDS = 10.0  # for the other ranks to stop writing before a failed merge is cleared away
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class MergeOptions:
 @dataclass(frozen=True, slots=True)
 class Merged:
     """`nbytes`: written by this rank; 0 everywhere where the name holds a checkpoint already, which stays: `save_id` is then that one's.
-    `notes`: damage that was read around, in sentences."""
+    `notes`: damage that was read around, and what was left out, in sentences."""
 
     save_id: str
     nbytes: int
@@ -70,23 +69,11 @@ def merge_paths(
     """Collective. `merge` of the folders `paths` of each machine; a machine may have none. Nobody who asks removes them meanwhile."""
     what = f"merge of {', '.join(paths)}"
     with ExitStack() as owned:
-        opened = open_folders(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
+        opened = open_folders(paths, owned, hold=comm.rank in first_ranks(machines))
         found = gather(comm, what, paths, opened, machines, owned, timeout_seconds=options.timeout_seconds)
         if not isinstance(found, Joint):
             raise NotFoundError(f"{what}: holds no checkpoint with a manifest; needed the folders of one save")
         return merge(comm, found, storage, name, options, machines=machines, beat=beat)
-
-
-def open_folders(paths: Sequence[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
-    """This rank's folders, or why there is none: the other machines may have enough."""
-    found = []
-    try:
-        for path in paths:
-            found.append(open_path(path, hold=hold))
-            owned.callback(found[-1].close)
-    except CheckpointError as error:
-        return error
-    return found
 
 
 def merge(
@@ -115,7 +102,7 @@ def merge(
             work = _Work(meeting, joint, storage, construction, options, lead, tuple(machines), _planned(meeting), _sizes(joint))
             nbytes = _build(work, beat)
         except BaseException as error:
-            _abandon(meeting, storage, construction, error, lead=lead)
+            commit.abandon_together(meeting, storage, construction, error, lead=lead)
             raise
     return Merged(joint.save_id, nbytes, tuple(joint.storage.ledger.damage))
 
@@ -126,7 +113,7 @@ def _sizes(joint: Joint) -> dict[Key, int]:
 
 def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[int, dict[Key, dict[int, int]]]:
     """Collective. The rank that leads, the first of the machine that has the first folder; on it what lies on which machine."""
-    keys, firsts = sorted(_sizes(joint)), [machines.index(machine) for machine in range(max(machines) + 1)]
+    keys, firsts = sorted(_sizes(joint)), first_ranks(machines)
     with meeting.phase("survey"):
         if meeting.rank in firsts:
             numbers = [one.manifest.island.number if one.manifest and one.manifest.island else 0 for one in joint.here]
@@ -150,7 +137,7 @@ def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, opt
     """Collective. The folder under construction and its id; the id alone of the checkpoint that stays."""
     with meeting.phase("begin"):
         if meeting.rank == lead:
-            _check_whole(joint)
+            _check_proofs(joint)
             there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
             if there is None or there.save_id != joint.save_id:
                 there = commit.check_target(storage, name, if_exists=options.if_exists)
@@ -163,17 +150,11 @@ def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, opt
     return told
 
 
-def _check_whole(joint: Joint) -> None:
-    """What the bytes of tensors do not tell: digests to prove them by, and the extra state of every rank."""
-    manifests = joint.manifests
-    for one in manifests:
+def _check_proofs(joint: Joint) -> None:
+    """IntegrityError where a folder has no digests to prove its bytes by."""
+    for one in joint.manifests:
         if one.digests is None or one.digests.algorithm != digests.ALGORITHM or one.digests.block_nbytes != digests.BLOCK_NBYTES:
             raise IntegrityError(f"save {one.save_id}: a folder has no digests that this version knows; needed those of every block")
-    spoken = any(one.rank_extra is not None for one in manifests)
-    here = {rank for one in manifests for rank in (one.island.ranks if one.island else range(one.world_size))}
-    away = sorted(set(range(world_of(manifests[0]))) - here)
-    if spoken and away:
-        raise IncompleteError(f"save {manifests[0].save_id}: rank_extra of rank(s) {short(away)} is in a folder that is on no machine here")
 
 
 def _who_sees(
@@ -258,7 +239,7 @@ def _write_tensors(work: _Work, output: Output) -> list[int]:
     """This rank's share; the digests of its blocks, in the order of the share."""
     meeting, machine = work.meeting, work.machines[work.meeting.rank]
     heads = {_name(file): work.head(file) for file in work.files if file.machine == machine}
-    if work.machines.index(machine) == meeting.rank:
+    if meeting.rank in first_ranks(work.machines):
         for name, (head, _) in heads.items():
             output.write_at(name, 0, [memoryview(head)])
     memory, crcs = memoryview(bytearray(_CHUNK_NBYTES)), []
@@ -316,13 +297,3 @@ def _blocks(work: _Work, told: Sequence[bytes]) -> dict[Key, array[int]]:
         if len(crcs) != digests.block_count(sizes[key]):
             raise IntegrityError(f"{key[0]}:{key[1]}: has {len(crcs)} digests; needed {digests.block_count(sizes[key])}; this is a bug")
     return found
-
-
-def _abandon(meeting: Meeting, storage: LocalStorage, construction: commit.Construction, error: BaseException, *, lead: int) -> None:
-    """The lead clears away what a failed merge left, once the others have stopped writing to it."""
-    meeting.put(f"stopped/{meeting.rank}", b"1")
-    if meeting.rank != lead:
-        return
-    if getattr(error, "agreed", False):
-        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
-    commit.abandon(storage, construction)

@@ -21,6 +21,7 @@ from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.locks import mending, reading
 from unified_ckpt.runtime.peers import PeerStorage, Server
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.wire import parse_address
 
@@ -34,7 +35,7 @@ def repair_together(comm: Comm, path: str, machines: Sequence[int], *, timeout_s
     has such a folder, RankError where a rank is gone.
     """
     meeting = comm.meet(f"repair of {path}", same=False, timeout_seconds=timeout_seconds)
-    own, leads = machines[meeting.rank], [machines.index(machine) for machine in range(max(machines) + 1)]
+    own, leads = machines[meeting.rank], first_ranks(machines)
     lead, root = leads[own] == meeting.rank, os.path.realpath(path)
     with ExitStack() as held:
         with ExitStack() as marked:
@@ -67,9 +68,8 @@ def _mark(root: str, marked: ExitStack) -> str:
     """The name of a fresh file in the folder, until `marked` is closed; "" where none can be made."""
     mark, storage = f"{names.MENDING}mark-{secrets.token_hex(8)}", marked.enter_context(LocalStorage(root))
     with suppress(CheckpointError):
-        storage.write_at(mark, 0, [memoryview(b"mark")])
         marked.callback(_unmark, storage, mark)
-        storage.sync(mark)
+        storage.put(mark, b"mark", fsync=True)
         return mark
     return ""
 

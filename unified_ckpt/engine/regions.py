@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from unified_ckpt.core.geometry import Box, whole
 from unified_ckpt.core.sharding import TensorSpec
@@ -23,6 +24,41 @@ class Region:
     box: Box
     of: Box
     owners: Sequence[tuple[int, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A box as lines of its tensor, of `line` bytes each: of those from `first` up to `last`, bytes [left, right)."""
+
+    line: int
+    first: int
+    last: int
+    left: int
+    right: int
+
+    def position(self, start: int, nbytes: int) -> int | None:
+        """Where bytes of the tensor lie among the bytes of the box; None of those that are not in one of its lines."""
+        number, at = divmod(start, self.line)
+        if not (self.first <= number < self.last and self.left <= at and at + nbytes <= self.right):
+            return None
+        return (number - self.first) * (self.right - self.left) + at - self.left
+
+
+def band_of(box: Box, spec: TensorSpec) -> Band | None:
+    """None of a box that is cut along several dims other than dim 0, or has no element."""
+    if not box.numel:
+        return None
+    item = spec.nbytes // whole(spec.shape).numel
+    cut = max((d for d, size in enumerate(spec.shape) if box.shape[d] != size), default=0)
+    if box.shape[1:cut] != spec.shape[1:cut]:
+        return None
+    inner = prod(spec.shape[cut + 1 :]) * item
+    if cut == 0:
+        low, high = (box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else (0, 1)
+        return Band(spec.nbytes, 0, 1, low * inner, high * inner)
+    lines = prod(spec.shape[1:cut])
+    first, left = box.offsets[0] * lines, box.offsets[cut] * inner
+    return Band(spec.shape[cut] * inner, first, first + box.shape[0] * lines, left, left + box.shape[cut] * inner)
 
 
 @dataclass(frozen=True, slots=True)

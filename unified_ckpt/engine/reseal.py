@@ -9,10 +9,11 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.tables import Key, short
 from unified_ckpt.engine import commit, extras
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.transfer import Copy
+from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.manifest import FORMAT_VERSION, DigestFile, FileRecord, Manifest, Part, RankExtraFile
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
@@ -111,12 +112,20 @@ def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
 
 
 def _write_rank_extra(joint: Joint, output: Output, *, world: int) -> RankExtraFile | None:
-    """Each rank's value at its place in one file. Reads each twice, to hold one at a time."""
+    """Each rank's value at its place in one file. Reads each twice, to hold one at a time.
+
+    None, with a word of it, where that of any rank is lost: some ranks would go on from their own state, and others from none.
+    """
     sizes: list[tuple[int, int]] = []
-    for rank in range(world):
-        packed = _packed(joint, rank)
-        sizes.append((len(packed), digests.crc(packed)))
-        output.beat(0)
+    try:
+        _check_all_here(joint, world=world)
+        for rank in range(world):
+            packed = _packed(joint, rank)
+            sizes.append((len(packed), digests.crc(packed)))
+            output.beat(0)
+    except (IncompleteError, IntegrityError) as error:
+        joint.storage.ledger.damage.append(f"merged without rank_extra, that of all {world} ranks: {error}")
+        return None
     total = sum(nbytes for nbytes, _ in sizes)
     if not total:
         return None
@@ -132,6 +141,13 @@ def _write_rank_extra(joint: Joint, output: Output, *, world: int) -> RankExtraF
             output.write_at(names.RANK_EXTRA, len(front) + offsets[rank], [memoryview(_packed(joint, rank))])
     crc, nbytes = digests.combine_stream([(digests.crc(front), len(front)), *((crc, nbytes) for nbytes, crc in sizes)])
     return RankExtraFile(file=names.RANK_EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}", world_size=world)
+
+
+def _check_all_here(joint: Joint, *, world: int) -> None:
+    here = {rank for one in joint.manifests for rank in (one.island.ranks if one.island else range(one.world_size))}
+    away = sorted(set(range(world)) - here)
+    if away:
+        raise IncompleteError(f"that of rank(s) {short(away)} is in a folder that is on no machine here")
 
 
 def _packed(joint: Joint, rank: int) -> bytes:

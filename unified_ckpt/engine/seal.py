@@ -62,7 +62,7 @@ def write_indexes(storage: LocalStorage, folder: str, book: Book) -> None:
     """One index for each part, also for a part of one file."""
     for part, weight_map in book.weight_maps.items():
         body = index.encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
-        storage.write_at(f"{folder}/{names.index_name(part)}", 0, [memoryview(body)])
+        storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
 
 
 def make_manifest(
@@ -111,10 +111,7 @@ def make_manifest(
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    name = f"{folder}/{names.MANIFEST}"
-    storage.write_at(name, 0, [memoryview(encode_manifest(manifest))])
-    if fsync:
-        storage.sync(name)
+    storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 
 def _versions() -> dict[str, str]:

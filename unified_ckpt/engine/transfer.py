@@ -53,7 +53,7 @@ def transfer(source: str, storage: LocalStorage, name: str, *, if_exists: str, f
         try:
             commit.check_room(storage, construction, sum(_sizes(source)))
             nbytes = _fill(folder, manifest, storage, construction.folder, fsync=fsync, beat=beat)
-            _put(storage, f"{construction.folder}/{names.MANIFEST}", written, fsync=fsync)
+            storage.put(f"{construction.folder}/{names.MANIFEST}", written, fsync=fsync)
             aside = commit.publish(storage, construction, fsync=fsync, if_exists=if_exists)
         except BaseException:
             commit.abandon(storage, construction)
@@ -192,12 +192,6 @@ class Copy:
 
     def _where(self, file: str) -> str:
         return f"{self._source.root}/{file}"
-
-
-def _put(storage: LocalStorage, name: str, body: bytes, *, fsync: bool) -> None:
-    storage.write_at(name, 0, [memoryview(body)])
-    if fsync:
-        storage.sync(name)
 
 
 def _ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ Source of the format and of its byte order: `safetensors/src/tensor.rs` of huggi
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,13 @@ PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 _METADATA = "__metadata__"
 _MAX_DIMS = 255  # a product of millions of dims would take minutes
 _MAX_INT = 2**63
+
+_INTEGER = "(?:0|[1-9][0-9]{0,17})"
+_PLAIN_METADATA = '{"__metadata__":{"format":"pt"},'
+_PLAIN_ITEM = re.compile(
+    rf'"([^"\\\x00-\x1f]*)":{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_INTEGER}(?:,{_INTEGER})*)?)\],"data_offsets":\[({_INTEGER}),({_INTEGER})\]}}'
+    r"(?:,|}\Z)"
+)
 
 TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
@@ -101,7 +109,11 @@ def parse_header(head: bytes | bytearray | memoryview, *, file_size: int, file: 
     first = header_nbytes(head, file_size=file_size, file=file)
     if len(head) < first:
         raise FormatError(f"{file}: found {len(head)} bytes of a header of {first}")
-    tensors = _parse_json(bytes(head[PREFIX_NBYTES:first]), file)
+    body = bytes(head[PREFIX_NBYTES:first])
+    plain = _parse_plain(body, first, file_size)
+    if plain is not None:
+        return plain
+    tensors = _parse_json(body, file)
     _check_metadata(tensors.pop(_METADATA, {}), file)
     entries = {name: _parse_entry(name, fields, first, file) for name, fields in tensors.items()}
     in_order = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -116,6 +128,44 @@ def parse_header(head: bytes | bytearray | memoryview, *, file_size: int, file: 
     if file_size > end:
         raise FormatError(f"{file}: file has {file_size} bytes, header needs {end}; {file_size - end} bytes belong to no tensor")
     return in_order
+
+
+def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | None:
+    """The entries of a header as this module and the safetensors library write it, in less than half of the time.
+
+    None of any other, right or wrong: what is said of that is not said here.
+    """
+    try:
+        text = body.decode().rstrip(" ")
+    except UnicodeDecodeError:
+        return None
+    position = len(_PLAIN_METADATA) if text.startswith(_PLAIN_METADATA) else 1
+    sized: dict[tuple[str, str], tuple[tuple[int, ...], int] | None] = {}  # names are many, shapes are few
+    entries: dict[str, Entry] = {}
+    end = count = 0
+    while (item := _PLAIN_ITEM.match(text, position)) is not None:
+        name, dtype, dims, low, high = item.groups()
+        if (dtype, dims) not in sized:
+            sized[dtype, dims] = _plain_shape(dtype, dims)
+        known, start, stop = sized[dtype, dims], int(low), int(high)
+        if known is None or start != end or stop != start + known[1]:
+            return None
+        entries[name] = Entry(dtype, known[0], first + start, first + stop)
+        position, end, count = item.end(), stop, count + 1
+    if not text.endswith("}}") or position != len(text) or text[0] != "{" or len(entries) < count or _METADATA in entries:
+        return None
+    if first + end != file_size:
+        return None
+    return entries
+
+
+def _plain_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
+    """A shape and its bytes; None where that is for the long way to say."""
+    shape = tuple(map(int, dims.split(","))) if dims else ()
+    try:
+        return (shape, nbytes(dtype, shape)) if _is_shape(shape) else None
+    except FormatError:
+        return None
 
 
 def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:

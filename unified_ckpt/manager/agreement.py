@@ -29,6 +29,11 @@ from unified_ckpt.runtime.comm import Keys
 _LOOKS_PER_SECOND = 10_000  # of all ranks together, that the store shall see at most
 
 
+def pause_between_looks(wanted: float, *, lookers: int) -> float:
+    """Between two looks of each of so many ranks: `wanted`, or longer where that would be too much for the store."""
+    return max(wanted, lookers / _LOOKS_PER_SECOND)
+
+
 class Agreement:
     """One kind of notice. Every rank calls `at` once for each step, in order; not a collective call.
 
@@ -48,7 +53,7 @@ class Agreement:
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, tuple(ranks)
         self._margin = margin_steps if len(self._ranks) > 1 else 0
-        self._look_seconds, self._clock = max(look_seconds, len(self._ranks) / _LOOKS_PER_SECOND), clock
+        self._look_seconds, self._clock = pause_between_looks(look_seconds, lookers=len(self._ranks)), clock
         self._round = 0
         self._looked = -float("inf")
         self._raised = self._posted = False

@@ -25,12 +25,12 @@ from dataclasses import asdict, dataclass
 
 from unified_ckpt.engine.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
+from unified_ckpt.manager.agreement import pause_between_looks
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 _LOOK_SECONDS = 0.2
-_LOOKS_PER_SECOND = 10_000  # of all leads together, that the store shall see at most
 _SIGN_SECONDS = 1.0  # between two signs of life of a lead that merges
 
 
@@ -67,7 +67,7 @@ class Convoy:
         self._commits = ranks.among(f"tiers/{token}/keep", leads)
         self._keys = ranks.keys(f"tiers/{token}/keys")
         self._source, self._target, self._timeout_seconds, self._note = source, target, timeout_seconds, note
-        self._look_seconds = max(_LOOK_SECONDS, len(leads) / _LOOKS_PER_SECOND)
+        self._look_seconds = pause_between_looks(_LOOK_SECONDS, lookers=len(leads))
         self._number = self._seen = 0  # of what was told, and of what was heard
         self._due = 0  # the number of the last save that was due, the same on every lead
         self._stopped = threading.Event()

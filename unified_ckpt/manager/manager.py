@@ -6,10 +6,11 @@ Every rank makes one manager and calls the same of its methods in the same order
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,11 @@ from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
-from unified_ckpt.manager.survey import Survey
-from unified_ckpt.manager.tiers import Place, Tiers, first_ranks, keep
+from unified_ckpt.manager.survey import Survey, record
+from unified_ckpt.manager.tiers import Place, Tiers, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
 from unified_ckpt.runtime.locks import reading
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -147,20 +149,36 @@ class CheckpointManager:
         return None
 
     def steps(self) -> list[StepRecord]:
-        """The complete checkpoints, by step, each where it is best. This and the next two look at the disk from this rank only."""
+        """The complete checkpoints, by step, each where it is best. This and the next two look at the disk from this rank only: where
+        machines have folders of their own they may differ from machine to machine, see `common_steps`."""
         return list({one.step: one for one in self._scan().complete}.values())
 
     def latest(self) -> StepRecord | None:
         """The newest complete one."""
         return next(reversed(self.steps()), None)
 
-    def best(self) -> StepRecord | None:
-        """The best complete one by `best_metric`; of equal ones the later."""
+    def best(self, among: Sequence[StepRecord] | None = None) -> StepRecord | None:
+        """The best complete one by `best_metric`, of `steps()` or those given; of equal ones the later."""
         if self.options.best_metric is None:
             raise CheckpointError("best: by which metric? needed ManagerOptions(best_metric=…)")
-        found = {one.step: one for one in self.steps()}
+        found = {one.step: one for one in (self.steps() if among is None else among)}
         order = ranked([one.saved for one in found.values()], metric=self.options.best_metric, mode=self.options.best_mode)
         return found[order[0].step] if order else None
+
+    def common_steps(self) -> list[StepRecord]:
+        """Collective. `steps` as `restore` knows them, the same on every rank: those of which the machines have a complete copy between
+        them. `path`: by which this machine has it, or gets it in a load. Opens every checkpoint where there are several machines."""
+
+        def told(survey: Survey | None) -> bytes:
+            every = self._look(survey)
+            good = [one for one in every.complete if survey is None or not survey.damage(one, otherwise=origin.damage)]
+            found = {one.step: one for one in good}.values()
+            return json.dumps([[asdict(one), self._is_local(one.path)] for one in found]).encode()
+
+        body = self._told_to_all("steps", told, timeout_seconds=self._save_options.timeout_seconds)
+        return [
+            replace(one, path=self._here(one.path, local=local)) for one, local in ((record(r), local) for r, local in json.loads(body))
+        ]
 
     def wait(self) -> None:
         """Returns once no save is in flight, and no copy to the root. Raises the error of the one that was.
@@ -216,35 +234,49 @@ class CheckpointManager:
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
         wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
-        comm, tiers, timeout = self._checkpointer._ranks(), self._tiers, self._load_options.timeout_seconds
-        leads = first_ranks(self._checkpointer._find_machines(f"restore from {self.root}", timeout))
-        meeting = comm.meet("restore", same=False, timeout_seconds=timeout)
-        with meeting.phase("choose"):
+
+        def told(survey: Survey | None) -> bytes:
+            look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
+            found = origin.choose(self._look(survey), self.options, root=self.root, step=step, parts=wanted, failed=failed, look=look)
+            if found.path:
+                held.enter_context(reading(found.path))
+            return origin.encode(replace(found, local=found.kind == "own" and self._is_local(found.path)))
+
+        found = origin.decode(self._told_to_all("restore", told, timeout_seconds=self._load_options.timeout_seconds))
+        return found if found.kind != "own" else replace(found, path=self._here(found.path, local=found.local))
+
+    def _told_to_all(self, what: str, told: Callable[[Survey | None], bytes], *, timeout_seconds: float) -> bytes:
+        """Collective. What `told` says on rank 0, which may ask the other machines, if there are several, by a survey."""
+        comm, own = self._checkpointer._ranks(), self._checkpointer
+        leads = first_ranks(own._find_machines(f"{what} of {self.root}", timeout_seconds))
+        meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
+        with meeting.phase("look"):
             survey = None
             if len(leads) > 1 and meeting.rank in leads:
-                directory = tiers.directory if tiers is not None else self.root
+                directory = self._tiers.directory if self._tiers is not None else self.root
                 survey = Survey(meeting, comm, leads, root=self.root, directory=directory, prefix=self.options.step_prefix)
             if meeting.rank == 0:
-                told = self._told_by_first(survey, step, wanted, failed)
-                if told.path:
-                    held.enter_context(reading(told.path))
-                meeting.put("origin", origin.encode(told))
+                body = told(survey)
+                if survey is not None:
+                    survey.end()
+                meeting.put("told", body)
             elif survey is not None:
                 survey.answer()
-        found = origin.decode(meeting.get("origin"))
-        if found.kind != "own" or len(leads) == 1:
-            return found
-        directory = tiers.directory if tiers is not None and found.local else self.root
-        return replace(found, path=os.path.join(directory, os.path.split(found.path)[1]))  # as this machine has it
+        return meeting.get("told")
 
-    def _told_by_first(self, survey: Survey | None, step: int | None, parts: set[str], failed: Mapping[str, str]) -> Origin:
-        """Rank 0 only. `survey`: where there are several machines."""
-        look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
-        every = survey.look(scan(LocalStorage(self.root), self.options.step_prefix)) if survey is not None else self._scan()
-        told = origin.choose(every, self.options, root=self.root, step=step, parts=parts, failed=failed, look=look)
-        if survey is not None:
-            survey.end()
-        return replace(told, local=told.kind == "own" and os.path.dirname(told.path) != self.root)
+    def _look(self, survey: Survey | None) -> Scan:
+        """Rank 0 only: all that is there."""
+        return self._scan() if survey is None else survey.look(scan(LocalStorage(self.root), self.options.step_prefix))
+
+    def _is_local(self, path: str) -> bool:
+        return os.path.dirname(path) != self.root
+
+    def _here(self, path: str, *, local: bool) -> str:
+        """A step's path as this machine has it: each may have its folders by other names. On one machine, rank 0's."""
+        if not any(self._checkpointer._machines or ()):
+            return path
+        directory = self._tiers.directory if self._tiers is not None and local else self.root
+        return os.path.join(directory, os.path.split(path)[1])
 
     def _load(self, found: Origin, targets: Mapping[str, Any]) -> LoadReport:
         options = targets.get("options") or self._load_options

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
 from unified_ckpt.core.islands import FRAGMENTS
-from unified_ckpt.engine.gather import gather
+from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.merge import open_folders
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager import lineage
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
@@ -46,21 +45,21 @@ class Survey:
         self._plain = {one.save_id for one in there.complete if not one.island}
         self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
         told = [self._own(saves)] + [json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]]
-        here, apart = joined([([_record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
+        here, apart = joined([([record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
         if not saves and any(own["known"] for own in told):  # the root was emptied: a directory that was not told so does not count either
             apart = lineage.ids(here.steps)
         return here if self._directory == self._root else lineage.together(there, here, apart)
 
-    def damage(self, record: StepRecord, *, otherwise: Callable[[str], str]) -> str:
+    def damage(self, one: StepRecord, *, otherwise: Callable[[str], str]) -> str:
         """On rank 0: why these machines cannot load a step of the local tier, empty where they can; `otherwise`: one of the root."""
-        if os.path.dirname(record.path) == self._root and (self._directory != self._root or record.save_id in self._plain):
-            return otherwise(record.path)
-        self._ask(record.name)
+        if os.path.dirname(one.path) == self._root and (self._directory != self._root or one.save_id in self._plain):
+            return otherwise(one.path)
+        self._ask(one.name)
         try:
-            found = self._gathered(record.name)
+            found = self._gathered(one.name)
         except CheckpointError as error:
             return str(error)
-        return "" if found == record.save_id else f"another save, {found}, is in the way of save {record.save_id}"
+        return "" if found == one.save_id else f"another save, {found}, is in the way of save {one.save_id}"
 
     def end(self) -> None:
         self._ask(_END)
@@ -135,5 +134,6 @@ def _as_one(records: Sequence[StepRecord], directory: str) -> StepRecord:
     return replace(records[0], path=os.path.join(directory, records[0].name), parts=tuple(parts), nbytes=nbytes, files=files)
 
 
-def _record(told: dict[str, Any]) -> StepRecord:
+def record(told: Mapping[str, Any]) -> StepRecord:
+    """As it was before it went through JSON."""
     return StepRecord(**{**told, "parts": tuple(told["parts"])})

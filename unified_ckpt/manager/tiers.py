@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import Scan, scan
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.verdicts import decode_error, encode_error
 
@@ -308,11 +309,6 @@ class Tiers:
         self._copies.stop()
         if self._convoy is not None:
             self._convoy.stop()
-
-
-def first_ranks(machines: Sequence[int]) -> tuple[int, ...]:
-    """The first rank of each machine, by the machine of each rank."""
-    return tuple(machines.index(machine) for machine in range(max(machines) + 1))
 
 
 def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 
-from unified_ckpt.core.tables import short
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm import Meeting
 
@@ -34,14 +35,25 @@ def file_system(path: str) -> str:
     return found
 
 
-def check_one_machine(meeting: Meeting) -> None:
-    """Collective. StorageError on rank 0, naming the ranks that are elsewhere, unless all ranks are on one machine."""
-    told = meeting.collect("machine", machine_id().encode(), at=0, ranks=range(meeting.world))
-    elsewhere = [rank for rank, machine in enumerate(told) if machine != told[0]]
-    if elsewhere:
-        raise StorageError(
-            f"rank(s) {short(elsewhere)} are on another machine than rank 0; this version saves and loads from the ranks of one machine"
-        )
+def numbered(machines: Sequence[str]) -> list[int]:
+    """The machine of each rank, by the name that each rank gives its own; counted from 0 in the order of their first ranks."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(machines))}
+    return [numbers[name] for name in machines]
+
+
+def first_ranks(machines: Sequence[int]) -> tuple[int, ...]:
+    """The first rank of each machine, by the machine of each rank."""
+    firsts: dict[int, int] = {}
+    for rank, machine in enumerate(machines):
+        firsts.setdefault(machine, rank)
+    return tuple(firsts[machine] for machine in sorted(firsts))
+
+
+def everybody(meeting: Meeting, key: str, value: object) -> list:  # type: ignore[type-arg]  # of what JSON makes of the values
+    """Collective. What each rank says, on every rank; sent through rank 0."""
+    told = meeting.collect(key, json.dumps(value).encode(), at=0, ranks=range(meeting.world))
+    body = json.dumps([json.loads(one) for one in told]).encode() if meeting.rank == 0 else None
+    return list(json.loads(meeting.broadcast(f"{key}-of-all", body)))
 
 
 def free_memory_nbytes() -> int | None:

@@ -133,6 +133,12 @@ class LocalStorage:
             if count:
                 left[0] = left[0][count:]
 
+    def put(self, name: str, body: bytes, *, fsync: bool) -> None:
+        """A small new file; with `fsync` its bytes are on the disk on return, its name is once the folder is synced."""
+        self.write_at(name, 0, [memoryview(body)])
+        if fsync:
+            self.sync(name)
+
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
         """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a hint."""
         flush = _libc_function("sync_file_range")

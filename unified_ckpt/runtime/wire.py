@@ -20,6 +20,7 @@ from unified_ckpt.runtime.storage import Buffer
 _HEAD = struct.Struct("<QQ")  # of a frame: bytes of its words, and of what follows them
 _MAX_WORDS = 1 << 26
 _TOKEN_CHARS = 32
+_BACKLOG = 1024  # connections that come at the same moment: 511 ranks do at 16,384; else some are tried again a second later
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Listener:
     def __init__(self, serve: Callable[[socket.socket], object], *, at_end: Callable[[], object], timeout_seconds: float) -> None:
         self._serve, self._at_end, self._timeout = serve, at_end, timeout_seconds
         host = _own_host()
-        self._socket = socket.create_server(("", 0))
+        self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2))
         self._open: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False

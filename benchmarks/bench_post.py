@@ -1,0 +1,81 @@
+"""What it costs a rank that many ranks of other machines send to it at once, as at a save to a folder that all see: 511 of 16,384 ranks.
+
+Run: python benchmarks/bench_post.py [--connections N]. One JSON line: threads and resident bytes for a connection, seconds until all are
+connected that come at the same moment, and until each has had 64 KiB written and has heard of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from unified_ckpt.core.volumes import Volume
+from unified_ckpt.runtime.post import Post
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.wire import Address, connect, receive_words, send_words
+
+BODY = bytes(64 << 10)
+
+
+def resident_nbytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
+
+
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return round(time.perf_counter() - began, 3)
+
+
+def nobody(rank: int) -> Address:
+    raise AssertionError(f"rank {rank} is sent nothing")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connections", type=int, default=511)
+    count = parser.parse_args().connections
+    lines: dict[int, socket.socket] = {}
+    with tempfile.TemporaryDirectory() as root:
+        post = Post(Volume((0, 1), 1 << 20), nobody, rank=0, ranks=(0, 1), timeout_seconds=60)
+        storage = LocalStorage(root)
+        storage.make_folder("folder")
+        post.open("save", storage, "folder")
+        moment, before, threads = threading.Barrier(count), resident_nbytes(), threading.active_count()
+
+        def arrive(number: int) -> None:
+            moment.wait(60)
+            lines[number] = connect(post.address, timeout_seconds=60)
+
+        def arrive_all() -> None:
+            callers = [threading.Thread(target=arrive, args=(number,)) for number in range(count)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join()
+
+        def write_all() -> None:
+            for number, line in lines.items():
+                send_words(line, {"what": "write", "save": "save", "file": "x", "start": number * len(BODY)}, nbytes=len(BODY))
+                line.sendall(BODY)
+                send_words(line, {"what": "flush"})
+            for line in lines.values():
+                assert receive_words(line)[0] == {"error": ""}
+
+        row = {"bench": "post", "connections": count, "connect_seconds": timed(arrive_all), "write_seconds": timed(write_all)}
+        held = resident_nbytes() - before
+        print(json.dumps({**row, "threads": threading.active_count() - threads, "resident_bytes_each": held // count}))
+        for line in lines.values():
+            line.close()
+        post.close()
+        storage.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -30,9 +30,10 @@ _FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small fil
 class Bound:
     """A Trainer with its ways to save and load replaced by these."""
 
-    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
+    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions, *, save_only_model: bool | None) -> None:
         _refuse(trainer)
         self.trainer, self._load_options = trainer, load_options
+        self._save_only_model = save_only_model
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
         self._checkpointer = Checkpointer()
         self._report: LoadReport | None = None  # of the last load of optimizer state
@@ -63,7 +64,7 @@ class Bound:
                 state.best_model_checkpoint = best
                 if trainer.args.should_save:
                     state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
-            only_model = trainer.args.save_only_model
+            only_model = trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
             self._checkpointer.save(
                 path,
                 model=trainer.accelerator.unwrap_model(trainer.model),
@@ -162,7 +163,8 @@ class Bound:
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=self._load_options)
+        options = self._load_options.model_copy(update={"parts": ("optimizer",)})  # the model has been loaded before; it tells names
+        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=options)
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(saved)
@@ -201,8 +203,10 @@ def _refuse(trainer: Any) -> None:
         why = "the model has adapters (PEFT)"
     elif trainer.is_deepspeed_enabled:
         why = "DeepSpeed holds the state"
-    elif trainer.is_fsdp_enabled:
-        why = "FSDP shards the state in Accelerate's way"
+    elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        why = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
+    elif getattr(trainer.model, "_pp_stage", None) is not None:
+        why = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
     elif trainer.args.n_gpu > 1:
         why = "DataParallel; needed torchrun"
     elif trainer.args.push_to_hub:

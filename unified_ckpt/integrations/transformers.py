@@ -35,8 +35,15 @@ class UnifiedCheckpointCallback(TrainerCallback):
     LayoutError for what this version does not save: adapters (PEFT), FSDP, DeepSpeed, DataParallel, and pushing to the hub.
     """
 
-    def __init__(self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        save_only_model: bool | None = None,
+    ) -> None:
         self._save_options, self._load_options = save_options or SaveOptions(), load_options or LoadOptions()
+        self._save_only_model = save_only_model
         self._bound: Bound | None = None
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
@@ -51,7 +58,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Binds the callback to a Trainer. Once is enough; again is no matter."""
         if self._bound is None or self._bound.trainer is not trainer:
-            self._bound = Bound(trainer, self._save_options, self._load_options)
+            self._bound = Bound(trainer, self._save_options, self._load_options, save_only_model=self._save_only_model)
 
 
 def _trainer_under_construction() -> Trainer | None:

@@ -67,7 +67,7 @@ def into(root: Path, layout: str, stopped: str) -> None:
     keep(root / f"{stopped}-stopped", run)
     resumed = trainer(run, layout, AsStored(run / "checkpoint-4"), Opens())
     resumed.train(resume_from_checkpoint=True)
-    straight = torch.load(root / f"losses-{layout}.pt")
+    straight = torch.load(root / f"losses-{stopped}.pt")
     found = losses(resumed)
     assert found[:4] == straight[:4], "the log goes on where it was"
     assert len(found) == STEPS
@@ -107,8 +107,9 @@ def trainer(out: Path, layout: str, *callbacks: TrainerCallback, **arguments: An
 
 def accelerated() -> bool:
     """Accelerate has FSDP and TP for ranks with an accelerator of their own. It takes a state that is configured already, so these CPU
-    ranks say that they are such.
+    ranks say that they are such. What it remembers of the last case goes first.
     """
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
     return True

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
-from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers
+from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.gather import find_source, machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport, LoadRequest
 from unified_ckpt.engine.load import load as _load
@@ -21,7 +21,6 @@ from unified_ckpt.engine.prove import VerifyReport, verify_copies
 from unified_ckpt.engine.request import Targets, What, load_request, save_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
-from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.options import LoadOptions, SaveOptions
@@ -190,7 +189,7 @@ class Checkpointer:
 
     def load(
         self,
-        path: Path | Sequence[Path],
+        path: Path | Sequence[Path] | SourceView,
         *,
         model: Model | None = None,
         optimizer: Optimizers | None = None,
@@ -205,23 +204,21 @@ class Checkpointer:
         Optimizer state that does not exist yet is made from the checkpoint, never by a step; what the checkpoint lacks is cleared.
 
         Ranks on several machines may have a folder each, whole or in fragments: what is not on a machine's disk comes from the others,
-        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine.
+        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine, or be a
+        checkpoint that every rank has opened, which stays open.
 
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
         the first byte is written, but for an IntegrityError of a digest, which says that the target is unusable.
         """
         self.wait()
         options = options or LoadOptions()
-        comm, paths = self._ranks(), [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        where, timeout = ", ".join(os.fspath(one) for one in paths), options.timeout_seconds
+        comm, timeout = self._ranks(), options.timeout_seconds
+        paths = [] if isinstance(path, SourceView) else [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        where = f"an opened checkpoint ({path.format})" if isinstance(path, SourceView) else ", ".join(os.fspath(one) for one in paths)
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            opened = self._open(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
-            source: Source | Exception = opened if isinstance(opened, Exception) else opened[0]
-            if is_scattered([os.fspath(one) for one in paths], opened, machines):
-                source = gather(
-                    comm, f"load of {where}", [self._resolve(one) for one in paths], opened, machines, owned, timeout_seconds=timeout
-                )
+            given = path.source if isinstance(path, SourceView) else None
+            source = given or find_source(comm, where, [self._resolve(one) for one in paths], machines, owned, timeout_seconds=timeout)
             request: LoadRequest | Exception
             try:
                 if isinstance(source, Exception):
@@ -231,17 +228,6 @@ class Checkpointer:
             except Exception as error:  # told to every rank in the load
                 request = error
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
-
-    def _open(self, paths: Sequence[Path], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
-        """This rank's folders, or why there is none. `hold`: on one rank of each machine."""
-        found: list[Folder] = []
-        try:
-            for path in paths:
-                found.append(open_path(self._resolve(path), hold=hold))
-                owned.callback(found[-1].close)
-        except Exception as error:
-            return error
-        return found
 
     def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:
         """Collective at the first load. The machine of each rank."""
@@ -325,7 +311,7 @@ def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: An
         raise
 
 
-def load(path: Path | Sequence[Path], *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
+def load(path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
     """One-shot form of `Checkpointer.load`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **what)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from unified_ckpt.engine.checkpoint import Folder, open_folder
+from unified_ckpt.engine.checkpoint import Folder, open_folder, open_path
 from unified_ckpt.engine.folders import Folders
 from unified_ckpt.engine.inventory import Listing, decode_inventory, decode_listing, listing_name, take_inventory
 from unified_ckpt.engine.joint import Joint
@@ -34,6 +34,31 @@ def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: flo
             numbers = {name: number for number, name in enumerate(dict.fromkeys(told))}
             meeting.put("machines", json.dumps([numbers[name] for name in told]).encode())
     found: list[int] = json.loads(meeting.get("machines"))
+    return found
+
+
+def find_source(
+    comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+) -> Source | Exception:
+    """The checkpoint at some paths of this machine, or why this rank has none. Collective where it may lie on several machines.
+
+    `owned`: what is to be closed after all ranks have read.
+    """
+    opened = _open(paths, owned, hold=machines.index(machines[comm.rank]) == comm.rank)
+    if is_scattered(paths, opened, machines):
+        return gather(comm, f"load of {where}", paths, opened, machines, owned, timeout_seconds=timeout_seconds)
+    return opened if isinstance(opened, Exception) else opened[0]
+
+
+def _open(paths: Sequence[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
+    """This rank's folders, or why there is none. `hold`: on one rank of each machine."""
+    found: list[Folder] = []
+    try:
+        for path in paths:
+            found.append(open_path(path, hold=hold))
+            owned.callback(found[-1].close)
+    except Exception as error:
+        return error
     return found
 
 

@@ -20,9 +20,10 @@ except ImportError as error:
 
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.hf_bound import Bound
+from unified_ckpt.integrations.hf_names import open_hub_names, open_model_names
 from unified_ckpt.options import LoadOptions, SaveOptions
 
-__all__ = ["UnifiedCheckpointCallback"]
+__all__ = ["UnifiedCheckpointCallback", "open_hub_names", "open_model_names"]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):

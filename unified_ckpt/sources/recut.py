@@ -48,7 +48,7 @@ class Recut:
 
     def __init__(self, source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -> None:
         self._source, self._made, self._parts = source, made, frozenset(parts)
-        self._names: dict[str, dict[str, None]] = {}
+        self._names: dict[str, dict[str, Made | None]] = {}  # None: as it is stored
 
     @property
     def format(self) -> str:
@@ -65,7 +65,7 @@ class Recut:
             stored = set(self._source.names(part))
             found = {name: made for name, made in self._made.items() if all(piece.stored in stored for piece in made.pieces)}
             used = {piece.stored for made in found.values() for piece in made.pieces}
-            self._names[part] = dict.fromkeys([*found, *sorted(stored - used)])
+            self._names[part] = {**found, **dict.fromkeys(sorted(stored - used))}
         return self._names[part].keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
@@ -140,12 +140,12 @@ class Recut:
         self._source.close()
 
     def _made_of(self, part: str, names: Collection[str]) -> dict[str, Made]:
-        there = self.names(part)
-        absent = [name for name in names if name not in there]
+        absent = sorted(set(names) - set(self.names(part)))
         if absent:
             raise NotFoundError(f"{part}:{absent[0]}: is not in the checkpoint")
-        kept = self._source.specs(part, {name for name in names if name not in self._made})
-        return {name: self._made.get(name) or Made(kept[name].shape, (Piece(name, 0, prod(kept[name].shape)),)) for name in names}
+        made = {name: self._names[part][name] for name in names}
+        kept = self._source.specs(part, {name for name, one in made.items() if one is None})
+        return {name: one or Made(kept[name].shape, (Piece(name, 0, prod(kept[name].shape)),)) for name, one in made.items()}
 
 
 def _by_part(wanted: Collection[Key]) -> dict[str, list[str]]:

@@ -16,7 +16,16 @@ from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.load import LoadReport
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.integrations.hf_names import open_model_names
+from unified_ckpt.integrations.hf_origin import (
+    check_full,
+    check_optimizer,
+    check_stock,
+    is_in_other_names,
+    of_another_model,
+    optimizer_kind,
+)
 from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
@@ -91,6 +100,8 @@ class Bound:
             return
         os.makedirs(output_dir, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "config"):  # as save_pretrained does
+            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
         for config in configs:
             if hasattr(config, "save_pretrained"):
@@ -113,6 +124,7 @@ class Bound:
         trainer = self.trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
+            "optimizer": optimizer_kind(_plain(trainer.optimizer)),
             "scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
         }
@@ -138,13 +150,21 @@ class Bound:
             )
         elif isinstance(resume_from_checkpoint, str):
             check_path(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str) and is_ours(resume_from_checkpoint):
+            check_full(resume_from_checkpoint)
         return self._stock["train"](resume_from_checkpoint, *args, **more)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not is_ours(resume_from_checkpoint):
-            self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+        if is_ours(resume_from_checkpoint):
+            self._load_model(resume_from_checkpoint)
             return
-        self._load_model(resume_from_checkpoint)
+        inner = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        check_stock(resume_from_checkpoint, inner, fsdp=self.trainer.is_fsdp_enabled)
+        if is_in_other_names(resume_from_checkpoint, inner):
+            with open_model_names(resume_from_checkpoint, model=inner) as source:
+                self._checkpointer.load(source, model=inner, options=self._load_options)
+            return
+        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
@@ -155,7 +175,10 @@ class Bound:
 
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self._checkpointer.load(path, model=model, options=self._load_options)
+        try:
+            self._checkpointer.load(path, model=model, options=self._load_options)
+        except MismatchError as error:
+            raise of_another_model(error, path, model) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_ours(checkpoint):
@@ -163,6 +186,7 @@ class Bound:
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
+        check_optimizer(checkpoint, _plain(trainer.optimizer))
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})  # the model has been loaded before; it tells names
         self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=options)
         saved = (self._report.extra or {}).get("scheduler")

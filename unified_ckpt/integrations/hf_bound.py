@@ -27,9 +27,11 @@ from unified_ckpt.integrations.hf_origin import (
     optimizer_kind,
 )
 from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
+from unified_ckpt.integrations.hf_scheduler import regrouped
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.runtime.modules import flatten_model
 from unified_ckpt.runtime.randomness import RandomStates
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -191,6 +193,9 @@ class Bound:
         self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=options)
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:
+            with open_source(checkpoint) as source:
+                groups = source.source.said().groups
+            saved = regrouped(saved, _plain(trainer.optimizer), flatten_model(model).names(), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from test_trainer import STEPS, Sequences, StopAt, losses, model
 from test_trainer_experts import mixtral
 
 import unified_ckpt as uc
+from unified_ckpt.engine import commit
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -146,7 +148,30 @@ def refusals(root: Path, layout: str) -> None:
         UnifiedCheckpointCallback().attach(staged)
 
 
-CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, refusals)}
+def killed(root: Path, layout: str) -> None:
+    """The second save ends this rank, once all is written and before it has its name."""
+    made = trainer(root / f"killed-{layout}", layout)
+    publish = commit.publish
+
+    def die(*arguments: Any, **more: Any) -> Any:
+        if made.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return publish(*arguments, **more)
+
+    commit.publish = die
+    made.train()
+
+
+def after(root: Path, layout: str) -> None:
+    """What `killed` has left is resumed, and ends as the run that `same` did not interrupt."""
+    run = root / f"killed-{layout}"
+    resumed = trainer(run, layout, AsStored(run / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == torch.load(root / f"losses-{layout}.pt")
+    check_equal(stored(run / "checkpoint-6"), stored(root / f"straight-{layout}" / "checkpoint-6"))
+
+
+CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, refusals, killed, after)}
 
 
 def refused(made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False) -> None:

@@ -29,11 +29,15 @@ __all__ = ["UnifiedCheckpointCallback", "open_hub_names", "open_model_names"]
 class UnifiedCheckpointCallback(TrainerCallback):
     """Makes a Trainer save and resume through the engine. It finds the Trainer that it is given to; or say `attach(trainer)`.
 
-    One process and DDP, full fine-tuning. `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock
-    Trainer wrote is resumed by the stock Trainer. Any number of processes may resume: random states are given back where it is the same
-    number, else derived from the saved seed and the rank, which the log says.
+    One process, DDP, FSDP2 and models sharded at load, full fine-tuning; any of them resumes any other's checkpoints.
+    `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock Trainer wrote is resumed by the stock
+    Trainer. Any number of processes may resume: random states are given back where it is the same number, else derived from the saved seed
+    and the rank, which the log says.
 
-    LayoutError for what this version does not save: adapters (PEFT), FSDP, DeepSpeed, DataParallel, and pushing to the hub.
+    `save_only_model`: in place of the Trainer's argument of that name; None: as that says. The Trainer takes a model that is sharded at
+    load only with `save_only_model=True`; False here saves its optimizer all the same.
+
+    LayoutError for what this version does not save: adapters (PEFT), FSDP1, pipeline stages, DeepSpeed, DataParallel, pushing to the hub.
     """
 
     def __init__(

@@ -7,11 +7,11 @@ follows whatever transformers does, and refuses what is not a cut: a transposed 
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -52,11 +52,9 @@ def _view(path: str | os.PathLike[str], made: Callable[[], Mapping[str, Made]]) 
 
 def hub_tensors(model: torch.nn.Module) -> dict[str, Made]:
     """The hub's tensors of a model that is called otherwise in memory, or cut otherwise: each as elements of one of memory's."""
-    bare: Any = copy.copy(model)
-    vars(bare).pop("_weight_conversions", None)  # what its own loading has used: nothing, if it was loaded from a checkpoint of ours
     own = {name: torch.empty(tensor.shape, dtype=torch.uint8, device="meta") for name, tensor in model.state_dict().items()}
-    with _Uncopied():
-        found: dict[str, torch.Tensor] = revert_weight_conversion(bare, dict(own))
+    with _by_the_table(model), _Uncopied():
+        found: dict[str, torch.Tensor] = revert_weight_conversion(cast("Any", model), dict(own))
     names = {id(tensor): name for name, tensor in own.items()}
     made = {}
     for name, tensor in found.items():
@@ -90,6 +88,16 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Made]:
             raise FormatError(f"{name}: the hub's tensors of it end at element {ends[-1]} of {prod(shapes[name])}; needed all of it, once")
         made[name] = Made(shapes[name], tuple(Piece(part, 0, count) for _, part, count in found))
     return made
+
+
+@contextlib.contextmanager
+def _by_the_table(model: torch.nn.Module) -> Iterator[None]:
+    """The model without its note of what its own loading has converted: nothing, if that was from a checkpoint of ours."""
+    held = {name: vars(model).pop(name) for name in ("_weight_conversions",) if name in vars(model)}
+    try:
+        yield
+    finally:
+        vars(model).update(held)
 
 
 class _Uncopied(TorchFunctionMode):

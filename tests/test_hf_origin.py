@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,19 @@ def test_the_callback_chooses_the_model_alone_where_the_trainer_may_not(run: Pat
         made.train()
         with uc.open(tmp_path / f"{told}-{chosen}" / "checkpoint-2") as source:
             assert ("optimizer" in source.parts) == has
+
+
+def test_a_resume_reads_each_tensor_once(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, callback = trainer(tmp_path, stock=True, max_steps=3), UnifiedCheckpointCallback()
+    callback.attach(made)
+    with caplog.at_level("INFO", logger="unified_ckpt"):
+        made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    with uc.open(run / "checkpoint-2") as source:
+        nbytes = sum(view.dtype.itemsize * prod(view.shape) for view in source["optimizer"].values())
+    assert len([line for line in caplog.messages if line.startswith("loaded")]) == 2, "the model, and the optimizer"
+    assert callback._bound is not None
+    assert callback._bound._report is not None
+    assert callback._bound._report.bytes_read == nbytes
 
 
 def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_over_ranks(tmp_path: Path) -> None:
     """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups differs between the layouts."""
-    run(tmp_path, 2, "same:accelerate:mixtral", "same:tp=2:mixtral", "same:fsdp=2,ep=2:mixtral")
+    run(tmp_path, 2, "same:accelerate:mixtral", "same:tp=2:mixtral", "same:fsdp=2,ep=2:mixtral", "hub:accelerate", "hub:tp=2,ep=2")
     run(tmp_path, 2, "into:tp=2,ep=2:accelerate-mixtral:mixtral", "into:accelerate:fsdp=2,ep=2-mixtral:mixtral")
     run(tmp_path, 1, "into:plain:tp=2-mixtral:mixtral")
 

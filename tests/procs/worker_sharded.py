@@ -30,7 +30,7 @@ from test_trainer_experts import mixtral
 
 import unified_ckpt as uc
 from unified_ckpt.engine import commit
-from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, open_model_names
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 BATCH = 8  # over all ranks, in every layout
@@ -136,6 +136,17 @@ def stock(root: Path, layout: str) -> None:
     assert uc.verify(root / "stock" / "checkpoint-6", deep=True).ok
 
 
+def hub(root: Path, layout: str) -> None:
+    """A folder in the hub's names is loaded into a sharded model whose experts are stacked."""
+    made = trainer(root / "hub", layout, net="mixtral", stock=True, max_steps=1, save_strategy="no")
+    made.train()
+    with open_model_names(root / "start-mixtral", model=made.model) as source:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in source["model"]
+        report = uc.load(source, model=made.model)
+    assert report.missing == report.unexpected == ()
+    check_equal(weights(made.model), AutoModelForCausalLM.from_pretrained(root / "start-mixtral").state_dict())
+
+
 def refusals(root: Path, layout: str) -> None:
     """FSDP1 and pipeline stages are refused by name, with the way out."""
     del layout
@@ -171,7 +182,7 @@ def after(root: Path, layout: str) -> None:
     check_equal(stored(run / "checkpoint-6"), stored(root / f"straight-{layout}" / "checkpoint-6"))
 
 
-CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, refusals, killed, after)}
+CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, hub, refusals, killed, after)}
 
 
 def refused(made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False) -> None:

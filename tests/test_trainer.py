@@ -43,7 +43,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def trainer(out: Path, *callbacks: TrainerCallback, stock: bool = False, **arguments: Any) -> Trainer:
+def trainer(out: Path, *callbacks: TrainerCallback, stock: bool = False, net: torch.nn.Module | None = None, **arguments: Any) -> Trainer:
     told = TrainingArguments(
         output_dir=str(out),
         **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "per_device_train_batch_size": 4, **arguments},
@@ -52,7 +52,7 @@ def trainer(out: Path, *callbacks: TrainerCallback, stock: bool = False, **argum
         disable_tqdm=True,
     )
     ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
-    return Trainer(model=model(), args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
+    return Trainer(model=net or model(), args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
 
 
 def losses(of: Trainer) -> list[float]:

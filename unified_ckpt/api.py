@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.gather import gather, is_scattered, machine_numbers, open_folders
+from unified_ckpt.engine.gather import find_source, machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
@@ -21,14 +21,13 @@ from unified_ckpt.engine.prove import VerifyReport, verify_copies
 from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
-from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
-from unified_ckpt.runtime.probe import first_ranks, machine_id
+from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ class Checkpointer:
 
     def load(
         self,
-        path: Path | Sequence[Path],
+        path: Path | Sequence[Path] | SourceView,
         *,
         model: Model | None = None,
         optimizer: Optimizers | None = None,
@@ -209,7 +208,8 @@ class Checkpointer:
         `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they are filled after the tensors.
 
         Ranks on several machines may have a folder each, whole or in fragments: what is not on a machine's disk comes from the others,
-        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine.
+        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine, or be a
+        checkpoint that every rank has opened, which stays open.
 
         Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
         the first byte is written. But for an IntegrityError of a digest, and a CheckpointError of an object that does not take its state:
@@ -217,16 +217,13 @@ class Checkpointer:
         """
         self.wait()
         options = options or LoadOptions()
-        comm, paths = self._ranks(), [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        where, timeout = ", ".join(os.fspath(one) for one in paths), options.timeout_seconds
+        comm, timeout = self._ranks(), options.timeout_seconds
+        paths = [] if isinstance(path, SourceView) else [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        where = f"an opened checkpoint ({path.format})" if isinstance(path, SourceView) else ", ".join(os.fspath(one) for one in paths)
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            opened = open_folders((self._resolve(one) for one in paths), owned, hold=comm.rank in first_ranks(machines))
-            source: Source | Exception = opened if isinstance(opened, Exception) else opened[0]
-            if is_scattered([os.fspath(one) for one in paths], opened, machines):
-                source = gather(
-                    comm, f"load of {where}", [self._resolve(one) for one in paths], opened, machines, owned, timeout_seconds=timeout
-                )
+            given = path.source if isinstance(path, SourceView) else None
+            source = given or find_source(comm, where, [self._resolve(one) for one in paths], machines, owned, timeout_seconds=timeout)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
@@ -313,7 +310,7 @@ def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: An
         raise
 
 
-def load(path: Path | Sequence[Path], *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
+def load(path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
     """One-shot form of `Checkpointer.load`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **what)

@@ -47,13 +47,14 @@ class SaveOptions(_Options):
 class LoadOptions(_Options):
     """How to load.
 
-    `verify`: "read" checks the digests of the blocks that were read whole, "full" also reads the rest of the others, "off" none;
-    sizes and headers are always checked first. `cast`: whether a tensor may be read into another dtype. `hyperparameters`: those of
-    the checkpoint, or the optimizer's own. `max_over_read`: bytes read on this machine over bytes wanted on it. `share_reads`: where
-    several machines see one folder, each byte is read by one of them and sent to the others: "auto" where they want the same bytes and
-    the file system may be the bound.
+    `parts`: only these are read; the others are left as they are, and tell names. `verify`: "read" checks the digests of the blocks that
+    were read whole, "full" also reads the rest of the others, "off" none; sizes and headers are always checked first. `cast`: whether a
+    tensor may be read into another dtype. `hyperparameters`: those of the checkpoint, or the optimizer's own. `max_over_read`: bytes read
+    on this machine over bytes wanted on it. `share_reads`: where several machines see one folder, each byte is read by one of them and sent
+    to the others: "auto" where they want the same bytes and the file system may be the bound.
     """
 
+    parts: tuple[str, ...] | None = None
     verify: Literal["read", "full", "off"] = "read"
     cast: bool = False
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"

@@ -45,6 +45,19 @@ def open_folders(paths: Iterable[str], owned: ExitStack, *, hold: bool) -> list[
     return found
 
 
+def find_source(
+    comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+) -> Source | Exception:
+    """The checkpoint at some paths of this machine, or why this rank has none. Collective where it may lie on several machines.
+
+    `owned`: what is to be closed after all ranks have read.
+    """
+    opened = open_folders(paths, owned, hold=comm.rank in first_ranks(machines))
+    if is_scattered(paths, opened, machines):
+        return gather(comm, f"load of {where}", paths, opened, machines, owned, timeout_seconds=timeout_seconds)
+    return opened if isinstance(opened, Exception) else opened[0]
+
+
 def is_scattered(paths: Sequence[str], opened: Sequence[Folder] | Exception, machines: Sequence[int]) -> bool:
     """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
     if any(is_url(path) for path in paths):

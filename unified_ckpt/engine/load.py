@@ -29,7 +29,7 @@ from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
 from unified_ckpt.runtime.staging import Wait, giving_up
-from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.state import MODEL, State
 from unified_ckpt.runtime.windows import Windows, exchange_number
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -249,7 +249,7 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
         names = request.optimizer.names_held()
         request.optimizer.install(scalars={n: s for n, s in request.said.scalars.items() if n in names}, groups=groups)
     for name, module in request.state.model.extra_owners.items():
-        if name in request.said.modules:
+        if MODEL in request.state.asked and name in request.said.modules:
             module.set_extra_state(request.said.modules[name])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,10 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         model_dtype=None,
     )
     target = None
+    given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if isinstance(master_weights, Optimizer) else [])}
+    wanted = _wanted(given, options.parts)
+    objects = objects if OPTIMIZER in wanted else []
+    master_weights = master_weights if MASTER in wanted else None
     if objects or isinstance(master_weights, Optimizer):
         if model is None:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
@@ -118,7 +122,17 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         if isinstance(master_weights, Optimizer):
             state.asked.add(MASTER)
             state.parts += place_targets(placer, MASTER, target.masters, leaders)
+    state.parts = [part for part in state.parts if part.row.part in wanted]
+    state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
+
+
+def _wanted(given: set[str], chosen: Sequence[str] | None) -> set[str]:
+    """The parts to read. LayoutError for one that was chosen and has no target."""
+    stray = [part for part in chosen or () if part not in given]
+    if stray:
+        raise LayoutError(f"LoadOptions(parts=...): {stray[0]!r} has no target in this load; needed some of {', '.join(sorted(given))}")
+    return given if chosen is None else set(chosen)
 
 
 def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:

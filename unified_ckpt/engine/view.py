@@ -118,6 +118,11 @@ class SourceView:
         return PartView(self._source, part)
 
     @property
+    def source(self) -> Source:
+        """What it is a view of, without torch."""
+        return self._source
+
+    @property
     def format(self) -> str:
         return self._source.format
 

@@ -16,11 +16,22 @@ from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.load import LoadReport
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.integrations.hf_names import open_model_names
+from unified_ckpt.integrations.hf_origin import (
+    check_full,
+    check_optimizer,
+    check_stock,
+    is_in_other_names,
+    of_another_model,
+    optimizer_kind,
+)
 from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
+from unified_ckpt.integrations.hf_scheduler import regrouped
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.runtime.modules import flatten_model
 from unified_ckpt.runtime.randomness import RandomStates
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -30,9 +41,10 @@ _FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small fil
 class Bound:
     """A Trainer with its ways to save and load replaced by these."""
 
-    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
+    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions, *, save_only_model: bool | None) -> None:
         _refuse(trainer)
         self.trainer, self._load_options = trainer, load_options
+        self._save_only_model = save_only_model
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
         self._checkpointer = Checkpointer()
         self._report: LoadReport | None = None  # of the last load of optimizer state
@@ -63,7 +75,7 @@ class Bound:
                 state.best_model_checkpoint = best
                 if trainer.args.should_save:
                     state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
-            only_model = trainer.args.save_only_model
+            only_model = trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
             self._checkpointer.save(
                 path,
                 model=trainer.accelerator.unwrap_model(trainer.model),
@@ -90,6 +102,8 @@ class Bound:
             return
         os.makedirs(output_dir, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if hasattr(model, "config"):  # as save_pretrained does
+            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
         for config in configs:
             if hasattr(config, "save_pretrained"):
@@ -112,6 +126,7 @@ class Bound:
         trainer = self.trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
+            "optimizer": optimizer_kind(_plain(trainer.optimizer)),
             "scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
         }
@@ -137,13 +152,21 @@ class Bound:
             )
         elif isinstance(resume_from_checkpoint, str):
             check_path(resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str) and is_ours(resume_from_checkpoint):
+            check_full(resume_from_checkpoint)
         return self._stock["train"](resume_from_checkpoint, *args, **more)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not is_ours(resume_from_checkpoint):
-            self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+        if is_ours(resume_from_checkpoint):
+            self._load_model(resume_from_checkpoint)
             return
-        self._load_model(resume_from_checkpoint)
+        inner = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        check_stock(resume_from_checkpoint, inner, fsdp=self.trainer.is_fsdp_enabled)
+        if is_in_other_names(resume_from_checkpoint, inner):
+            with open_model_names(resume_from_checkpoint, model=inner) as source:
+                self._checkpointer.load(source, model=inner, options=self._load_options)
+            return
+        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
@@ -154,7 +177,10 @@ class Bound:
 
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self._checkpointer.load(path, model=model, options=self._load_options)
+        try:
+            self._checkpointer.load(path, model=model, options=self._load_options)
+        except MismatchError as error:
+            raise of_another_model(error, path, model) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_ours(checkpoint):
@@ -162,9 +188,14 @@ class Bound:
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=self._load_options)
+        check_optimizer(checkpoint, _plain(trainer.optimizer))
+        options = self._load_options.model_copy(update={"parts": ("optimizer",)})  # the model has been loaded before; it tells names
+        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=options)
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:
+            with open_source(checkpoint) as source:
+                groups = source.source.said().groups
+            saved = regrouped(saved, _plain(trainer.optimizer), flatten_model(model).names(), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -201,8 +232,10 @@ def _refuse(trainer: Any) -> None:
         why = "the model has adapters (PEFT)"
     elif trainer.is_deepspeed_enabled:
         why = "DeepSpeed holds the state"
-    elif trainer.is_fsdp_enabled:
-        why = "FSDP shards the state in Accelerate's way"
+    elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        why = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
+    elif getattr(trainer.model, "_pp_stage", None) is not None:
+        why = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
     elif trainer.args.n_gpu > 1:
         why = "DataParallel; needed torchrun"
     elif trainer.args.push_to_hub:

@@ -20,23 +20,35 @@ except ImportError as error:
 
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.hf_bound import Bound
+from unified_ckpt.integrations.hf_names import open_hub_names, open_model_names
 from unified_ckpt.options import LoadOptions, SaveOptions
 
-__all__ = ["UnifiedCheckpointCallback"]
+__all__ = ["UnifiedCheckpointCallback", "open_hub_names", "open_model_names"]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
     """Makes a Trainer save and resume through the engine. It finds the Trainer that it is given to; or say `attach(trainer)`.
 
-    One process and DDP, full fine-tuning. `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock
-    Trainer wrote is resumed by the stock Trainer. Any number of processes may resume: random states are given back where it is the same
-    number, else derived from the saved seed and the rank, which the log says.
+    One process, DDP, FSDP2 and models sharded at load, full fine-tuning; any of them resumes any other's checkpoints.
+    `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock Trainer wrote is resumed by the stock
+    Trainer. Any number of processes may resume: random states are given back where it is the same number, else derived from the saved seed
+    and the rank, which the log says.
 
-    LayoutError for what this version does not save: adapters (PEFT), FSDP, DeepSpeed, DataParallel, and pushing to the hub.
+    `save_only_model`: in place of the Trainer's argument of that name; None: as that says. The Trainer takes a model that is sharded at
+    load only with `save_only_model=True`; False here saves its optimizer all the same.
+
+    LayoutError for what this version does not save: adapters (PEFT), FSDP1, pipeline stages, DeepSpeed, DataParallel, pushing to the hub.
     """
 
-    def __init__(self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        save_only_model: bool | None = None,
+    ) -> None:
         self._save_options, self._load_options = save_options or SaveOptions(), load_options or LoadOptions()
+        self._save_only_model = save_only_model
         self._bound: Bound | None = None
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
@@ -51,7 +63,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Binds the callback to a Trainer. Once is enough; again is no matter."""
         if self._bound is None or self._bound.trainer is not trainer:
-            self._bound = Bound(trainer, self._save_options, self._load_options)
+            self._bound = Bound(trainer, self._save_options, self._load_options, save_only_model=self._save_only_model)
 
 
 def _trainer_under_construction() -> Trainer | None:

@@ -1,0 +1,156 @@
+"""The hub's names of models whose experts are stacked in memory: beside what save_pretrained writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NomicBertConfig,
+    NomicBertModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import unified_ckpt as uc
+from unified_ckpt.integrations.hf_names import hub_tensors
+from unified_ckpt.integrations.transformers import open_hub_names, open_model_names
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+QUICK = uc.SaveOptions(fsync=False)
+
+
+def mixtral(seed: int = 0) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=3))
+
+
+def qwen(seed: int = 0) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(**SIZES, head_dim=4, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1)
+    return Qwen3MoeForCausalLM(config)
+
+
+MODELS = pytest.mark.parametrize("make", [mixtral, qwen], ids=["mixtral", "qwen3_moe"])
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name in os.listdir(folder):
+        if name.startswith("model") and name.endswith(".safetensors"):
+            found |= load_file(folder / name)
+    return found
+
+
+def check_same(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == needed.keys()
+    assert [name for name, tensor in needed.items() if not torch.equal(found[name], tensor)] == []
+
+
+@MODELS
+@pytest.mark.parametrize("from_config", [False, True])
+def test_a_checkpoint_in_the_hubs_names_is_what_save_pretrained_writes(tmp_path: Path, make: Any, from_config: bool) -> None:
+    model = make()
+    model.save_pretrained(tmp_path / "hub")
+    uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
+    needed = stored(tmp_path / "hub")
+    assert needed.keys() != stored(tmp_path / "ours").keys(), "or the test proves nothing"
+    with open_hub_names(tmp_path / "ours", model=None if from_config else model) as source:
+        assert source.parts == ("model",)
+        check_same({name: view[...] for name, view in source["model"].items()}, needed)
+
+
+def attach(model: Any) -> Any:
+    """The configuration as a Trainer leaves it: with the name of the model's class."""
+    model.config.architectures = [type(model).__name__]
+    return model.config.save_pretrained
+
+
+@MODELS
+@pytest.mark.parametrize("max_shard_size", ["50GB", "10KB"], ids=["one file", "many files"])
+def test_a_folder_of_the_hub_loads_into_the_model_in_memory(tmp_path: Path, make: Any, max_shard_size: str) -> None:
+    model = make()
+    model.save_pretrained(tmp_path / "hub", max_shard_size=max_shard_size)
+    other = make(seed=1)
+    with open_model_names(tmp_path / "hub", model=other) as source:
+        report = uc.load(source, model=other)
+    check_same(other.state_dict(), model.state_dict())
+    assert report.bytes_read == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def test_a_folder_in_the_models_own_names_passes_as_it_is(tmp_path: Path) -> None:
+    model, other = mixtral(), mixtral(seed=1)
+    uc.save(tmp_path / "ours", model=model, options=QUICK)
+    with open_model_names(tmp_path / "ours", model=other) as source:
+        report = uc.load(source, model=other)
+    check_same(other.state_dict(), model.state_dict())
+    assert report.verified_bytes == report.bytes_read, "its digests are those of the folder"
+
+
+def test_the_view_written_out_opens_as_the_hubs_and_says_the_same(tmp_path: Path) -> None:
+    model = mixtral()
+    uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
+    loaded = MixtralForCausalLM.from_pretrained(tmp_path / "ours")
+    assert hub_tensors(loaded) == hub_tensors(model), "though its own loading has renamed nothing"
+    with open_hub_names(tmp_path / "ours") as source:
+        tensors = {name: view[...] for name, view in source["model"].items()}
+    uc.save(tmp_path / "hub", model=tensors, attach=model.config.save_pretrained, options=QUICK)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    check_same(found.state_dict(), model.state_dict())
+
+
+def test_master_weights_have_the_hubs_names_too(tmp_path: Path) -> None:
+    model = mixtral()
+    model.save_pretrained(tmp_path / "hub")
+    uc.save(tmp_path / "ours", model=model, options=uc.SaveOptions(model_dtype="bfloat16", fsync=False))
+    with open_hub_names(tmp_path / "ours", model=model) as source:
+        needed = stored(tmp_path / "hub")
+        check_same({name: view[...] for name, view in source["model"].items()}, {n: t.to(torch.bfloat16) for n, t in needed.items()})
+        masters = {name: view[...] for name, view in source["master_weights"].items()}
+        check_same(masters, {name: needed[name] for name in masters})
+
+
+def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
+    model, other = mixtral(), mixtral(seed=1)
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    gone = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != gone}, file)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with open_model_names(tmp_path / "hub", model=other) as source, pytest.raises(uc.MismatchError) as caught:
+        uc.load(source, model=other)
+    assert caught.value.missing == ("model:model.layers.1.mlp.experts.gate_up_proj",)
+    assert "model:model.layers.1.block_sparse_moe.experts.2.w3.weight" in caught.value.unexpected
+    check_same(other.state_dict(), before)
+
+
+def test_a_model_that_has_the_hubs_names_in_memory_is_as_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True))
+    uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
+    with open_hub_names(tmp_path / "ours") as source:
+        check_same({name: view[...] for name, view in source["model"].items()}, stored(tmp_path / "ours"))
+        assert torch.equal(source["model"]["lm_head.weight"][...], model.lm_head.weight)
+
+
+def test_what_says_no_model_is_refused(tmp_path: Path) -> None:
+    uc.save(tmp_path / "ours", model=mixtral(), options=QUICK)
+    with pytest.raises(uc.NotFoundError, match=r"has no config.json, which says what model it is; needed model=\.\.\."):
+        open_hub_names(tmp_path / "ours")
+    with pytest.raises(uc.NotFoundError, match="there is no such folder"):
+        open_model_names(tmp_path / "nothing", model=mixtral())
+
+
+def test_what_the_hub_has_fused_and_memory_apart_is_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+    with pytest.raises(uc.FormatError, match=r"Wqkv.weight: transformers .* makes it from NomicBertModel's tensors by more than cutting"):
+        hub_tensors(NomicBertModel(NomicBertConfig(**sizes)))

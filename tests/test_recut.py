@@ -1,0 +1,100 @@
+"""Tensors cut up and joined anew: slices of the view beside torch's own."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unified_ckpt as uc
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.engine.view import SourceView
+from unified_ckpt.sources.recut import Made, Piece, Recut
+
+QUICK = uc.SaveOptions(fsync=False)
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tensors of 24 elements in each dtype."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{str(dtype).removeprefix('torch.')}/{i}": torch.randint(0, 100, (4, 6), generator=draw).to(dtype)
+        for dtype in DTYPES
+        for i in range(4)
+    }
+    path = tmp_path_factory.mktemp("recut") / "c"
+    uc.save(path, model=tensors, options=QUICK)
+    return path
+
+
+@settings(max_examples=150)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    pieces=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 24)).map(lambda p: (p[0], min(p[1:]), max(p[1:]))),
+        min_size=1,
+        max_size=6,
+    ),
+    cut=st.data(),
+)
+def test_any_slice_of_any_tensor_made_of_pieces(
+    folder: Path, dtype: torch.dtype, pieces: list[tuple[int, int, int]], cut: st.DataObject
+) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    count = sum(stop - start for _, start, stop in pieces)
+    width = cut.draw(st.sampled_from([n for n in (1, 2, 3, 5) if count % n == 0]))
+    made = Made((count // width, width), tuple(Piece(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces))
+    with uc.open(folder) as opened:
+        needed = torch.cat([opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]).reshape(made.shape)
+        view = SourceView(Recut(opened.source, {"made": made}, parts=["model"]))
+        assert torch.equal(view["model"]["made"][...], needed)
+        low, high = sorted(cut.draw(st.tuples(st.integers(0, made.shape[0]), st.integers(0, made.shape[0]))))
+        left, right = sorted(cut.draw(st.tuples(st.integers(0, width), st.integers(0, width))))
+        assert torch.equal(view["model"]["made"][low:high, left:right], needed[low:high, left:right])
+        target = torch.zeros_like(needed)
+        uc.load(view, model={"made": target}, strict=False)
+        assert torch.equal(target, needed)
+
+
+def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None:
+    made = {
+        "joined": Made((8, 6), (Piece("float32/0", 0, 24), Piece("float32/1", 0, 24))),
+        "not there": Made((2,), (Piece("float32/9", 0, 1), Piece("float32/2", 0, 1))),
+    }
+    with uc.open(folder) as opened:
+        view = SourceView(Recut(opened.source, made, parts=["model", "master_weights"]))
+        assert set(view["model"]) == {"joined", *opened["model"]} - {"float32/0", "float32/1"}
+        with pytest.raises(KeyError, match="not there"):
+            view["model"]["not there"]
+        with pytest.raises(uc.NotFoundError, match="float32/0: is not in the checkpoint"):
+            view.source.read("model", "float32/0", Box((0, 0), (1, 1)))
+
+
+def test_whole_tensors_keep_their_digests(folder: Path) -> None:
+    made = {"renamed": Made((24,), (Piece("float32/0", 0, 24),)), "half": Made((12,), (Piece("float32/1", 12, 12),))}
+    with uc.open(folder) as opened:
+        view = Recut(opened.source, made, parts=["model"])
+        wanted = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
+        found = view.block_digests(wanted)
+        stored = opened.source.block_digests([("model", "float32/0"), ("model", "uint8/0")])
+    assert [found[key] for key in wanted] == [stored["model", "float32/0"], None, stored["model", "uint8/0"]]
+
+
+def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
+    mixed = Made((48,), (Piece("float32/0", 0, 24), Piece("uint8/0", 0, 24)))
+    long = Made((30,), (Piece("float32/0", 0, 30),))
+    with uc.open(folder) as opened:
+        view = SourceView(Recut(opened.source, {"mixed": mixed, "long": long}, parts=["model"]))
+        with pytest.raises(uc.FormatError, match="mixed: its pieces have dtypes F32, U8; needed one"):
+            view["model"]["mixed"]
+        view = SourceView(Recut(opened.source, {"long": long}, parts=["model"]))
+        target = torch.zeros(prod(long.shape))
+        with pytest.raises(uc.FormatError, match="float32/0: has 24 elements; needed 30 to make long"):
+            uc.load(view, model={"long": target}, strict=False)
+        assert not target.any()

@@ -17,6 +17,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, whole_files, write_configs
 from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
@@ -63,16 +64,16 @@ class Bound:
                 state.best_model_checkpoint = best
                 if trainer.args.should_save:
                     state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
-            only_model = trainer.args.save_only_model
+            only_model, unwrapped = trainer.args.save_only_model, trainer.accelerator.unwrap_model(trainer.model)
             self._checkpointer.save(
                 path,
-                model=trainer.accelerator.unwrap_model(trainer.model),
+                **_weights(unwrapped),
                 optimizer=None if only_model else _plain(trainer.optimizer),
                 step=state.global_step,
                 extra=None if only_model else self._extra(),
                 rank_extra=None if only_model else RandomStates().state_dict(),
-                attach=lambda folder: shutil.copytree(small, folder, dirs_exist_ok=True),
-                options=self._save_options,
+                attach=lambda folder: _attach(unwrapped, small, folder),
+                options=whole_files(self._save_options) if has_adapters(unwrapped) else self._save_options,
             )
         finally:
             if trainer.args.should_save:
@@ -90,8 +91,10 @@ class Bound:
             return
         os.makedirs(output_dir, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if has_adapters(model):
+            write_configs(model, output_dir)
         configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
-        for config in configs:
+        for config in configs if not has_adapters(model) else ():
             if hasattr(config, "save_pretrained"):
                 config.save_pretrained(output_dir)
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
@@ -154,7 +157,7 @@ class Bound:
 
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self._checkpointer.load(path, model=model, options=self._load_options)
+        self._checkpointer.load(path, **_weights(model), options=self._load_options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_ours(checkpoint):
@@ -162,7 +165,9 @@ class Bound:
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        self._report = self._checkpointer.load(checkpoint, model=model, optimizer=_plain(trainer.optimizer), options=self._load_options)
+        self._report = self._checkpointer.load(
+            checkpoint, **_weights(model), optimizer=_plain(trainer.optimizer), options=self._load_options
+        )
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(saved)
@@ -197,9 +202,7 @@ def _replacing(options: SaveOptions) -> SaveOptions:
 def _refuse(trainer: Any) -> None:
     """LayoutError for what this version does not save."""
     why = ""
-    if hasattr(trainer.model, "peft_config"):
-        why = "the model has adapters (PEFT)"
-    elif trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled:
         why = "DeepSpeed holds the state"
     elif trainer.is_fsdp_enabled:
         why = "FSDP shards the state in Accelerate's way"
@@ -209,6 +212,17 @@ def _refuse(trainer: Any) -> None:
         why = "push_to_hub sends checkpoints before they are whole; needed push_to_hub=False"
     if why:
         raise LayoutError(f"UnifiedCheckpointCallback: {why}, which this version does not save")
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Any]:
+    """The arguments of a save or load that are the model: adapters alone where it has any."""
+    return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}
+
+
+def _attach(model: torch.nn.Module, small: str, folder: str) -> None:
+    shutil.copytree(small, folder, dirs_exist_ok=True)
+    if has_adapters(model):
+        link_adapters(model, folder)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.hf_bound import Bound
 from unified_ckpt.options import LoadOptions, SaveOptions
 
-__all__ = ["UnifiedCheckpointCallback"]
+__all__ = ["UnifiedCheckpointCallback", "UnifiedCheckpointMixin"]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
@@ -32,7 +32,9 @@ class UnifiedCheckpointCallback(TrainerCallback):
     Trainer wrote is resumed by the stock Trainer. Any number of processes may resume: random states are given back where it is the same
     number, else derived from the saved seed and the rank, which the log says.
 
-    LayoutError for what this version does not save: adapters (PEFT), FSDP, DeepSpeed, DataParallel, and pushing to the hub.
+    A model with adapters (PEFT) is stored as those: `adapter_model.safetensors` and what else is trained, and nothing of the base.
+
+    LayoutError for what this version does not save: FSDP, DeepSpeed, DataParallel, and pushing to the hub.
     """
 
     def __init__(self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
@@ -49,9 +51,32 @@ class UnifiedCheckpointCallback(TrainerCallback):
             raise CheckpointError("UnifiedCheckpointCallback: no Trainer was found at its construction; needed callback.attach(trainer)")
 
     def attach(self, trainer: Trainer) -> None:
-        """Binds the callback to a Trainer. Once is enough; again is no matter."""
+        """Binds the callback to a Trainer. Once is enough; again is no matter. CheckpointError where another one has done so."""
         if self._bound is None or self._bound.trainer is not trainer:
+            if isinstance(getattr(trainer.save_model, "__self__", None), Bound):
+                raise CheckpointError("UnifiedCheckpointCallback: the Trainer has one already, or is a UnifiedCheckpointMixin; needed one")
             self._bound = Bound(trainer, self._save_options, self._load_options)
+
+
+class UnifiedCheckpointMixin:
+    """The same for a class: `class MyTrainer(UnifiedCheckpointMixin, Trainer)`. The mixin stands first.
+
+    `save_options` and `load_options` are further arguments of the constructor.
+    """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(UnifiedCheckpointMixin):
+            raise TypeError(
+                f"{cls.__name__}: UnifiedCheckpointMixin comes after Trainer; needed class {cls.__name__}(UnifiedCheckpointMixin, …)"
+            )
+
+    def __init__(self, *args: Any, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if not isinstance(self, Trainer):
+            raise TypeError(f"{type(self).__name__}: UnifiedCheckpointMixin is for Trainers; needed a subclass of Trainer, too")
+        UnifiedCheckpointCallback(save_options=save_options, load_options=load_options).attach(self)
 
 
 def _trainer_under_construction() -> Trainer | None:

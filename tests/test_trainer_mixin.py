@@ -60,7 +60,7 @@ def test_a_mixin_and_a_callback_are_one_too_many(tmp_path: Path) -> None:
 
 
 def test_a_mixin_in_the_wrong_place_says_so() -> None:
-    with pytest.raises(TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed the mixin first"):
+    with pytest.raises(TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed class Late"):
 
         class Late(Trainer, UnifiedCheckpointMixin):
             pass

@@ -18,6 +18,7 @@ from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, whole_files, write_configs
+from unified_ckpt.integrations.hf_position import Position
 from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
@@ -37,6 +38,7 @@ class Bound:
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
         self._checkpointer = Checkpointer()
         self._report: LoadReport | None = None  # of the last load of optimizer state
+        self._position = Position(trainer)
         self._stock: dict[str, Callable[..., Any]] = {}
         for name in (
             "train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
@@ -117,6 +119,7 @@ class Bound:
         return {
             "scheduler": trainer.lr_scheduler.state_dict() if trainer.lr_scheduler is not None else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
+            "data": self._position.now(),
         }
 
     def _rotate(self, run: str) -> None:
@@ -140,6 +143,8 @@ class Bound:
             )
         elif isinstance(resume_from_checkpoint, str):
             check_path(resume_from_checkpoint)
+        at = resume_from_checkpoint
+        self._position.resume_from(at if isinstance(at, str) and is_ours(at) else None)
         return self._stock["train"](resume_from_checkpoint, *args, **more)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return LENGTH
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if i >= LENGTH:
+            raise IndexError(i)
         ids = torch.full((4 + i % 3,), i)  # of unequal length, for the samplers that group by it
         ids = torch.nn.functional.pad(ids, (0, 2 - i % 3))
         return {"input_ids": ids, "labels": ids}
@@ -34,6 +37,12 @@ class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         yield from (Numbered()[i] for i in range(LENGTH))
+
+
+class SaveAndStopAt(StopAt):
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_step_end(args, state, control, **more)
+        control.should_save = control.should_training_stop
 
 
 class Seen(Trainer):
@@ -75,40 +84,44 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (6, 1), (2, 3), (1, 2), (12, 1)])
-def test_no_sample_is_taken_twice_or_never(tmp_path: Path, order: list[int], batch: int, accumulation: int) -> None:
-    first = train(seen(tmp_path, StopAt(15), batch=4))
-    assert first == order[:60]
-    made = seen(tmp_path, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
-    assert first + train(made, resume=True) == order
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> Path:
+    """A run that stopped at step 15, which is sample 60, with the callback."""
+    root = tmp_path_factory.mktemp("stopped")
+    assert train(seen(root, StopAt(15), batch=4)) == order[:60]
+    return root
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 3), (12, 1)])
+def test_no_sample_is_taken_twice_or_never(stopped: Path, order: list[int], batch: int, accumulation: int) -> None:
+    made = seen(stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
+    assert train(made, resume=True) == order[60:]
     assert made.state.global_step == made.state.max_steps == 15 + 84 // (batch * accumulation)
 
 
-def test_twice_another_batch_size(tmp_path: Path, order: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    taken = train(seen(tmp_path, StopAt(15), batch=4))
-    taken += train(seen(tmp_path, StopAt(17), batch=12, save_steps=17), resume=True)
-    assert taken == order[:84]
+def test_after_a_change_steps_are_no_measure_any_more(
+    tmp_path: Path, stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    assert train(seen(tmp_path / "run", SaveAndStopAt(17), batch=12), resume=True) == order[60:84]
     with caplog.at_level(logging.INFO, logger="unified_ckpt"):
-        taken += train(seen(tmp_path, batch=12, save_strategy="no"), resume=True)
-    assert taken == order, "step 17 is sample 84, not 17 * 12"
+        rest = train(seen(tmp_path / "run", batch=12, save_strategy="no"), resume=True)
+    assert rest == order[84:], "step 17 is sample 84, not 17 * 12"
     assert "another total batch size" not in caplog.text
 
 
-def test_max_steps_are_steps(tmp_path: Path, order: list[int]) -> None:
-    taken = train(seen(tmp_path, StopAt(15), batch=4, max_steps=22))
-    made = seen(tmp_path, batch=12, max_steps=22, save_strategy="no")
-    assert taken + train(made, resume=True) == order
+def test_max_steps_are_steps(stopped: Path, order: list[int]) -> None:
+    made = seen(stopped, batch=12, max_steps=22, save_strategy="no")
+    assert train(made, resume=True) == order[60:]
     assert made.state.global_step == 22
 
 
 def test_samples_that_fill_no_step_are_taken_again_and_the_log_says_so(
-    tmp_path: Path, order: list[int], caplog: pytest.LogCaptureFixture
+    stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = train(seen(tmp_path, StopAt(15), batch=4))
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        rest = train(seen(tmp_path, batch=8, save_strategy="no"), resume=True)
-    assert rest == order[56:]
-    assert first[56:] == order[56:60]
+        rest = train(seen(stopped, StopAt(17), batch=8, save_strategy="no"), resume=True)
+    assert rest == order[56:72]
     assert "4 samples of the epoch are taken again: 12 have been, a step is 8 now" in caplog.text
 
 
@@ -126,16 +139,14 @@ def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:
         ({"train_sampling_strategy": "sequential"}, "the data is in its own order of 48 samples, seed None"),
     ],
 )
-def test_an_order_that_is_another_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str) -> None:
-    train(seen(tmp_path, StopAt(15), batch=4))
+def test_an_order_that_is_another_is_told(stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        train(seen(tmp_path, StopAt(16), batch=6, save_strategy="no", **arguments), resume=True)
+        train(seen(stopped, StopAt(16), batch=6, save_strategy="no", **arguments), resume=True)
     assert said in caplog.text
 
 
-def test_ignore_data_skip_begins_the_epoch_again(tmp_path: Path, order: list[int]) -> None:
-    train(seen(tmp_path, StopAt(15), batch=4))
-    rest = train(seen(tmp_path, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True)
+def test_ignore_data_skip_begins_the_epoch_again(stopped: Path, order: list[int]) -> None:
+    rest = train(seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True)
     assert rest == order[48:72]
 
 

@@ -32,16 +32,17 @@ _FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small fil
 class Bound:
     """A Trainer with its ways to save and load replaced by these."""
 
-    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
-        _refuse(trainer)
-        self.trainer, self._load_options = trainer, load_options
+    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions, *, async_save: bool) -> None:
+        _refuse(trainer, async_save)
+        self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
+        self._files: str | None = None  # the folder of the small files of the save in flight
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
         self._checkpointer = Checkpointer()
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = Position(trainer)
         self._stock: dict[str, Callable[..., Any]] = {}
         for name in (
-            "train", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+            "train", "_finalize_training", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
             "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "_load_best_model",
         ):  # fmt: skip
             self._stock[name] = getattr(trainer, name)
@@ -52,44 +53,72 @@ class Bound:
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """The Trainer's own, into a folder for its small files; then everything, into the checkpoint's."""
         trainer, state = self.trainer, self.trainer.state
-        _refuse(trainer)
+        _refuse(trainer, self._async_save)
+        self.wait()
         run = trainer._get_output_dir(trial=trial)
-        path, files = os.path.join(run, f"{PREFIX}{state.global_step}"), os.path.join(run, f"{_FILES}{state.global_step}")
+        path, self._files = os.path.join(run, f"{PREFIX}{state.global_step}"), os.path.join(run, f"{_FILES}{state.global_step}")
         best = os.path.join(run, f"{PREFIX}{state.best_global_step}")
         if state.best_global_step and os.path.isdir(best):
             state.best_model_checkpoint = best
-        small = os.path.join(files, f"{PREFIX}{state.global_step}")
+        small = os.path.join(self._files, f"{PREFIX}{state.global_step}")
         try:
-            with _instead(trainer, "_get_output_dir", lambda **_: files):
-                self._stock["_save_checkpoint"](model, trial)
+            self._save_small(model, trial)
             if best == path:  # the stock one has found it where its small files are
                 state.best_model_checkpoint = best
                 if trainer.args.should_save:
                     state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
-            only_model, unwrapped = trainer.args.save_only_model, trainer.accelerator.unwrap_model(trainer.model)
-            self._checkpointer.save(
-                path,
-                **_weights(unwrapped),
-                optimizer=None if only_model else _plain(trainer.optimizer),
-                step=state.global_step,
-                extra=None if only_model else self._extra(),
-                rank_extra=None if only_model else RandomStates().state_dict(),
-                attach=lambda folder: _attach(unwrapped, small, folder),
-                options=whole_files(self._save_options) if has_adapters(unwrapped) else self._save_options,
-            )
-        finally:
-            if trainer.args.should_save:
-                shutil.rmtree(files, ignore_errors=True)
-        if trainer.args.should_save and trainer.args.save_total_limit is not None:
-            self._rotate(run)
+            what, steps = self._what(small), (state.global_step, state.best_global_step)
+            if self._async_save:
+                self._checkpointer.save_async(path, **what, after_commit=lambda _: self._rotate(run, *steps))
+                return
+            self._checkpointer.save(path, **what)
+        except BaseException:
+            self._clear()
+            raise
+        self._clear()
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(path)
+        self._rotate(run, *steps)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within a checkpoint: what the stock one writes, but the weights. Called by the user: the stock one."""
-        if not _internal_call:
-            self._stock["save_model"](output_dir, _internal_call)
-            return
+    def _save_small(self, model: torch.nn.Module, trial: Any) -> None:
+        """The stock way to save, of whose files only the small ones are written, into a folder of their own, and none is pushed."""
+        files, trainer = self._files, self.trainer
+        replaced = {"_get_output_dir": lambda **_: files, "_push_from_checkpoint": lambda _: None, "save_model": self._save_configs}
+        with contextlib.ExitStack() as stack:
+            for name, value in replaced.items():
+                stack.enter_context(_instead(trainer, name, value))
+            self._stock["_save_checkpoint"](model, trial)
+
+    def _what(self, small: str) -> dict[str, Any]:
+        """The arguments of a save, but for the path. `small`: the folder of the small files."""
+        trainer, only_model = self.trainer, self.trainer.args.save_only_model
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return {
+            **_weights(model),
+            "optimizer": None if only_model else _plain(trainer.optimizer),
+            "step": trainer.state.global_step,
+            "extra": None if only_model else self._extra(),
+            "rank_extra": None if only_model else RandomStates().state_dict(),
+            "attach": lambda folder: _attach(model, small, folder),
+            "options": whole_files(self._save_options) if has_adapters(model) else self._save_options,
+        }
+
+    def wait(self) -> None:
+        """Returns once no save is in flight; raises its error."""
+        try:
+            self._checkpointer.wait()
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        files, self._files = self._files, None
+        if files is not None and self.trainer.args.should_save:
+            shutil.rmtree(files, ignore_errors=True)
+
+    def _save_configs(self, output_dir: str, _internal_call: bool = False) -> None:
+        """In place of `save_model` within a checkpoint: what the stock one writes, but the weights."""
         trainer = self.trainer
-        if output_dir is None or not trainer.args.should_save:
+        if not trainer.args.should_save:
             return
         os.makedirs(output_dir, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -122,21 +151,23 @@ class Bound:
             "data": self._position.now(),
         }
 
-    def _rotate(self, run: str) -> None:
+    def _rotate(self, run: str, saved: int, best: int | None) -> None:
         """Keeps as many as `save_total_limit`, the newest and the best among them."""
-        limit, best = max(self.trainer.args.save_total_limit, 1), self.trainer.state.best_global_step
+        args = self.trainer.args
+        if not args.should_save or args.save_total_limit is None:
+            return
+        limit = max(args.save_total_limit, 1)
         found = [one.step for one in scan(LocalStorage(run), PREFIX).complete if one.step is not None]
         newest = sorted(found)[-limit:]
-        protected = {self.trainer.state.global_step, *([best] if best else [])}
         count = max(limit - (1 if best in found and best not in newest else 0), 1)
         rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        rotate(LocalStorage(run), PREFIX, rules, protected=protected)
+        rotate(LocalStorage(run), PREFIX, rules, protected={saved, *([best] if best else [])})
 
     # loading
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any) -> Any:
         """The stock one, from the newest committed step where it is to resume from whatever there is."""
-        _refuse(self.trainer)
+        _refuse(self.trainer, self._async_save)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(
                 self._checkpointer, self.trainer.args.output_dir, timeout_seconds=self._load_options.timeout_seconds
@@ -145,7 +176,14 @@ class Bound:
             check_path(resume_from_checkpoint)
         at = resume_from_checkpoint
         self._position.resume_from(at if isinstance(at, str) and is_ours(at) else None)
-        return self._stock["train"](resume_from_checkpoint, *args, **more)
+        result = self._stock["train"](resume_from_checkpoint, *args, **more)
+        self.wait()
+        return result
+
+    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+        """The stock one, which looks for the best checkpoint."""
+        self.wait()
+        return self._stock["_finalize_training"](*args, **more)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if not is_ours(resume_from_checkpoint):
@@ -204,7 +242,7 @@ def _replacing(options: SaveOptions) -> SaveOptions:
     return options.model_copy(update={"if_exists": "replace"})  # as the stock Trainer: a run that went back saves its steps again
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse(trainer: Any, async_save: bool) -> None:
     """LayoutError for what this version does not save."""
     why = ""
     if trainer.is_deepspeed_enabled:
@@ -213,8 +251,10 @@ def _refuse(trainer: Any) -> None:
         why = "FSDP shards the state in Accelerate's way"
     elif trainer.args.n_gpu > 1:
         why = "DataParallel; needed torchrun"
-    elif trainer.args.push_to_hub:
-        why = "push_to_hub sends checkpoints before they are whole; needed push_to_hub=False"
+    elif trainer.args.push_to_hub and async_save:
+        why = "push_to_hub would send a checkpoint that is still being written; needed async_save=False"
+    elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
+        why = "enable_jit_checkpoint stops each process at a step of its own, and one waits for the others; needed one process"
     if why:
         raise LayoutError(f"UnifiedCheckpointCallback: {why}, which this version does not save")
 

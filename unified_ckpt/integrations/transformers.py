@@ -34,10 +34,16 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
     A model with adapters (PEFT) is stored as those: `adapter_model.safetensors` and what else is trained, and nothing of the base.
 
-    LayoutError for what this version does not save: FSDP, DeepSpeed, DataParallel, and pushing to the hub.
+    `async_save`: training goes on once the bytes are copied; a thread writes and commits. A save waits for the one before it, `train`
+    for the last; errors come with the next save, or at the end.
+
+    LayoutError for what this version does not save: FSDP, DeepSpeed and DataParallel.
     """
 
-    def __init__(self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
+    def __init__(
+        self, *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None, async_save: bool = False
+    ) -> None:
+        self._async_save = async_save
         self._save_options, self._load_options = save_options or SaveOptions(), load_options or LoadOptions()
         self._bound: Bound | None = None
 
@@ -53,15 +59,15 @@ class UnifiedCheckpointCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> None:
         """Binds the callback to a Trainer. Once is enough; again is no matter. CheckpointError where another one has done so."""
         if self._bound is None or self._bound.trainer is not trainer:
-            if isinstance(getattr(trainer.save_model, "__self__", None), Bound):
+            if isinstance(getattr(trainer._save_checkpoint, "__self__", None), Bound):
                 raise CheckpointError("UnifiedCheckpointCallback: the Trainer has one already, or is a UnifiedCheckpointMixin; needed one")
-            self._bound = Bound(trainer, self._save_options, self._load_options)
+            self._bound = Bound(trainer, self._save_options, self._load_options, async_save=self._async_save)
 
 
 class UnifiedCheckpointMixin:
     """The same for a class: `class MyTrainer(UnifiedCheckpointMixin, Trainer)`. The mixin stands first.
 
-    `save_options` and `load_options` are further arguments of the constructor.
+    The callback's options are further arguments of the constructor.
     """
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -72,11 +78,18 @@ class UnifiedCheckpointMixin:
                 f"{cls.__name__}: UnifiedCheckpointMixin comes after Trainer; needed class {cls.__name__}(UnifiedCheckpointMixin, …)"
             )
 
-    def __init__(self, *args: Any, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        async_save: bool = False,
+        **more: Any,
+    ) -> None:
         super().__init__(*args, **more)
         if not isinstance(self, Trainer):
             raise TypeError(f"{type(self).__name__}: UnifiedCheckpointMixin is for Trainers; needed a subclass of Trainer, too")
-        UnifiedCheckpointCallback(save_options=save_options, load_options=load_options).attach(self)
+        UnifiedCheckpointCallback(save_options=save_options, load_options=load_options, async_save=async_save).attach(self)
 
 
 def _trainer_under_construction() -> Trainer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, Trainer
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
@@ -19,13 +20,14 @@ from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, whole_files, write_configs
 from unified_ckpt.integrations.hf_position import Position
-from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
+from unified_ckpt.integrations.hf_resume import PREFIX, check_path, drop_announcement, is_ours, newest
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.randomness import RandomStates
 from unified_ckpt.runtime.storage import LocalStorage
 
+_LOG = logging.getLogger("unified_ckpt")
 _FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small files until they are attached
 
 
@@ -34,6 +36,7 @@ class Bound:
 
     def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions, *, async_save: bool) -> None:
         _refuse(trainer, async_save)
+        _tell_left_out(type(trainer))
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._files: str | None = None  # the folder of the small files of the save in flight
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
@@ -61,6 +64,8 @@ class Bound:
         if state.best_global_step and os.path.isdir(best):
             state.best_model_checkpoint = best
         small = os.path.join(self._files, f"{PREFIX}{state.global_step}")
+        if trainer.args.should_save:
+            drop_announcement(path)
         try:
             self._save_small(model, trial)
             if best == path:  # the stock one has found it where its small files are
@@ -236,6 +241,13 @@ class Bound:
         args = self.trainer.args
         with open_source(checkpoint) as source:
             RandomStates().load_from_ranks(source.rank_extra, rank=args.process_index, world=args.world_size)
+
+
+def _tell_left_out(kind: type) -> None:
+    """Ways to write weights that a subclass has of its own, which no checkpoint of ours goes through."""
+    for name in ("save_model", "_save"):
+        if getattr(kind, name) is not getattr(Trainer, name):
+            _LOG.warning("%s.%s is not called within a checkpoint: the engine writes the weights", kind.__name__, name)
 
 
 def _replacing(options: SaveOptions) -> SaveOptions:

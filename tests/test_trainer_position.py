@@ -57,18 +57,17 @@ class Seen(Trainer):
         return super().training_step(model, inputs, *more)
 
 
-def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False, data: Any = None, **arguments: Any) -> Seen:
+def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False, data: Any = None, of: Any = None, **more: Any) -> Seen:
     told = TrainingArguments(
         output_dir=str(out),
-        **{"num_train_epochs": 3, "save_steps": 15, "seed": 5, **arguments},
+        **{"num_train_epochs": 3, "save_steps": 15, "seed": 5, "logging_steps": 100, **more},
         per_device_train_batch_size=batch,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        logging_steps=100,
     )
     ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
-    return Seen(model=model(), args=told, train_dataset=data or Numbered(), callbacks=[*ours, *callbacks])
+    return Seen(model=of or model(), args=told, train_dataset=data or Numbered(), callbacks=[*ours, *callbacks])
 
 
 def train(made: Seen, resume: bool = False) -> list[int]:

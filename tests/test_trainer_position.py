@@ -58,6 +58,7 @@ class Seen(Trainer):
 
 
 def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False, data: Any = None, of: Any = None, **more: Any) -> Seen:
+    in_background = more.pop("async_save", False)
     told = TrainingArguments(
         output_dir=str(out),
         **{"num_train_epochs": 3, "save_steps": 15, "seed": 5, "logging_steps": 100, **more},
@@ -66,7 +67,7 @@ def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False
         use_cpu=True,
         disable_tqdm=True,
     )
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
+    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=in_background)]
     return Seen(model=of or model(), args=told, train_dataset=data or Numbered(), callbacks=[*ours, *callbacks])
 
 

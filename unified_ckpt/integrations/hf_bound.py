@@ -41,6 +41,7 @@ class Bound:
         self._files: str | None = None  # the folder of the small files of the save in flight
         self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
         self._checkpointer = Checkpointer()
+        self._late: tuple[str, int, int | None] | None = None  # a rotation that waits for a push
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = Position(trainer)
         self._stock: dict[str, Callable[..., Any]] = {}
@@ -158,8 +159,11 @@ class Bound:
 
     def _rotate(self, run: str, saved: int, best: int | None) -> None:
         """Keeps as many as `save_total_limit`, the newest and the best among them."""
-        args = self.trainer.args
+        args, pushed = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
         if not args.should_save or args.save_total_limit is None:
+            return
+        self._late = (run, saved, best) if pushed is not None and not pushed.is_done() else None
+        if self._late is not None:  # what is on its way to the hub stays until it is there
             return
         limit = max(args.save_total_limit, 1)
         found = [one.step for one in scan(LocalStorage(run), PREFIX).complete if one.step is not None]
@@ -183,6 +187,8 @@ class Bound:
         self._position.resume_from(at if isinstance(at, str) and is_ours(at) else None)
         result = self._stock["train"](resume_from_checkpoint, *args, **more)
         self.wait()
+        if self._late is not None:
+            self._rotate(*self._late)
         return result
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:

@@ -96,6 +96,7 @@ def test_a_gradient_scaler_comes_back(tmp_path: Path) -> None:
     assert resumed.accelerator.scaler.get_scale() > 32.0
 
 
+@pytest.mark.slow
 def test_a_compiled_model_resumes_and_its_names_are_the_models(tmp_path: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     straight = trainer(tmp_path / "stock", stock=True, **compiled)
@@ -117,6 +118,7 @@ class Small(Trainer):
         return super().training_step(model, inputs, *more)
 
 
+@pytest.mark.slow  # it collects garbage again and again
 def test_a_batch_size_that_is_found_stays_at_a_resume(tmp_path: Path) -> None:
     def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
         told = trainer(out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8).args

@@ -185,10 +185,3 @@ def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, whole)
-
-
-def test_adapters_are_refused(tmp_path: Path) -> None:
-    made = trainer(tmp_path, stock=True)
-    made.model.peft_config = {}
-    with pytest.raises(uc.LayoutError, match="adapters"):
-        UnifiedCheckpointCallback().attach(made)

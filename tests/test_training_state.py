@@ -63,6 +63,20 @@ def test_state_is_named_after_its_parameter(tmp_path: Path) -> None:
     assert [group["names"] for group in groups] == [[fqn for fqn, _ in module.named_parameters()]]
 
 
+def test_optimizers_of_further_parts_that_name_their_parameters_alike(tmp_path: Path) -> None:
+    (one, first), (two, second) = trained("AdamW amsgrad"), trained("AdamW amsgrad", steps=2)
+    uc.save(tmp_path / "c", parts={"generator": one, "critic": two}, optimizer=[first, second])
+    found = load_file(tmp_path / "c" / "optimizer.safetensors")
+    assert {name.partition(".")[0] for name in found} == {"generator", "critic"}
+    others = [model(), model()]
+    fresh = [MAKERS["AdamW amsgrad"](list(other.parameters())) for other in others]
+    uc.load(tmp_path / "c", parts={"generator": others[0], "critic": others[1]}, optimizer=fresh)
+    assert same(states(others[0], fresh[0]), states(one, first))
+    assert same(states(others[1], fresh[1]), states(two, second))
+    with pytest.raises(uc.LayoutError, match="holds a parameter of shape"):
+        uc.save(tmp_path / "d", parts={"generator": one}, optimizer=[first, second])
+
+
 def test_state_that_is_no_tensor_goes_to_extra(tmp_path: Path) -> None:
     """LBFGS keeps its history in lists."""
     module, optimizer = trained("LBFGS")

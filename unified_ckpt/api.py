@@ -103,9 +103,9 @@ class Checkpointer:
         """Writes a checkpoint folder. Every rank calls; each tensor of every part is whole in the folder.
 
         `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's parameters, a list, or
-        {"fqn/state": tensor}. `master_weights`: a dict, or an optimizer that holds them. `parts`: further parts by name. `extra`:
-        rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's, finite numbers by name, for people and retention.
-        `attach(folder)` adds files on rank 0 before the commit.
+        {"fqn/state": tensor}; a parameter of a further part goes by "part.fqn". `master_weights`: a dict, or an optimizer that holds
+        them. `parts`: further parts by name. `extra`: rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's, finite
+        numbers by name, for people and retention. `attach(folder)` adds files on rank 0 before the commit.
 
         Objects in `extra` and `rank_extra` give their `state_dict()`, which every rank calls.
         Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every rank; what was at `path` is

@@ -109,7 +109,7 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     objects = objects if OPTIMIZER in wanted else []
     master_weights = master_weights if MASTER in wanted else None
     if objects or isinstance(master_weights, Optimizer):
-        if model is None:
+        if model is None and not what.parts:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
         of = objects or as_list(master_weights)
         names, leaders = state.names(), state.leaders()

@@ -23,21 +23,26 @@ from unified_ckpt.integrations.hf_bound import Bound
 from unified_ckpt.integrations.hf_names import open_hub_names, open_model_names
 from unified_ckpt.options import LoadOptions, SaveOptions
 
-__all__ = ["UnifiedCheckpointCallback", "open_hub_names", "open_model_names"]
+__all__ = ["UnifiedCheckpointCallback", "UnifiedCheckpointMixin", "open_hub_names", "open_model_names"]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
     """Makes a Trainer save and resume through the engine. It finds the Trainer that it is given to; or say `attach(trainer)`.
 
-    One process, DDP, FSDP2 and models sharded at load, full fine-tuning; any of them resumes any other's checkpoints.
+    One process, DDP, FSDP2 and models sharded at load; any of them resumes any other's checkpoints.
     `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock Trainer wrote is resumed by the stock
     Trainer. Any number of processes may resume: random states are given back where it is the same number, else derived from the saved seed
     and the rank, which the log says.
 
+    A model with adapters (PEFT) is stored as those: `adapter_model.safetensors` and what else is trained, and nothing of the base.
+
     `save_only_model`: in place of the Trainer's argument of that name; None: as that says. The Trainer takes a model that is sharded at
     load only with `save_only_model=True`; False here saves its optimizer all the same.
 
-    LayoutError for what this version does not save: adapters (PEFT), FSDP1, pipeline stages, DeepSpeed, DataParallel, pushing to the hub.
+    `async_save`: training goes on once the bytes are copied; a thread writes and commits. A save waits for the one before it, `train`
+    for the last; errors come with the next save, or at the end.
+
+    LayoutError for what this version does not save: FSDP1, pipeline stages, DeepSpeed, DataParallel.
     """
 
     def __init__(
@@ -46,7 +51,9 @@ class UnifiedCheckpointCallback(TrainerCallback):
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         save_only_model: bool | None = None,
+        async_save: bool = False,
     ) -> None:
+        self._async_save = async_save
         self._save_options, self._load_options = save_options or SaveOptions(), load_options or LoadOptions()
         self._save_only_model = save_only_model
         self._bound: Bound | None = None
@@ -61,9 +68,43 @@ class UnifiedCheckpointCallback(TrainerCallback):
             raise CheckpointError("UnifiedCheckpointCallback: no Trainer was found at its construction; needed callback.attach(trainer)")
 
     def attach(self, trainer: Trainer) -> None:
-        """Binds the callback to a Trainer. Once is enough; again is no matter."""
+        """Binds the callback to a Trainer. Once is enough; again is no matter. CheckpointError where another one has done so."""
         if self._bound is None or self._bound.trainer is not trainer:
-            self._bound = Bound(trainer, self._save_options, self._load_options, save_only_model=self._save_only_model)
+            if isinstance(getattr(trainer._save_checkpoint, "__self__", None), Bound):
+                raise CheckpointError("UnifiedCheckpointCallback: the Trainer has one already, or is a UnifiedCheckpointMixin; needed one")
+            only_model, beside = self._save_only_model, self._async_save
+            self._bound = Bound(trainer, self._save_options, self._load_options, save_only_model=only_model, async_save=beside)
+
+
+class UnifiedCheckpointMixin:
+    """The same for a class: `class MyTrainer(UnifiedCheckpointMixin, Trainer)`. The mixin stands first.
+
+    The callback's options are further arguments of the constructor.
+    """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(UnifiedCheckpointMixin):
+            raise TypeError(
+                f"{cls.__name__}: UnifiedCheckpointMixin comes after Trainer; needed class {cls.__name__}(UnifiedCheckpointMixin, …)"
+            )
+
+    def __init__(
+        self,
+        *args: Any,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        save_only_model: bool | None = None,
+        async_save: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(*args, **more)
+        if not isinstance(self, Trainer):
+            raise TypeError(f"{type(self).__name__}: UnifiedCheckpointMixin is for Trainers; needed a subclass of Trainer, too")
+        UnifiedCheckpointCallback(
+            save_options=save_options, load_options=load_options, save_only_model=save_only_model, async_save=async_save
+        ).attach(self)
 
 
 def _trainer_under_construction() -> Trainer | None:

@@ -20,11 +20,15 @@ _BATCHES = "epoch_loop.batch_progress"
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What a resume has to restore. `order`: None where the order cannot be made again."""
+    """What a resume has to restore. `order`: None where the order cannot be made again. `batches`: seen of the epoch, 0 where the next one
+    begins. `loaders`: states of those that go to their place by themselves; `ended`: they are at the end of an epoch.
+    """
 
     random: Mapping[str, Any]
     order: Mapping[str, Any] | None
-    batches: int  # of the epoch, seen
+    batches: int
+    loaders: list[dict[str, Any]]
+    ended: bool
 
 
 class Place:
@@ -45,7 +49,15 @@ class Place:
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank."""
-        return {**RandomStates().state_dict(), "order": self._order, "batches": self._seen(), "loaders": self._loaders()}
+        fetcher, combined = self._loop._data_fetcher, self._loop._combined_loader
+        ended = fetcher is None or fetcher.done
+        return {
+            **RandomStates().state_dict(),
+            "order": self._order,
+            "batches": 0 if ended else int(self._loop.epoch_loop.batch_progress.current.ready),
+            "loaders": list(combined._state_dicts()) if combined is not None else [],
+            "ended": ended,
+        }
 
     def expect(self, checkpoint: MutableMapping[str, Any], saved: Sequence[Mapping[str, Any]], replicas: int) -> None:
         """What the next iterator is to go on from. Changes the loops' state where it is another rank's, or another number of ranks."""
@@ -53,11 +65,9 @@ class Place:
         loops = checkpoint["loops"]["fit_loop"]
         if len(saved) == trainer.world_size and replicas == dealt["num_replicas"]:
             own = saved[trainer.global_rank]
-            if own["batches"]:
-                loops["state_dict"]["combined_loader"] = own["loaders"]
-            else:
-                loops["state_dict"].pop("combined_loader", None)  # at its end, where it would give no batch
-            self._goal = _Goal(own, own["order"], own["batches"])
+            if own["loaders"]:
+                loops["state_dict"].pop("combined_loader", None)
+            self._goal = _Goal(own, own["order"], own["batches"], own["loaders"], own["ended"])
             return
         # by the place in the data: ranks that share theirs, as those of tensor parallelism, go on sharing their random numbers
         RandomStates().load_from_ranks(saved, rank=dealt["rank"], world=dealt["num_replicas"])
@@ -72,7 +82,11 @@ class Place:
             )
         if seen:
             _recount(loops[_BATCHES]["current"], batches - seen)
-        self._goal = _Goal(RandomStates().state_dict(), None, batches)
+        if loops["state_dict"].pop("combined_loader", None):
+            _LOG.warning(
+                "data: states of loaders are those of %d ranks; they begin the epoch again, and what was seen is dropped", replicas
+            )
+        self._goal = _Goal(RandomStates().state_dict(), None, batches, [], ended=False)
 
     def _make_ready(self) -> None:
         """In the place of the loop's own, which is called right before it makes an iterator."""
@@ -81,6 +95,7 @@ class Place:
         if goal is not None:
             for sampler in self._samplers():
                 sampler.set_epoch(self._loop.epoch_progress.current.processed)  # Lightning does so after workers have asked for the first
+            self._loop._combined_loader._load_state_dicts(goal.loaders)
             RandomStates().load_state_dict(goal.order if goal.batches and goal.order is not None else goal.random)
         self._order = RandomStates().state_dict()
 
@@ -93,22 +108,16 @@ class Place:
         self._kept = (goal.random, drawn) if goal is not None else None
         if goal is None and self._trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
             self._order = RandomStates().state_dict()  # the loop makes a new iterator now
-        if goal is not None and goal.batches and not self._loaders() and type(fetcher).__name__ == "_PrefetchDataFetcher":
+        if goal is not None and goal.batches and not goal.loaders and type(fetcher).__name__ == "_PrefetchDataFetcher":
             for _ in range(goal.batches):
                 next(fetcher)
             fetcher.fetched -= goal.batches  # the loop adds what it has seen
+        if goal is not None and goal.loaders and goal.ended and loop.epoch_loop.batch_progress.current.ready == 0:
+            RandomStates().load_state_dict(goal.random)
+            iter(fetcher)  # the next epoch's
         self._on_run_start(fetcher)
         if goal is not None and goal.batches:
             RandomStates().load_state_dict(goal.random)
-
-    def _seen(self) -> int:
-        """Batches of the epoch that have been drawn from the iterator; 0 at its end, where the next one starts afresh."""
-        fetcher = self._loop._data_fetcher
-        return 0 if fetcher is None or fetcher.done else int(self._loop.epoch_loop.batch_progress.current.ready)
-
-    def _loaders(self) -> list[dict[str, Any]]:
-        combined = self._loop._combined_loader
-        return list(combined._state_dicts()) if combined is not None else []
 
     def _samplers(self) -> list[Any]:
         loaders = self._loop._combined_loader.flattened

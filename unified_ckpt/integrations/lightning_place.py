@@ -71,22 +71,16 @@ class Place:
             return
         # by the place in the data: ranks that share theirs, as those of tensor parallelism, go on sharing their random numbers
         RandomStates().load_from_ranks(saved, rank=dealt["rank"], world=dealt["num_replicas"])
-        seen = saved[0]["batches"]
-        batches = seen * replicas // dealt["num_replicas"]
-        if seen and batches * dealt["num_replicas"] != seen * replicas:
-            _LOG.warning(
-                "data: %d batches of %d ranks are no whole number for %d; some of the last come again",
-                seen,
-                replicas,
-                dealt["num_replicas"],
-            )
-        if seen:
-            _recount(loops[_BATCHES]["current"], batches - seen)
+        now, first, seen = dealt["num_replicas"], saved[0], loops[_BATCHES]["current"]["ready"]
+        batches = -(-seen * replicas // now) if first["ended"] else seen * replicas // now
+        if not first["ended"] and batches * now != seen * replicas:
+            _LOG.warning("data: %d batches of %d ranks are no whole number for %d; some of the last come again", seen, replicas, now)
+        _recount(loops[_BATCHES]["current"], batches - seen)
         if loops["state_dict"].pop("combined_loader", None):
             _LOG.warning(
                 "data: states of loaders are those of %d ranks; they begin the epoch again, and what was seen is dropped", replicas
             )
-        self._goal = _Goal(RandomStates().state_dict(), None, batches, [], ended=False)
+        self._goal = _Goal(RandomStates().state_dict(), None, 0 if first["ended"] else batches, [], ended=first["ended"])
 
     def _make_ready(self) -> None:
         """In the place of the loop's own, which is called right before it makes an iterator."""

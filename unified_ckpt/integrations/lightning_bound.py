@@ -16,7 +16,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import CheckpointError, FormatError, LayoutError, MismatchError, NotFoundError, StorageError
 from unified_ckpt.integrations.lightning_paths import bind_links, check_path, remove_checkpoint, requeued, way_cleared
 from unified_ckpt.integrations.lightning_place import Place
-from unified_ckpt.integrations.lightning_tensors import StoredTensors, check_trained, fill, model_part, take_parts
+from unified_ckpt.integrations.lightning_tensors import StoredTensors, fill, model_part, optimizer_part, take_parts
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.storage import is_url
@@ -88,7 +88,7 @@ class Bound:
         optimizers = list(self.strategy.optimizers) if full else []
         module = self.strategy.lightning_module
         model = model_part(module, checkpoint["state_dict"], self._taken, rank=rank)
-        check_trained(module, model, optimizers)
+        optimizer = optimizer_part(module, optimizers)
         parts = take_parts(rest, rank=rank)
         extra = {"lightning": rest, "optimizers": [_kind(one) for one in optimizers] if full else None, "replicas": self._place.replicas()}
         with way_cleared(path) if rank == 0 else contextlib.nullcontext():
@@ -96,7 +96,7 @@ class Bound:
                 self._checkpointer.save(
                     path,
                     model=model,
-                    optimizer=optimizers or None,
+                    optimizer=optimizer,
                     parts=parts or None,
                     extra=extra,
                     rank_extra=self._place.state_dict() if full else None,

@@ -14,6 +14,7 @@ from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import clean_name, flatten_model
+from unified_ckpt.runtime.optimizers import FlatOptimizer, flatten_optimizer
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 
 _PART_NBYTES = 1 << 20  # a dict of tensors that is smaller is read with the rest of what Lightning keeps
@@ -84,25 +85,18 @@ def model_part(module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Ma
     return {name: tensor for name, tensor in found.items() if rank == 0 or _is_common(tensor)}
 
 
-def check_trained(module: torch.nn.Module, model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
-    """LayoutError for an optimizer that is not saved whole: of a parameter that a hook took out, or that two optimizers have."""
-    names = {id(tensor): name for name, tensor in flatten_model(module).tensors.items()}
-    held = {id(tensor) for tensor in model.values()} if isinstance(model, Mapping) else set(names)
-    seen: set[int] = set()
+def optimizer_part(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> FlatOptimizer | None:
+    """The optimizers' state by the module's names, whatever hooks have made of its state dict. LayoutError for what has no one place."""
+    names, seen = flatten_model(module).names(), set[int]()
     for optimizer in optimizers:
         if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
-            raise LayoutError(
-                f"UnifiedCheckpointCallback: {type(optimizer).__name__} shards its state in its own way; needed FSDP2 for that"
-            )
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            name = names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
-            if id(param) not in held:
-                raise LayoutError(
-                    f"{name}: on_save_checkpoint took it out of state_dict, but the optimizer has it; needed both, or neither"
-                )
-            if id(param) in seen:
-                raise LayoutError(f"{name}: two optimizers have it, and its state has one place in a checkpoint; needed it in one of them")
-            seen.add(id(param))
+            raise LayoutError(f"UnifiedCheckpointCallback: {type(optimizer).__name__} keeps its state in a way of its own; needed FSDP2")
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for twice in seen & held:
+            name = names.get(twice, "a parameter")
+            raise LayoutError(f"{name}: two optimizers have it, and its state has one place in a checkpoint; needed it in one of them")
+        seen |= held
+    return flatten_optimizer(optimizers, names) if optimizers else None
 
 
 def take_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:

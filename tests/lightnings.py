@@ -23,14 +23,17 @@ OPTIONS = uc.SaveOptions(fsync=False)
 
 
 class Net(pl.LightningModule):
-    """Dropout draws random numbers, running statistics differ between ranks, the scheduler has a state. `losses`: of this process."""
+    """Dropout draws random numbers, running statistics and the metric `own` differ between ranks, the scheduler has a state."""
 
-    def __init__(self, *, width: int = 16, loader: str = "plain", sharded: bool = False, lr: float = 0.01) -> None:
+    def __init__(
+        self, *, width: int = 16, loader: str = "plain", sharded: bool = False, lr: float = 0.01, batch: int = 4, dropout: float = 0.2
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.up, self.down, self.dropout = nn.Linear(8, width), nn.Linear(width, 1), nn.Dropout(0.2)
+        self.up, self.down, self.dropout = nn.Linear(8, width), nn.Linear(width, 1), nn.Dropout(dropout)
         self.norm = nn.Identity() if sharded else nn.BatchNorm1d(width)
         self.losses: list[float] = []
+        self.seen: list[list[int]] = []  # samples of each batch
 
     def configure_model(self) -> None:
         if not self.hparams["sharded"] or isinstance(self.up.weight, torch.distributed.tensor.DTensor):
@@ -49,7 +52,9 @@ class Net(pl.LightningModule):
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         loss = (self(batch[0]) - batch[1]).square().mean()
         self.losses.append(loss.item())
+        self.seen.append(batch[2].tolist())
         self.log("loss", loss.detach())
+        self.log("own", float(self.global_rank), rank_zero_only=False)
         return loss
 
     def validation_step(self, batch: Any, number: int) -> None:
@@ -63,7 +68,9 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         kind, workers = self.hparams["loader"], 1 if self.hparams["loader"] == "workers" else 0
-        return (StatefulDataLoader if kind == "stateful" else DataLoader)(samples(), batch_size=4, shuffle=True, num_workers=workers)
+        return (StatefulDataLoader if kind == "stateful" else DataLoader)(
+            samples(), batch_size=self.hparams["batch"], shuffle=True, num_workers=workers
+        )
 
     def val_dataloader(self) -> Any:
         return DataLoader(samples(), batch_size=8)
@@ -73,7 +80,7 @@ class Net(pl.LightningModule):
 
 def samples() -> TensorDataset:
     numbers = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(16, 8, generator=numbers), torch.randn(16, 1, generator=numbers))
+    return TensorDataset(torch.randn(16, 8, generator=numbers), torch.randn(16, 1, generator=numbers), torch.arange(16))
 
 
 def trainer(

@@ -48,7 +48,7 @@ def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(tmp_path: Path
         weights = run.state_dict()
         assert all(torch.equal(source["model"][name][...], tensor) for name, tensor in weights.items())
         assert "up.weight/exp_avg" in source["optimizer"]
-        assert source.extra["lightning"]["hyper_parameters"] == {"width": 16, "loader": "plain", "sharded": False, "lr": 0.01}
+        assert source.extra["lightning"]["hyper_parameters"] == dict(run.hparams)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])

@@ -1,4 +1,4 @@
-"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves weights and losses at `--told`."""
+"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves what they came to at `told`."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ def strategy(kind: str) -> Any:
     return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo")
 
 
-def run(kind: str, out: str, ckpt_path: str | None, arguments: dict[str, Any]) -> Any:
+def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the end."""
     torch.manual_seed(0)
-    net = Net(sharded=kind != "ddp")
-    made = trainer(out, strategy=strategy(kind), devices=int(os.environ["WORLD_SIZE"]), **arguments)
-    made.fit(net, ckpt_path=ckpt_path)
-    if made.checkpoint_callback is not None:
-        assert made.checkpoint_callback.best_model_path == made.strategy.broadcast(made.checkpoint_callback.best_model_path)
+    net = Net(sharded=kind != "ddp", **asked.get("net", {}))
+    made = trainer(out, strategy=strategy(kind), devices=int(os.environ["WORLD_SIZE"]), **asked.get("trainer", {}))
+    made.fit(net, ckpt_path=asked.get("ckpt_path"))
+    if "save" in asked:
+        made.save_checkpoint(asked["save"])
     weights = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in net.state_dict().items()}
-    return weights, net.losses
+    return {"weights": weights, "losses": net.losses, "seen": net.seen}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("told", type=Path)
-    parser.add_argument("runs", help="JSON: [[strategy, folder, ckpt_path, arguments of the Trainer], ...]")
-    asked = parser.parse_args()
+    parser.add_argument("runs", help="JSON: [[strategy, folder, what is asked], ...]")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
     torch.set_num_threads(1)
-    found = [run(*one) for one in json.loads(asked.runs)]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [losses for _, losses in found])
+    found = [run(*one) for one in json.loads(arguments.runs)]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0:
-        torch.save([(weights, [of[i] for of in every]) for i, (weights, _) in enumerate(found)], asked.told)
+        torch.save([[of[i] for of in ranks] for i in range(len(found))], arguments.told)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from lightnings import check_same, fit
 
-pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:(pytorch_)?lightning\b", "ignore:.*LeafSpec:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore::UserWarning:(pytorch_)?lightning\b", "ignore:.*LeafSpec:FutureWarning", "ignore:'set_vital' is deprecated"
+)
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 

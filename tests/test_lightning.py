@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightnings import OPTIONS, Net, check_same, fit, samples, trainer
 
@@ -22,6 +22,7 @@ from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b", "ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning:(pytorch_)?lightning"
 )
+EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 
 
@@ -261,7 +262,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
     with pytest.raises(uc.LayoutError, match=r"up\.weight: two optimizers have it"):
         trainer(tmp_path, checkpoints={}).fit(Twice())
     module, resumed = Adversaries(), Adversaries()
-    trainer(tmp_path, checkpoints={"every_n_epochs": 1, "save_top_k": -1}).fit(module)
+    trainer(tmp_path, checkpoints=EPOCHS).fit(module)
     trainer(tmp_path / "other").fit(resumed, ckpt_path=tmp_path / "step=8.ckpt")
     assert len(resumed.losses) == 8
     check_same(resumed, module)
@@ -386,6 +387,49 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
     uc.save(tmp_path / "plain", model=Net())
     with pytest.raises(uc.CheckpointError, match="no Trainer of Lightning wrote it"):
         load_from_checkpoint(Net, tmp_path / "plain")
+
+
+class Shards(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = 0
+
+    def train_dataloader(self) -> Any:
+        self.shard += 1
+        return torch.utils.data.DataLoader(samples(), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shard": self.shard}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shard = 10 * state_dict["shard"]
+
+
+def test_datamodules_and_other_callbacks_come_back(tmp_path: Path) -> None:
+    def run(out: Path, **more: Any) -> tuple[Shards, EarlyStopping]:
+        module, data, stopping = Net(), Shards(), EarlyStopping("loss", patience=5, check_on_train_epoch_end=True)
+        trainer(out, checkpoints=EPOCHS, callbacks=[stopping], **more.pop("trainer", {})).fit(module, datamodule=data, **more)
+        return data, stopping
+
+    first, before = run(tmp_path)
+    second, after = run(tmp_path / "other", ckpt_path=tmp_path / "step=8.ckpt", trainer={"max_epochs": 2})
+    assert (first.shard, second.shard) == (1, 11)
+    assert after.state_dict() == before.state_dict()
+
+
+def test_a_resume_that_failed_leaves_nothing_to_the_next_run(whole: tuple[Net, Path], tmp_path: Path) -> None:
+    class Fails(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise RuntimeError("not today")
+
+    made = trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="not today"):
+        made.fit(Fails(), ckpt_path=whole[1] / "step=3.ckpt")
+    torch.manual_seed(0)
+    module = Net()
+    made.fit(module)
+    check_same(module, whole[0])
+    assert len(module.losses) == 8
 
 
 def test_tied_weights_and_compiled_modules(tmp_path: Path) -> None:

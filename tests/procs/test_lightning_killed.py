@@ -1,4 +1,4 @@
-"""Two real ranks of Lightning, SIGKILLed at random moments of a run that saves at every step: what has a name is whole, and a run goes on."""
+"""Two real ranks of Lightning, SIGKILLed at random moments of a run that saves at every step: what has a name is whole."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def free_port() -> int:
 def test_killed_while_it_saves(tmp_path: Path) -> None:
     """L#688, L#19970: a checkpoint that is cut off is the newest."""
     moments, last, reached = random.Random(0), tmp_path / "run" / "last.ckpt", 0
-    for _ in range(3):
+    for _ in range(2):
         ranks = start(tmp_path, free_port(), {"trainer": ENDLESS, **({"ckpt_path": "last"} if reached else {})})
         try:
             deadline = time.monotonic() + 120
@@ -72,4 +72,4 @@ def test_killed_while_it_saves(tmp_path: Path) -> None:
     )
     assert [rank.wait(120) for rank in ranks] == [0] * WORLD, (tmp_path / "output.txt").read_text()
     assert step_of(last) == reached + 4
-    assert len([path for path in os.listdir(last.parent) if path.startswith("step=")]) <= 1 + 3, "at most one more for each that was killed"
+    assert len([path for path in os.listdir(last.parent) if path.startswith("step=")]) <= 1 + 2, "at most one more for each that was killed"

@@ -52,7 +52,7 @@ class UnifiedCheckpointCallback(Callback):
             if isinstance(holder, Bound):
                 raise CheckpointError("UnifiedCheckpointCallback: this Trainer has two of them; needed one")
             self._bound = Bound(trainer, self._save_options, self._load_options)
-        self._bound.check(stage)
+        self._bound.begin(stage)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         if self._bound is not None:

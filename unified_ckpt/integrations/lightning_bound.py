@@ -52,10 +52,12 @@ class Bound:
             self._stock[name] = getattr(self.strategy, name)
             setattr(self.strategy, name, getattr(self, name))
 
-    def check(self, stage: str) -> None:
-        """StorageError for a place that cannot be written to, before the training starts."""
+    def begin(self, stage: str) -> None:
+        """Before a run. StorageError for a place that cannot be written to."""
+        self.trainer._checkpoint_connector._loaded_checkpoint = {}  # Lightning would go on with what a resume that failed has left
         if stage != "fit":
             return
+        self._place.forget()
         for callback in self.trainer.checkpoint_callbacks:
             where = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
             if is_url(where):

@@ -43,6 +43,10 @@ class Place:
         self._loop._load_combined_loader_states = self._make_ready
         self._loop.epoch_loop.on_run_start = self._go
 
+    def forget(self) -> None:
+        """Before a run begins: a resume that failed leaves nothing to the next one."""
+        self._goal, self._kept, self._order = None, None, None
+
     def replicas(self) -> int:
         """How many ranks the data are dealt to."""
         return int(self._dealt()["num_replicas"])

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor]
 # How the optimizer runs, not what it computes: these stay as this job has them, whatever hardware the checkpoint comes from.
 _OWN = ("fused", "foreach", "capturable", "differentiable")
 MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")  # apex and TransformerEngine call it so
@@ -30,15 +29,23 @@ class FlatOptimizer:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | FlatOptimizer
+
+
 def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
     """The optimizers given, if they are objects."""
-    if optimizer is None or isinstance(optimizer, Mapping):
+    if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
-    """All state by name. `names`: id of a parameter -> fqn. LayoutError for a parameter that the model does not have."""
+    """All state by name. `names`: id of a parameter -> fqn. LayoutError for a parameter that the model does not have.
+
+    What is flat already stays as it is: by the names of another model than the one that is stored, such as the average of one.
+    """
+    if isinstance(optimizer, FlatOptimizer):
+        return optimizer
     flat = FlatOptimizer()
     if isinstance(optimizer, Mapping):
         for key, tensor in optimizer.items():

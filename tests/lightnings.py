@@ -1,0 +1,110 @@
+"""A small LightningModule and Trainers for it, with the callback and without: for tests in one process, and for workers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import unified_ckpt as uc
+from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+OPTIONS = uc.SaveOptions(fsync=False)
+
+
+class Net(pl.LightningModule):
+    """Dropout draws random numbers, running statistics and the metric `own` differ between ranks, the scheduler has a state."""
+
+    def __init__(
+        self, *, width: int = 16, loader: str = "plain", sharded: bool = False, lr: float = 0.01, batch: int = 4, dropout: float = 0.2
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.up, self.down, self.dropout = nn.Linear(8, width), nn.Linear(width, 1), nn.Dropout(dropout)
+        self.norm = nn.Identity() if sharded else nn.BatchNorm1d(width)
+        self.losses: list[float] = []
+        self.seen: list[list[int]] = []  # samples of each batch
+
+    def configure_model(self) -> None:
+        if not self.hparams["sharded"] or isinstance(self.up.weight, torch.distributed.tensor.DTensor):
+            return
+        mesh = self.device_mesh
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if mesh["data_parallel"].size() > 1:
+            for layer in (self.up, self.down):
+                fully_shard(layer, mesh=mesh["data_parallel"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.dropout(self.norm(self.up(x)).relu()))
+        return found
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        self.seen.append(batch[2].tolist())
+        self.log("loss", loss.detach())
+        self.log("own", float(self.global_rank), rank_zero_only=False)
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("val", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        kind, workers = self.hparams["loader"], 1 if self.hparams["loader"] == "workers" else 0
+        return (StatefulDataLoader if kind == "stateful" else DataLoader)(
+            samples(), batch_size=self.hparams["batch"], shuffle=True, num_workers=workers
+        )
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=8)
+
+    test_dataloader = val_dataloader
+
+
+def samples() -> TensorDataset:
+    numbers = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(16, 8, generator=numbers), torch.randn(16, 1, generator=numbers), torch.arange(16))
+
+
+def trainer(
+    out: Path | str, *, stock: bool = False, checkpoints: dict[str, Any] | None = None, callbacks: Any = (), **arguments: Any
+) -> pl.Trainer:
+    """`checkpoints`: of a ModelCheckpoint that writes into `out`, None for no such."""
+    told = [] if checkpoints is None else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
+    ours = [] if stock else [UnifiedCheckpointCallback(save_options=OPTIONS)]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(told)}
+    return pl.Trainer(
+        default_root_dir=str(out), accelerator="cpu", **quiet, **{"max_epochs": 2, **arguments}, callbacks=[*told, *ours, *callbacks]
+    )  # type: ignore[arg-type]
+
+
+def fit(out: Path | str, *, ckpt_path: Any = None, seed: int = 0, net: dict[str, Any] | None = None, **arguments: Any) -> Net:
+    """A fresh module, trained."""
+    torch.manual_seed(seed)
+    module = Net(**(net or {}))
+    trainer(out, **arguments).fit(module, ckpt_path=ckpt_path)
+    return module
+
+
+def check_same(one: Net, whole: Net) -> None:
+    """One that was resumed has the last of the losses of another, and its weights."""
+    assert one.losses == whole.losses[len(whole.losses) - len(one.losses) :]
+    weights = whole.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in one.state_dict().items())

@@ -26,7 +26,7 @@ def test_programs_of_the_guide_run(page: Path, tmp_path: Path) -> None:
         if language == "python":
             (tmp_path / body.split()[1]).write_text(body)
             continue
-        for line in body.splitlines():
+        for line in filter(str.strip, body.splitlines()):
             program, *arguments = line.split()
             if program in LAUNCH:
                 print(line, run([*LAUNCH[program], *arguments], tmp_path), sep="\n")

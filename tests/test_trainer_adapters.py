@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.hf_adapters import adapter_parts
+from unified_ckpt.integrations.hf_adapters import adapter_parts, parameter_names
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = [
@@ -172,3 +172,13 @@ def test_adapters_whose_parts_would_be_called_alike_are_refused() -> None:
         made.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
     with pytest.raises(uc.LayoutError, match="adapter 'a-b': its part is called adapter_model_a_b, as that of another one"):
         adapter_parts(made)
+
+
+def test_optimizer_state_of_adapters_has_the_names_of_the_saved_groups(tmp_path: Path) -> None:
+    """By which a scheduler's rates follow the parameters."""
+    made = trainer(tmp_path, two(), StopAt(2))
+    made.train()
+    with uc.open(tmp_path / "checkpoint-2") as source:
+        saved = {name for group in source.source.said().groups for name in group["names"]}
+    names = parameter_names(made.model)
+    assert {names[id(p)] for group in made.optimizer.param_groups for p in group["params"]} == saved

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import file_name
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.runtime.modules import flatten_model
 
 ADAPTER = "adapter_model"  # a part of this name is the file that PEFT looks for
 BESIDE = "trainable"  # the part of what is trained and in no adapter
@@ -52,6 +53,13 @@ def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     stored = {id(tensor) for part in parts.values() for tensor in part.values()}
     beside = {name: tensor for name, tensor in _changing(model).items() if id(tensor) not in stored}
     return {**parts, **({BESIDE: beside} if beside else {})}
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """id of a parameter -> its name for optimizer state in a checkpoint of the model."""
+    if not has_adapters(model):
+        return flatten_model(model).names()
+    return {id(tensor): f"{part}.{name}" for part, tensors in adapter_parts(model).items() for name, tensor in tensors.items()}
 
 
 def adapter_part(adapter: str) -> str:

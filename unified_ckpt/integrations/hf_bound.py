@@ -18,7 +18,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, whole_files, write_configs
+from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, parameter_names, whole_files, write_configs
 from unified_ckpt.integrations.hf_names import open_model_names
 from unified_ckpt.integrations.hf_origin import (
     check_full,
@@ -34,7 +34,6 @@ from unified_ckpt.integrations.hf_scheduler import regrouped
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.options import LoadOptions, SaveOptions
-from unified_ckpt.runtime.modules import flatten_model
 from unified_ckpt.runtime.randomness import RandomStates
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -256,7 +255,7 @@ class Bound:
         if saved is not None and trainer.lr_scheduler is not None:
             with open_source(checkpoint) as source:
                 groups = source.source.said().groups
-            saved = regrouped(saved, _plain(trainer.optimizer), flatten_model(model).names(), groups)
+            saved = regrouped(saved, _plain(trainer.optimizer), parameter_names(model), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -13,6 +13,7 @@ settings.load_profile("shared-machine")
 _PROCS = Path(__file__).parent / "procs"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`: one process takes a file's tests, for they share what is costly to make; and all that start torchrun, one at a time."""
     for item in items:

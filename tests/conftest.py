@@ -13,8 +13,6 @@ settings.load_profile("shared-machine")
 _PROCS = Path(__file__).parent / "procs"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups in a hook of the same name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With `-n`: one process takes a file's tests, for they share what is costly to make; and all that start torchrun, one at a time."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("procs" if _PROCS in item.path.parents else item.path.name))
+    item.add_marker(pytest.mark.xdist_group("procs" if _PROCS in item.path.parents else item.path.name))

@@ -1,8 +1,8 @@
-"""Settings for every test: hypothesis without deadlines (machines are shared), and nothing left behind in the checkout."""
+"""Settings for every test: hypothesis without deadlines (machines are shared), and who runs which tests where several processes do."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,9 +10,15 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("shared-machine", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
-_PROCS = Path(__file__).parent / "procs"
 
+@pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process takes a file's tests, for they share what is costly to make; and one takes all that start torchrun, one at a time."""
+    from xdist.scheduler import LoadFileScheduling
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With `-n`: one process takes a file's tests, for they share what is costly to make; and all that start torchrun, one at a time."""
-    item.add_marker(pytest.mark.xdist_group("procs" if _PROCS in item.path.parents else item.path.name))
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "procs" if "procs/" in file else file
+
+    return Scheduler(config, log)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import where
 
-from unified_ckpt.core.geometry import Box, chunk, inside, intersect, runs, strides, whole
+from unified_ckpt.core.geometry import Box, boxes_between, chunk, inside, intersect, runs, strides, whole
 
 
 @st.composite
@@ -105,3 +106,15 @@ def test_chunk_is_that_of_torch(length: int, count: int) -> None:
     pieces += [[]] * (count - len(pieces))
     assert [list(range(*chunk(length, count, i))) for i in range(count)] == pieces
     assert chunk(length, count, count - 1)[1] == length
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.data())
+def test_boxes_between_are_the_elements_between_in_order(shape: list[int], data: st.DataObject) -> None:
+    total = prod(shape)
+    first = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(first, total))
+    numbers = np.arange(total).reshape(shape)
+    boxes = list(boxes_between(shape, first, stop))
+    taken = [numbers[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))].reshape(-1) for box in boxes]
+    assert np.concatenate([*taken, np.empty(0, dtype=int)]).tolist() == list(range(first, stop))
+    assert len(boxes) <= max(2 * len(shape), 1)

@@ -75,6 +75,30 @@ def runs(box: Box, shape: Sequence[int], *, local: Box, local_shape: Sequence[in
         )
 
 
+def boxes_between(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements [first, stop) of a row-major tensor are, ascending, each contiguous: two for each dim at most."""
+    if first >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    low, high = -(-first // row), stop // row  # whole rows
+    if low > high:  # within one row
+        yield from (_under(high, box) for box in boxes_between(shape[1:], first - high * row, stop - high * row))
+        return
+    if first < low * row:
+        yield from (_under(low - 1, box) for box in boxes_between(shape[1:], first - (low - 1) * row, row))
+    if low < high:
+        yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    if high * row < stop:
+        yield from (_under(high, box) for box in boxes_between(shape[1:], 0, stop - high * row))
+
+
+def _under(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.shape))
+
+
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
     """`torch.chunk`'s split of `length` elements: the half-open range of chunk `index`; the last chunks may be short or empty."""
     step = -(-length // count)

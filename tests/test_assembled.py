@@ -1,0 +1,102 @@
+"""Tensors of fragments, read as if they were whole: against the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.core.geometry import Box, whole
+from unified_ckpt.engine.source import Said
+from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.tensors import as_bytes
+from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+
+KEY = ("model", "w")
+
+
+def fragment(tensor: torch.Tensor, box: Box) -> Fragment:
+    """A fragment whose memory is not row-major."""
+    cut = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
+    turned = cut.transpose(0, -1).contiguous().transpose(0, -1) if cut.dim() else cut.clone()
+    return Fragment(box, lambda: turned, f"file of {box}")
+
+
+@st.composite
+def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
+    """Boxes that make up a box."""
+    dims = [d for d, n in enumerate(box.shape) if n > 1]
+    if not dims or depth == 0:
+        return [box]
+    dim = draw(st.sampled_from(dims))
+    at = draw(st.integers(1, box.shape[dim] - 1))
+
+    def part(low: int, high: int) -> Box:
+        offsets = tuple(o + low if d == dim else o for d, o in enumerate(box.offsets))
+        return Box(offsets, tuple(high - low if d == dim else n for d, n in enumerate(box.shape)))
+
+    return draw(cut(part(0, at), depth - 1)) + draw(cut(part(at, box.shape[dim]), depth - 1))
+
+
+@given(st.lists(st.integers(1, 6), max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), st.data())
+def test_any_bytes_and_any_box_are_the_tensors(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    tensor = torch.arange(prod(shape)).to(dtype).reshape(shape)
+    boxes = data.draw(cut(whole(shape)))
+    one = assembly(dtype, shape, data.draw(st.permutations([fragment(tensor, box) for box in boxes])))
+    source = Assembled("folder", {KEY: one}, format="test", said=Said())
+    expected = bytes(as_bytes(tensor.contiguous()))
+    start = data.draw(st.integers(0, len(expected)))
+    found = bytearray(data.draw(st.integers(0, len(expected) - start)))
+    catalog = source.catalog([KEY])
+    catalog.storage.read_at(catalog.locations[KEY].file, start, memoryview(found))
+    assert bytes(found) == expected[start : start + len(found)]
+    box = data.draw(st.sampled_from(boxes))
+    taken = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
+    assert source.read(*KEY, box) == bytes(as_bytes(taken.contiguous()))
+
+
+def test_a_grid_counts_the_same_elements_in_other_dims() -> None:
+    tensor = torch.arange(24.0).reshape(4, 6)
+    flat = tensor.reshape(-1)
+    pieces = [Fragment(Box((0,), (7,)), lambda: flat[:7], "a"), Fragment(Box((7,), (17,)), lambda: flat[7:], "b")]
+    source = Assembled("folder", {KEY: assembly(torch.float32, (4, 6), pieces, grid=(24,))}, format="test", said=Said())
+    assert source.read(*KEY, Box((1, 2), (2, 3))) == bytes(as_bytes(tensor[1:3, 2:5].contiguous()))
+
+
+WRONG: list[tuple[str, Callable[[], Assembly], type[Exception], str]] = [
+    (
+        "a gap",
+        lambda: assembly(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,)))]),
+        IncompleteError,
+        r"nothing holds box \(3,\)",
+    ),
+    (
+        "an overlap",
+        lambda: assembly(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,))), fragment(torch.ones(4), Box((2,), (2,)))]),
+        FormatError,
+        "overlap",
+    ),
+    (
+        "outside",
+        lambda: assembly(torch.float32, (4,), [Fragment(Box((2,), (3,)), lambda: torch.ones(3), "file")]),
+        FormatError,
+        "file: has box",
+    ),
+    ("another grid", lambda: assembly(torch.float32, (4,), [], grid=(5,)), FormatError, "needed the elements of"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "text"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
+def test_what_does_not_make_up_a_tensor_is_refused(make: Callable[[], Assembly], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_fragment_that_is_not_what_was_said_is_refused_when_it_is_read() -> None:
+    one = assembly(torch.float32, (4,), [Fragment(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")])
+    with pytest.raises(FormatError, match=r"shard-3.pt: a fragment of model:w has shape \(5,\)"):
+        Assembled("folder", {KEY: one}, format="test", said=Said()).read(*KEY, Box((0,), (4,)))

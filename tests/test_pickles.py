@@ -1,0 +1,111 @@
+"""Pickles of strangers: read where they hold what formats hold, refused with what they asked for where not; nothing of them is ever run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+class Evaluated:
+    def __reduce__(self) -> Any:
+        return eval, ("1 + 1",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_hostile_raw_pickle_is_refused_by_name_and_not_run(tmp_path: Path, protocol: int) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "x.pickle"
+    path.write_bytes(pickle.dumps({"w": 1, "x": Hostile(mark), "y": [Evaluated(), Hostile(mark)]}, protocol))
+    with pytest.raises(FormatError, match=r"not read from files(.|\n)*eval(.|\n)*posix.system"):
+        load_pickle(str(path), {})
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("inside", ["state", "tensor's dict"])
+def test_a_hostile_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, inside: str) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), inside: Hostile(mark)}, path)
+    with pytest.raises(FormatError, match=r"not read from files(.|\n)*system"):
+        load_torch(str(path))
+    assert not mark.exists()
+
+
+def test_a_name_that_is_put_together_from_a_memo_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "x.pickle"
+    # "posix" and "system" are put in the memo, used elsewhere, and brought back for STACK_GLOBAL.
+    path.write_bytes(b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x940h\x00h\x01\x93\x94.")
+    with pytest.raises(FormatError, match=r"posix\.system"):
+        load_pickle(str(path), {"builtins.tuple": tuple})
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_raw_pickle_of_known_globals_is_read(tmp_path: Path, protocol: int) -> None:
+    path = tmp_path / "x.pickle"
+    value = OrderedDict(a=1, b=OrderedDict(c=(1, 2)))
+    path.write_bytes(pickle.dumps(value, protocol))
+    assert load_pickle(str(path), {"collections.OrderedDict": OrderedDict}) == value
+
+
+def test_a_torch_file_is_mapped_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(8.0), "n": np.arange(3), "step": 3}, path)
+    found = load_torch(str(path))
+    assert found["step"] == 3
+    assert np.array_equal(found["n"], np.arange(3))
+    with path.open("r+b") as file:  # what is in the file now is what the tensor has
+        body = path.read_bytes()
+        file.seek(body.index(torch.arange(8.0).numpy().tobytes()))
+        file.write(np.float32(7).tobytes())
+    assert found["w"][0] == 7
+
+
+def test_a_torch_file_of_before_zip_archives_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(8.0)}, path, _use_new_zipfile_serialization=False)
+    assert torch.equal(load_torch(str(path))["w"], torch.arange(8.0))
+
+
+def test_stubs_stand_in_for_classes_that_a_format_needs(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"args": argparse.Namespace(tp=2)}, path)
+    with pytest.raises(FormatError, match=r"argparse\.Namespace"):
+        load_torch(str(path))
+    found = load_torch(str(path), stubs=["argparse.Namespace"])["args"]
+    assert isinstance(found, Stub)
+    assert found.state == {"tp": 2}
+
+
+@pytest.mark.parametrize("cut", [0, 10, 100, -10])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(80.0)}, path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(FormatError, match=r"x\.pt"):
+        load_torch(str(path))
+    with pytest.raises(FormatError, match=r"x\.pt"):
+        load_pickle(str(path), {})
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"x\.pt"):
+        load_torch(str(tmp_path / "x.pt"))

@@ -1,0 +1,195 @@
+"""Tensors that are put together from fragments of other formats, as a Source. No fragment is loaded before it is read.
+
+How wrong bytes could be read: a fragment is missing, or two claim one place; a fragment's file changed; a dtype differs. So every tensor is
+shown to be covered exactly once when it is made, and every fragment is looked at when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect, runs, whole
+from unified_ckpt.core.islands import uncovered
+from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.source import Catalog, Location, Said
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.runtime.storage import Buffer
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A box of a tensor. `load` gives its elements, of the box's shape and the tensor's dtype; an alias of a mapped file is best.
+
+    `where`: for people, the file that it is in.
+    """
+
+    box: Box
+    load: Callable[[], torch.Tensor]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A tensor and its fragments. `grid`: the shape that their boxes are counted in, which has the tensor's elements in the same order:
+    its own shape, or (numel,) for flat ranges, or a dim in two."""
+
+    spec: TensorSpec
+    fragments: tuple[Fragment, ...]
+    grid: tuple[int, ...]
+
+
+def assembly(dtype: torch.dtype, shape: Sequence[int], fragments: Sequence[Fragment], *, grid: Sequence[int] | None = None) -> Assembly:
+    """FormatError where a box lies outside, two share an element, or `grid` has not as many elements; IncompleteError for a gap."""
+    names = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
+    if dtype not in names:
+        raise FormatError(f"dtype {dtype} has no name in safetensors")
+    spec, counted = TensorSpec(names[dtype], tuple(shape)), tuple(shape if grid is None else grid)
+    if prod(counted) != prod(spec.shape):
+        raise FormatError(f"its fragments make up shape {counted}; needed the elements of {spec.shape}")
+    for one in fragments:
+        if not inside(one.box, counted):
+            raise FormatError(f"{one.where}: has box {one.box.offsets} + {one.box.shape} of a tensor of shape {counted}")
+    gap = next(uncovered(counted, [one.box for one in fragments]), None)
+    if gap is not None:
+        raise IncompleteError(f"nothing holds box {gap.offsets} + {gap.shape} of shape {counted}")
+    if sum(one.box.numel for one in fragments) != prod(counted):
+        raise FormatError(f"its fragments overlap: they have {sum(one.box.numel for one in fragments)} elements of {prod(counted)}")
+    return Assembly(spec, tuple(fragments), counted)
+
+
+class Assembled:
+    """`tensors`: by part and name. `format`: what the folder is, for people. `close` is called once."""
+
+    def __init__(
+        self,
+        root: str,
+        tensors: Mapping[Key, Assembly],
+        *,
+        format: str,  # noqa: A002  # the protocol's word
+        said: Said,
+        aliases: Mapping[str, Mapping[str, str]] | None = None,
+        rank_extra: Callable[[int], Any] = lambda _: None,
+        close: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._root, self._tensors, self._format, self._said = root, tensors, format, said
+        self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
+        self._names: dict[str, dict[str, None]] = {}
+        for part, name in tensors:
+            self._names.setdefault(part, {})[name] = None
+
+    @property
+    def format(self) -> str:
+        return self._format
+
+    @property
+    def parts(self) -> Sequence[str]:
+        return sorted(self._names)
+
+    def names(self, part: str) -> Collection[str]:
+        return self._names.get(part, {}).keys()
+
+    def aliases(self, part: str) -> Mapping[str, str]:
+        return self._aliases.get(part, {})
+
+    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        absent = [f"{part}:{name}" for name in names if (part, name) not in self._tensors]
+        if absent:
+            raise NotFoundError(listed(f"{self._root}: does not have", absent))
+        return {name: self._tensors[part, name].spec for name in names}
+
+    def read(self, part: str, name: str, box: Box) -> bytes:
+        spec = self.specs(part, [name])[name]
+        item, storage = itemsize(spec.dtype), _Fragments(self._root, self._tensors)
+        found = bytearray(box.numel * item)
+        view = memoryview(found)
+        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+            storage.read_at(_file(part, name), first * item, view[local * item : (local + count) * item])
+        return bytes(found)
+
+    def catalog(self, wanted: Collection[Key]) -> Catalog:
+        return Catalog(_Fragments(self._root, self._tensors), {key: Location(_file(*key), 0) for key in wanted})
+
+    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        return dict.fromkeys(wanted)
+
+    def said(self) -> Said:
+        return self._said
+
+    def rank_extra(self, rank: int) -> Any:
+        return self._rank_extra(rank)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _file(part: str, name: str) -> str:
+    return f"{part}:{name}"
+
+
+class _Fragments:
+    """A storage with a file for each tensor: its elements, row-major."""
+
+    def __init__(self, root: str, tensors: Mapping[Key, Assembly]) -> None:
+        self.root = root
+        self._of = {_file(*key): one for key, one in tensors.items()}
+
+    def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Any byte range: elements that it begins or ends within are put together beside it."""
+        one, view = self._of[name], memoryview(into).cast("B")
+        item = itemsize(one.spec.dtype)
+        first, stop = start // item, -(-(start + len(view)) // item)
+        if start % item or (start + len(view)) % item:
+            held = bytearray((stop - first) * item)
+            _fill(one, first, stop, memoryview(held), name)
+            view[:] = memoryview(held)[start - first * item :][: len(view)]
+        else:
+            _fill(one, first, stop, view, name)
+
+    def read(self, name: str) -> bytes:
+        found = bytearray(self.size(name) or 0)
+        self.read_at(name, 0, memoryview(found))
+        return bytes(found)
+
+    def size(self, name: str) -> int | None:
+        return self._of[name].spec.nbytes if name in self._of else None
+
+    def names(self) -> list[str]:
+        return sorted(self._of)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str) -> None:
+    """Elements [first, stop) of a tensor, row-major, into `view`."""
+    if first >= stop:
+        return
+    dtype = TORCH_DTYPES[one.spec.dtype]
+    flat, at = torch.frombuffer(view, dtype=dtype), 0  # [stop - first]
+    for block in boxes_between(one.grid, first, stop):
+        held = flat[at : at + block.numel].view(block.shape)
+        at += block.numel
+        for fragment in one.fragments:
+            common = intersect(block, fragment.box)
+            if common is not None:
+                held[_slices(common, block)].copy_(_loaded(fragment, dtype, name)[_slices(common, fragment.box)])
+
+
+def _loaded(fragment: Fragment, dtype: torch.dtype, name: str) -> torch.Tensor:
+    found = fragment.load()
+    if tuple(found.shape) != fragment.box.shape or found.dtype != dtype:
+        has = f"has shape {tuple(found.shape)} and {found.dtype}"
+        raise FormatError(f"{fragment.where}: a fragment of {name} {has}; needed {fragment.box.shape} and {dtype}")
+    return found
+
+
+def _slices(box: Box, of: Box) -> tuple[slice, ...]:
+    return tuple(slice(low - begin, low - begin + count) for low, begin, count in zip(box.offsets, of.offsets, box.shape, strict=True))

@@ -1,0 +1,114 @@
+"""Reading what others have pickled without running any of it: torch's own restricted reader, and one for raw pickles.
+
+A class that a file names is never imported. The few that formats need are stood in for by stubs here, which hold what they are given. A
+file that names anything else is refused, with the list of what it asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Collection, Mapping
+from typing import Any, BinaryIO
+
+import torch
+
+from unified_ckpt.core.tables import listed
+from unified_ckpt.errors import FormatError, NotFoundError
+
+
+class Stub:
+    """Stands in for an object of a class that is not imported: `args` it was made with, `state` it was given."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Stub:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """`__new__` has done it: some pickles call that only."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def stub(name: str) -> type[Stub]:
+    """A class of its own for one name, as messages show it."""
+    return type(name.rpartition(".")[2], (Stub,), {})
+
+
+# What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
+_NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
+
+
+def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
+    """What `torch.save` wrote, on the CPU, its tensors mapped from the file where it is a zip archive. `stubs`: full names of classes that
+    are stood in for.
+
+    FormatError for a file that is damaged or names other classes; it lists them. NotFoundError where there is no file.
+    """
+    if not os.path.isfile(path):
+        raise NotFoundError(f"{path}: there is no such file")
+    allowed: list[Any] = [(stub(name), name) for name in stubs]
+    allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1).numpy().dtype), *_numpy_dtypes()]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise FormatError(_asked_for(path) or f"{path}: {error}") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise FormatError(f"{path}: is damaged, or no file of torch.save: {error}") from error
+
+
+def _numpy(name: str) -> Any:
+    import numpy as np
+
+    found = {"_reconstruct": np._core.multiarray._reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}  # type: ignore[attr-defined]
+    return found[name.rpartition(".")[2]]
+
+
+def _numpy_dtypes() -> list[type]:
+    import numpy as np
+
+    return [getattr(np.dtypes, name) for name in dir(np.dtypes) if name.endswith("DType") and name != "ObjectDType"]
+
+
+def _asked_for(path: str) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a file that is damaged as well: the caller has an error already
+        return ""
+    return listed(f"{path}: asks for classes that are not read from files", sorted(map(str, names))) if names else ""
+
+
+class _Restricted(pickle.Unpickler):
+    """A raw pickle whose globals are those of `known` only, by "module.name". For any other it goes on with a stub, and notes the name."""
+
+    def __init__(self, file: BinaryIO, known: Mapping[str, Any], *, encoding: str) -> None:
+        super().__init__(file, encoding=encoding)
+        self._known = known
+        self.strangers: set[str] = set()
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        full = f"{module}.{name}"
+        if full not in self._known:
+            self.strangers.add(full)
+        return self._known.get(full) or stub(full)
+
+
+def load_pickle(path: str, known: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
+    """A raw pickle's value. FormatError for one that is damaged or names other globals than `known`; it lists them."""
+    with open(path, "rb") as file:
+        reader = _Restricted(file, known, encoding=encoding)
+        try:
+            found = reader.load()
+        except Exception as error:  # a damaged pickle may raise anything
+            if not reader.strangers:
+                raise FormatError(f"{path}: is damaged, or no pickle: {type(error).__name__}: {error}") from error
+    if reader.strangers:
+        raise FormatError(listed(f"{path}: asks for classes that are not read from files", sorted(reader.strangers)))
+    return found

@@ -1,0 +1,237 @@
+"""torch.distributed.checkpoint: a folder with `.metadata`, a pickle, and `.distcp` files in which each shard is an archive of torch.save.
+
+Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of Accelerate and the Trainer under FSDP. The tensors under
+"model", or under no name, are the model; of "optimizer", those under "state" are the optimizer; those under another name are a part of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.source import Said
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.pickles import Stub, load_pickle, stub
+from unified_ckpt.sources.zipped import Mapped
+
+METADATA = ".metadata"
+_ROOT = "torch.distributed.checkpoint"
+_STUBS = [
+    *(f"{_ROOT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata")),
+    *(f"{_ROOT}.metadata.{name}" for name in ("BytesStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    f"{_ROOT}.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib._local.PosixPath",
+    "pathlib._local.PurePosixPath",
+]
+_OPTIMIZERS = ("optimizer", "optim")
+_DTYPES = {f"torch.{one}": getattr(torch, one) for one in dir(torch) if isinstance(getattr(torch, one), torch.dtype)}
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Of one entry: a box of a tensor, None for an object; where it lies."""
+
+    box: Box | None
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What a flat key of the state dict stands for. `dtype`, `shape`: of a tensor."""
+
+    path: Path
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    shards: list[_Shard] = field(default_factory=list)
+
+
+def is_dcp(names: Sequence[str]) -> bool:
+    return METADATA in names
+
+
+def open_dcp(root: str, *, prefix: Path = ()) -> Assembled:
+    """FormatError for a folder that is damaged, IncompleteError naming the files that are missing or cut short.
+
+    `prefix`: goes before every path, for folders that hold one part.
+    """
+    entries = _entries(root)
+    files = {name: _mapped(root, name, entries) for name in sorted({shard.file for one in entries.values() for shard in one.shards})}
+    tensors: dict[Key, Assembly] = {}
+    objects: dict[Path, Any] = {}
+    for key, one in entries.items():
+        path = (*prefix, *one.path)
+        if one.dtype is None:
+            objects[path] = _object(files, root, key, one)
+            continue
+        place = place_of(path, scalar=not one.shape)
+        made = _assembly(files, root, key, one, one.dtype)
+        if place is None:
+            objects[path] = made.fragments[0].load().clone()
+        else:
+            tensors[place] = made
+    return Assembled(root, tensors, format="dcp", said=_said(objects))
+
+
+def place_of(path: Path, *, scalar: bool) -> Key | None:
+    """The part and the name of a tensor by where it stood in the state dict; None for one that is no part's, such as a step count."""
+    first, rest = str(path[0]), path[1:]
+    if not rest:
+        return None if scalar and "." not in first else (MODEL, first)
+    if first in _OPTIMIZERS:
+        if rest[0] == "state" and len(rest) == 3:
+            return OPTIMIZER, f"{rest[1]}/{rest[2]}"
+        flat = ".".join(map(str, rest))
+        if flat.startswith("state."):
+            fqn, _, name = flat.removeprefix("state.").rpartition(".")
+            return OPTIMIZER, f"{fqn}/{name}"
+        return None
+    return first, ".".join(map(str, rest))
+
+
+def _said(objects: Mapping[Path, Any]) -> Said:
+    """Param groups by name, and all other objects as one tree."""
+    options: dict[object, dict[str, Any]] = {}
+    tree: dict[Any, Any] = {}
+    for path, value in objects.items():
+        if str(path[0]) in _OPTIMIZERS and len(path) > 1:
+            rest = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
+            if rest[0] == "param_groups" and len(rest) > 2:
+                owner = rest[1] if len(rest) == 3 and isinstance(rest[1], int) else ".".join(map(str, rest[1:-1]))
+                options.setdefault(owner, {})[str(rest[-1])] = value
+                continue
+        at = tree
+        for one in path[:-1]:
+            at = at.setdefault(one, {})
+        at[path[-1]] = value
+    step = tree.get("step")
+    return Said(step=step if isinstance(step, int) and not isinstance(step, bool) else None, extra=tree or None, groups=_groups(options))
+
+
+def _groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups that are listed, or, of a flat optimizer's, the parameters that have the same options."""
+    found: list[dict[str, Any]] = []
+    for owner, one in options.items():
+        listed_names = one.pop("params", None) if isinstance(owner, int) else [owner]
+        if listed_names is None:
+            continue
+        known = [group for group in found if not isinstance(owner, int) and group["options"] == one]
+        if known:
+            known[0]["names"].extend(listed_names)
+        else:
+            found.append({"names": list(listed_names), "options": one})
+    return found
+
+
+def _assembly(files: Mapping[str, Mapped], root: str, key: str, one: _Entry, dtype: torch.dtype) -> Assembly:
+    fragments = [
+        Fragment(shard.box, partial(files[shard.file].tensor, shard.start, shard.nbytes), os.path.join(root, shard.file))
+        for shard in one.shards
+        if shard.box is not None
+    ]
+    try:
+        return assembly(dtype, one.shape, fragments)
+    except CheckpointError as error:
+        raise type(error)(f"{root}: {key}: {error}") from error
+
+
+def _object(files: Mapping[str, Mapped], root: str, key: str, one: _Entry) -> Any:
+    """FormatError where it holds classes: nothing but plain values and tensors is read."""
+    import io
+    import pickle
+
+    if not one.shards:
+        raise IncompleteError(f"{root}: {key}: {METADATA} does not say where it is")
+    shard = one.shards[0]
+    held = files[shard.file].bytes(shard.start, shard.nbytes)
+    try:
+        return torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise FormatError(f"{os.path.join(root, shard.file)}: {key}: is no plain value: {error}") from error
+
+
+def _mapped(root: str, name: str, entries: Mapping[str, _Entry]) -> Mapped:
+    path = os.path.join(root, name)
+    needed = {key: max(s.start + s.nbytes for s in one.shards if s.file == name) for key, one in entries.items() if _in(one, name)}
+    nbytes = os.path.getsize(path) if os.path.isfile(path) else 0
+    lost = sorted(key for key, stop in needed.items() if stop > nbytes)
+    if lost:
+        what = "ends early" if os.path.isfile(path) else "is missing"
+        raise IncompleteError(listed(f"{path}: {what}; lost are (at least parts of)", lost))
+    return Mapped(path)
+
+
+def _in(one: _Entry, file: str) -> bool:
+    return any(shard.file == file for shard in one.shards)
+
+
+# ---- `.metadata`
+
+
+def _entries(root: str) -> dict[str, _Entry]:
+    path = os.path.join(root, METADATA)
+    known: dict[str, Any] = {name: stub(name) for name in _STUBS}
+    known |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
+    told = load_pickle(path, known)
+    try:
+        listed_keys, storage = _of(told, "state_dict_metadata"), _of(told, "storage_data")
+        paths = _of(told, "planner_data") or {}
+        found = {key: _entry(paths.get(key, (key,)), one) for key, one in listed_keys.items()}
+        for index, place in storage.items():
+            found[_of(index, "fqn")].shards.append(_shard(found[_of(index, "fqn")], listed_keys[_of(index, "fqn")], index, place))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FormatError(f"{path}: is not what torch.distributed.checkpoint writes: {error!r}") from error
+    return found
+
+
+def _entry(path: Any, told: Any) -> _Entry:
+    if type(told).__name__ != "TensorStorageMetadata":
+        return _Entry(tuple(path), None, ())
+    properties = _of(told, "properties")
+    return _Entry(tuple(path), _dtype(properties), tuple(_of(told, "size")))
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    """`TensorProperties` gives its fields in a tuple (`__getstate__`), the dtype first; others as a dict."""
+    state = properties.state
+    found: torch.dtype = state["dtype"] if isinstance(state, dict) else state[0]
+    return found
+
+
+def _shard(entry: _Entry, told: Any, index: Any, place: Any) -> _Shard:
+    box = None
+    if entry.dtype is not None:
+        offset = _of(index, "offset")
+        chunks = {tuple(_of(chunk, "offsets")): tuple(_of(chunk, "sizes")) for chunk in _of(told, "chunks")}
+        at = tuple(offset) if offset is not None else next(iter(chunks))
+        box = Box(at, chunks[at])
+    if _of(place, "transform_descriptors", None):
+        raise FormatError(f"{_of(index, 'fqn')}: is transformed by {_of(place, 'transform_descriptors')}; needed plain bytes")
+    return _Shard(box, str(_of(place, "relative_path")), int(_of(place, "offset")), int(_of(place, "length")))
+
+
+_NEEDED = object()
+
+
+def _of(one: Any, name: str, default: Any = _NEEDED) -> Any:
+    """A field of a stub."""
+    state = one.state if isinstance(one, Stub) else None
+    if not isinstance(state, dict):
+        raise TypeError(f"{one!r} has no fields")
+    return state[name] if default is _NEEDED else state.get(name, default)

@@ -1,0 +1,125 @@
+"""A tensor in a slice of a file that `torch.save` wrote into, as DCP has them: mapped where it lies, never copied.
+
+Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the tensor's pickle and `<name>/data/<key>` with its
+storage (torch/serialization.py). The pickle names a storage by a tuple ("storage", class, key, device, elements).
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from unified_ckpt.errors import FormatError
+
+_LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name's length, extra's length
+
+
+class Mapped:
+    """A file mapped into memory, privately: nobody's writes to its tensors reach the file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            self._memory = memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)) if nbytes else memoryview(b"")
+
+    def bytes(self, start: int, length: int) -> memoryview:
+        """FormatError where the file ends before."""
+        found = self._memory[start : start + length]
+        if len(found) != length:
+            raise FormatError(f"{self.path}: ends at byte {len(self._memory)}; needed {start + length}")
+        return found
+
+    def tensor(self, start: int, length: int) -> torch.Tensor:
+        """The tensor that `torch.save` wrote to bytes [start, start + length): an alias. FormatError where it is none."""
+        held = self.bytes(start, length)
+        try:
+            return _tensor(held)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: bytes [{start}, {start + length}): {error}") from error
+        except Exception as error:  # a damaged archive may raise anything
+            raise FormatError(f"{self.path}: bytes [{start}, {start + length}) are damaged, or no tensor: {error}") from error
+
+
+class _View(io.RawIOBase):
+    """A memoryview as a file: `io.BytesIO` would copy it."""
+
+    def __init__(self, held: memoryview) -> None:
+        self._held, self._at = held, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = max(0, (0, self._at, len(self._held))[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any, /) -> int:
+        view = memoryview(into).cast("B")
+        found = self._held[self._at : self._at + len(view)]
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _tensor(held: memoryview) -> torch.Tensor:
+    with zipfile.ZipFile(cast("Any", _View(held))) as archive:
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        found = _Tensor(io.BytesIO(archive.read(entries["data.pkl"])), held, entries).load()
+    if not isinstance(found, torch.Tensor):
+        raise FormatError(f"holds a {type(found).__name__}; needed a tensor")
+    return found
+
+
+class _Tensor(pickle.Unpickler):
+    """The pickle of one tensor: it may name how a tensor is rebuilt, storage classes, and nothing else."""
+
+    def __init__(self, file: io.BytesIO, held: memoryview, entries: dict[str, zipfile.ZipInfo]) -> None:
+        super().__init__(file)
+        self._held, self._entries = held, entries
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return name
+        raise FormatError(f"asks for {module}.{name}, which is not read from files")
+
+    def persistent_load(self, told: Any, /) -> torch.Tensor:
+        """The storage, as a tensor of one dim."""
+        kind, name, key, _, count = told
+        if kind != "storage":
+            raise FormatError(f"asks for a {kind!r}; needed a storage")
+        dtype = torch.uint8 if name == "UntypedStorage" else getattr(torch, name).dtype
+        info = self._entries[f"data/{key}"]
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise FormatError("its storage is compressed; needed one that is stored")
+        magic, name_nbytes, extra_nbytes = _LOCAL.unpack_from(self._held, info.header_offset)
+        start = info.header_offset + _LOCAL.size + name_nbytes + extra_nbytes
+        if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
+            raise FormatError(f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}")
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._held, dtype=dtype, count=count, offset=start)
+
+
+def _rebuild(storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *_: object) -> torch.Tensor:
+    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`."""
+    return storage.as_strided(tuple(shape), tuple(stride), first)

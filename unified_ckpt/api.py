@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
 from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.gather import find_source, machine_numbers
+from unified_ckpt.engine.gather import machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
@@ -29,6 +29,7 @@ from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
+from unified_ckpt.sources import find_any, open_any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -202,7 +203,7 @@ class Checkpointer:
         strict: bool = True,
         options: LoadOptions | None = None,
     ) -> LoadReport:
-        """Fills state of any shape in place from a checkpoint, a unified folder or a Hugging Face model folder. Every rank calls.
+        """Fills state of any shape in place from a checkpoint: a unified folder, a Hugging Face model folder, or DCP's. Every rank calls.
 
         Optimizer state that does not exist yet is made from the checkpoint, never by a step; what the checkpoint lacks is cleared.
         `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they are filled after the tensors.
@@ -223,7 +224,7 @@ class Checkpointer:
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
             given = path.source if isinstance(path, SourceView) else None
-            source = given or find_source(comm, where, [self._resolve(one) for one in paths], machines, owned, timeout_seconds=timeout)
+            source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, timeout_seconds=timeout)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
@@ -317,8 +318,11 @@ def load(path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup |
 
 
 def open(path: Path) -> SourceView:  # noqa: A001  # uc.open, never imported bare
-    """A checkpoint, lazily: no process group, nothing read but what is asked for. Raises NotFoundError or FormatError."""
-    return SourceView(open_path(os.fspath(path), hold=True))
+    """A checkpoint in any format, lazily: no process group, nothing read but what is asked for.
+
+    Raises NotFoundError, FormatError or IncompleteError.
+    """
+    return SourceView(open_any(os.fspath(path)))
 
 
 def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None) -> VerifyReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,9 +13,12 @@ from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tre
 from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import short
-from unified_ckpt.engine.checkpoint import Folder, open_path
+from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.source import Source
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.sources import open_any
 
+_FORMATS = {"dcp": "torch.distributed.checkpoint"}
 _FIRST = ("model", "master_weights", "optimizer")  # then the others by name
 
 
@@ -36,13 +40,13 @@ class _Part:
 
 def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all` and `json`."""
-    folder = open_path(arguments.path, hold=True)
+    folder = open_any(arguments.path)
     try:
         parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
         if arguments.json:
-            print(json.dumps(_as_json(folder, parts), indent=2))
+            print(json.dumps(_as_json(arguments.path, folder, parts), indent=2))
             return 0
-        print("\n".join(_head(folder)))
+        print("\n".join(_head(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
                 print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
@@ -57,21 +61,23 @@ def _rank(part: str) -> tuple[int, str]:
     return (_FIRST.index(part) if part in _FIRST else len(_FIRST)), part
 
 
-def _part(folder: Folder, part: str, match: str | None) -> _Part:
+def _part(folder: Source, part: str, match: str | None) -> _Part:
     def wanted(name: str) -> bool:
         return match is None or fnmatchcase(name, match) or fnmatchcase(f"{part}:{name}", match)
 
     names = sorted(filter(wanted, folder.names(part)), key=natural)
     specs = folder.specs(part, names)
-    file_of = {name: folder.file_of(part, name) for name in names}
-    files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
+    file_of = {name: folder.file_of(part, name) if isinstance(folder, Folder) else "" for name in names}
+    files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))} if isinstance(folder, Folder) else {}
     aliases = {alias: name for alias, name in folder.aliases(part).items() if wanted(alias)}
     return _Part(part, len(folder.names(part)), {name: specs[name] for name in names}, files, file_of, aliases)
 
 
-def _as_json(folder: Folder, parts: list[_Part]) -> dict[str, Any]:
-    manifest = folder.manifest
-    told: dict[str, Any] = {"path": folder.storage.root, "format": folder.format}
+def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
+    manifest = folder.manifest if isinstance(folder, Folder) else None
+    told: dict[str, Any] = {"path": _root(path, folder), "format": folder.format}
+    if not isinstance(folder, Folder):
+        told["step"] = folder.said().step
     if manifest is not None:
         told |= {key: getattr(manifest, key) for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions")}
         told["param_groups"] = [group.model_dump() for group in manifest.optimizer.groups] if manifest.optimizer else []
@@ -93,8 +99,14 @@ def _as_json(folder: Folder, parts: list[_Part]) -> dict[str, Any]:
     return told
 
 
-def _head(folder: Folder) -> list[str]:
+def _root(path: str, folder: Source) -> str:
+    return folder.storage.root if isinstance(folder, Folder) else os.path.abspath(path)
+
+
+def _head(path: str, folder: Source) -> list[str]:
     """What is said of the checkpoint as a whole."""
+    if not isinstance(folder, Folder):
+        return [_root(path, folder), *table([(f"  {key}", (plain(text),)) for key, text in _told(folder)])]
     manifest = folder.manifest
     if manifest is None:
         return [folder.storage.root, "  format  Hugging Face model folder: weights only, no manifest"]
@@ -118,6 +130,15 @@ def _head(folder: Folder) -> list[str]:
     if gone:
         rows.append(("deleted", ", ".join(gone)))
     return [folder.storage.root, *table([(f"  {key}", (plain(text),)) for key, text in rows])]
+
+
+def _told(source: Source) -> list[tuple[str, str]]:
+    """What a checkpoint of another format says of itself."""
+    said = source.said()
+    rows = [("format", _FORMATS.get(source.format, source.format)), ("step", "none" if said.step is None else str(said.step))]
+    rows.append(("extra", ", ".join(map(str, said.extra)) if isinstance(said.extra, dict) else "none"))
+    groups = enumerate(said.groups)
+    return [*rows, *((f"param group {n}", f"{count(len(one['names']), 'parameter')}: {options_text(one['options'])}") for n, one in groups)]
 
 
 def _mesh_text(manifest: Manifest) -> str:

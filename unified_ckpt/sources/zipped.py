@@ -20,6 +20,22 @@ import torch
 
 from unified_ckpt.errors import FormatError
 
+# Others are stored as bytes, their dtype beside them.
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name's length, extra's length
 
 
@@ -94,12 +110,14 @@ class _Tensor(pickle.Unpickler):
         self._held, self._entries = held, entries
 
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return _rebuild
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+        if module in ("torch", "torch.storage") and name in _STORAGES:
             return name
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
         raise FormatError(f"asks for {module}.{name}, which is not read from files")
 
     def persistent_load(self, told: Any, /) -> torch.Tensor:
@@ -107,12 +125,13 @@ class _Tensor(pickle.Unpickler):
         kind, name, key, _, count = told
         if kind != "storage":
             raise FormatError(f"asks for a {kind!r}; needed a storage")
-        dtype = torch.uint8 if name == "UntypedStorage" else getattr(torch, name).dtype
+        dtype = _STORAGES[name]
         info = self._entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
             raise FormatError("its storage is compressed; needed one that is stored")
         magic, name_nbytes, extra_nbytes = _LOCAL.unpack_from(self._held, info.header_offset)
         start = info.header_offset + _LOCAL.size + name_nbytes + extra_nbytes
+        count = info.file_size if name == "UntypedStorage" else count  # of some versions elements, of others bytes
         if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
             raise FormatError(f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}")
         if count == 0:
@@ -120,6 +139,8 @@ class _Tensor(pickle.Unpickler):
         return torch.frombuffer(self._held, dtype=dtype, count=count, offset=start)
 
 
-def _rebuild(storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *_: object) -> torch.Tensor:
-    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`."""
-    return storage.as_strided(tuple(shape), tuple(stride), first)
+def _rebuild(storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *more: object) -> torch.Tensor:
+    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`; v3 has the dtype
+    after these, and counts in its elements."""
+    dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage.dtype
+    return storage.view(dtype).as_strided(tuple(shape), tuple(stride), first)

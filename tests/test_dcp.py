@@ -1,0 +1,201 @@
+"""Folders of torch.distributed.checkpoint: read as `dcp.load` reads them, gone on from, and refused where they are damaged or hostile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict
+
+import unified_ckpt as uc
+from unified_ckpt.cli.main import main
+from unified_ckpt.sources.dcp import place_of
+
+Net = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+
+
+def nested(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state, "step": 3, "extra": {"seen": (1, 2)}}
+
+
+def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {"model": get_model_state_dict(model), "optim": state}
+
+
+def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As torchtitan: the model's tensors under no name."""
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {**get_model_state_dict(model), "optimizer": state, "train_state": {"step": torch.tensor(3)}}
+
+
+@pytest.mark.parametrize("form", [nested, flat, bare])
+def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path, form: Callable[..., dict[str, Any]]) -> None:
+    model, optimizer = net(0)
+    train(model, optimizer, 0, 3)
+    save(form(model, optimizer), tmp_path / "c")
+    expected = train(model, optimizer, 3, 3)
+    other, fresh = net(1)
+    report = uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert train(other, fresh, 3, 3) == expected
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+    if form is nested:
+        assert report.step == 3
+        assert report.extra["extra"] == {"seen": (1, 2)}
+    uc.save(tmp_path / "ours", model=other, optimizer=fresh, step=6)  # the next save is unified
+    assert uc.verify(tmp_path / "ours", deep=True).ok
+
+
+def test_opened_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = net(0)
+    train(model, optimizer, 0, 1)
+    save(nested(model, optimizer), tmp_path / "c")
+    with uc.open(tmp_path / "c") as source:
+        assert source.format == "dcp"
+        assert source.parts == ("model", "optimizer")
+        assert torch.equal(source["model"]["0.weight"][1:3, 2:5], model.state_dict()["0.weight"][1:3, 2:5])
+        assert source["optimizer"]["0.weight/step"][...] == 1
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    shown = capsys.readouterr().out
+    assert "torch.distributed.checkpoint" in shown
+    assert "F32 [5, 6]" in shown
+
+
+def test_dtypes_and_shapes_of_every_kind(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "none": torch.empty(0, 4),
+        "half": torch.arange(7).to(torch.bfloat16),
+        "turned": torch.arange(12.0).reshape(3, 4).t(),
+        "bool": torch.tensor([True, False]),
+        "small": torch.arange(5).to(torch.float8_e4m3fn),
+    }
+    save({"model": dict(tensors)}, tmp_path / "c")
+    with uc.open(tmp_path / "c") as source:
+        for name, tensor in tensors.items():
+            found = source["model"][name][...]
+            assert found.dtype == tensor.dtype
+            assert found.shape == tensor.shape
+            assert torch.equal(found.float(), tensor.float())
+
+
+def test_another_model_is_a_mismatch_before_anything_changes(tmp_path: Path) -> None:
+    model, optimizer = net(0)
+    train(model, optimizer, 0, 1)
+    save(nested(model, optimizer), tmp_path / "c")
+    other = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(uc.MismatchError, match=r"1.weight: is not in the checkpoint"):
+        uc.load(tmp_path / "c", model=other)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(nested(*net(0)), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+def test_a_missing_file_is_named_with_what_was_in_it(folder: Path) -> None:
+    shards(folder)[0].unlink()
+    with pytest.raises(uc.IncompleteError, match=r"__0_\d.distcp: is missing(.|\n)*model"):
+        uc.load(folder, model=net(1)[0])
+
+
+def test_a_file_that_ends_early_is_named(folder: Path) -> None:
+    path = shards(folder)[-1]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(uc.IncompleteError, match="ends early"):
+        uc.load(folder, model=net(1)[0])
+
+
+def test_a_damaged_archive_is_an_error_that_names_the_file(folder: Path) -> None:
+    for path in shards(folder):
+        body = path.read_bytes()
+        path.write_bytes(b"\0" * len(body))
+    with pytest.raises(uc.FormatError, match=r"distcp"):
+        uc.load(folder, model=net(1)[0])
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+def test_hostile_metadata_is_refused_by_name_and_not_run(folder: Path, tmp_path: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({"x": Hostile(tmp_path / "mark")}))
+    with pytest.raises(uc.FormatError, match=r"posix\.system"):
+        uc.open(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_hostile_object_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c")
+    with pytest.raises(uc.FormatError, match=r"extra.x: is no plain value(.|\n)*system"):
+        uc.open(tmp_path / "c")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 400])
+def test_damaged_metadata_is_an_error_that_names_it(folder: Path, cut: int) -> None:
+    path = folder / ".metadata"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(uc.FormatError, match=r"\.metadata"):
+        uc.open(folder)
+
+
+PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
+    (("model", "a.weight"), False, ("model", "a.weight")),
+    (("a.weight",), False, ("model", "a.weight")),
+    (("optimizer", "state", "a.weight", "exp_avg"), False, ("optimizer", "a.weight/exp_avg")),
+    (("optim", "state.a.weight.exp_avg"), False, ("optimizer", "a.weight/exp_avg")),
+    (("optimizer", "param_groups", 0, "lr"), True, None),
+    (("ema", "a.weight"), False, ("ema", "a.weight")),
+    (("step",), True, None),
+]
+
+
+@pytest.mark.parametrize(("path", "scalar", "place"), PLACES)
+def test_where_a_tensor_goes(path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None) -> None:
+    assert place_of(path, scalar=scalar) == place

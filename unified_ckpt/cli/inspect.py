@@ -18,7 +18,11 @@ from unified_ckpt.engine.source import Source
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_any
 
-_FORMATS = {"dcp": "torch.distributed.checkpoint"}
+_FORMATS = {
+    "dcp": "torch.distributed.checkpoint",
+    "torch": "a file of torch.save: weights, and what is plain beside them",
+    "huggingface-bin": "Hugging Face model folder of pickles: weights only",
+}
 _FIRST = ("model", "master_weights", "optimizer")  # then the others by name
 
 

@@ -20,22 +20,36 @@ from unified_ckpt.runtime.storage import is_url
 
 
 def format_of(path: str) -> str | None:
-    """The format of a local folder that somebody else wrote; None for one of ours, for Hugging Face's, and for what is not known."""
-    if is_url(path) or not os.path.isdir(path):
+    """The format of a local path that somebody else wrote; None for one of ours, for Hugging Face's safetensors, and for what is not known."""
+    if is_url(path):
         return None
-    found = set(os.listdir(path))
+    if os.path.isfile(path):
+        return "torch" if path.endswith((".pt", ".pth", ".bin", ".ckpt")) else None
+    found = set(os.listdir(path)) if os.path.isdir(path) else set()
     if names.MANIFEST in found or names.index_name("model") in found or names.file_name("model", number=1, count=1) in found:
         return None
-    return "dcp" if ".metadata" in found else None
+    if ".metadata" in found:
+        return "dcp"
+    return "huggingface-bin" if found & {"pytorch_model.bin", "pytorch_model.bin.index.json"} else None
 
 
 def open_any(path: str) -> Source:
     """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where there is none that can be read."""
-    if format_of(_local(path)) is None:
-        return open_path(path, hold=True)
-    from unified_ckpt.sources.dcp import open_dcp  # it needs torch, which `inspect` of our own folders does not
+    local = os.path.abspath(_local(path))
+    match format_of(_local(path)):  # what needs torch is imported here: `inspect` of our own folders starts without
+        case "dcp":
+            from unified_ckpt.sources.dcp import open_dcp
 
-    return open_dcp(os.path.abspath(_local(path)))
+            return open_dcp(local)
+        case "torch":
+            from unified_ckpt.sources.torch_files import open_torch_file
+
+            return open_torch_file(local)
+        case "huggingface-bin":
+            from unified_ckpt.sources.torch_files import open_bin_folder
+
+            return open_bin_folder(local)
+    return open_path(path, hold=True)
 
 
 def find_any(

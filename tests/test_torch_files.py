@@ -1,4 +1,4 @@
-"""Files of torch.save, and Hugging Face's pytorch_model*.bin: the weights as torch.load gives them, refused where nothing says what they are."""
+"""Files of torch.save, and Hugging Face's pytorch_model*.bin: weights as torch.load gives them, refused where there is no model."""
 
 from __future__ import annotations
 

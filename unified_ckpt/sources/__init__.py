@@ -20,7 +20,7 @@ from unified_ckpt.runtime.storage import is_url
 
 
 def format_of(path: str) -> str | None:
-    """The format of a local path that somebody else wrote; None for one of ours, for Hugging Face's safetensors, and for what is not known."""
+    """The format of a local path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known."""
     if is_url(path):
         return None
     if os.path.isfile(path):

@@ -1,7 +1,7 @@
 """What `torch.save` wrote: one file of a state dict, alone or in a training script's dict; Hugging Face's `pytorch_model*.bin`.
 
-Read are the model's tensors, mapped where they lie; what else the file has that is plain values is `extra`. Optimizer state is not read: it is
-keyed by position, and nothing in the file says of which parameter.
+Read are the model's tensors, mapped where they lie; what else the file has that is plain values is `extra`. Optimizer state is not read:
+it is keyed by position, and nothing in the file says of which parameter.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def open_torch_file(path: str) -> Assembled:
 
 def open_bin_folder(root: str) -> Assembled:
     """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several. IncompleteError naming what is missing."""
-    names = os.listdir(root)
+    names = set(os.listdir(root))
+    weight_map: Mapping[str, str] = {}
+    files = [SINGLE]
     if INDEX in names:
-        with open(os.path.join(root, INDEX), "rb") as file:
-            weight_map = index.parse_index(file.read(), file=os.path.join(root, INDEX)).weight_map
+        with open(os.path.join(root, INDEX), "rb") as opened:
+            weight_map = index.parse_index(opened.read(), file=os.path.join(root, INDEX)).weight_map
         files = sorted(set(weight_map.values()))
         missing = [file for file in files if file not in names]
         if missing:
             raise IncompleteError(listed(f"{root}: files are missing", missing))
-    else:
-        files, weight_map = [SINGLE], {}
     tensors: dict[Key, Assembly] = {}
     aliases: dict[str, str] = {}
     for file in files:

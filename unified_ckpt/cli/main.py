@@ -55,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         "--from", action="append", default=[], dest="sources", metavar="OTHER", help="a folder of the same save to take it from"
     )
 
+    diff = verbs.add_parser("diff", help="what differs between two checkpoints", description="Compares tensor by tensor, of any formats.")
+    diff.add_argument("first", metavar="A", help="a checkpoint in any format that `inspect` takes")
+    diff.add_argument("second", metavar="B", help="another one")
+    diff.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given more than once")
+    diff.add_argument("--match", metavar="GLOB", help="only tensors whose name, or part:name, matches")
+    diff.add_argument("--deep", action="store_true", help="also read tensors whose digests are equal")
+
     listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
     listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")
     listing.add_argument("--local", metavar="DIR", help="the local directory of this run: the second tier of one run")
@@ -72,6 +79,6 @@ def _parser() -> argparse.ArgumentParser:
 
     for verb in (listing, prune):
         rules.add_to(verb)
-    for verb in (inspect, verify, listing, prune, demo):
+    for verb in (inspect, verify, diff, listing, prune, demo):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser

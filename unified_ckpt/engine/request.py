@@ -65,6 +65,8 @@ def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
         further=what.parts,
         model_dtype=options.model_dtype,
     )
+    followed = state.followed()
+    state.parts = [part for part in state.parts if part.row.key not in followed]
     measured, mesh = _metrics(what.metrics), mesh_for_people(placer)
     return SaveRequest(state, what.extra, what.rank_extra, what.layout, placer.matched, mesh, step, measured, what.attach, options)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer import TRAINER_STATE_NAME, Trainer
 
 from unified_ckpt.api import Checkpointer
@@ -113,8 +114,9 @@ class Bound:
         trainer = self.trainer
         only_model = trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         model = trainer.accelerator.unwrap_model(trainer.model)
+        ddp = isinstance(trainer.model_wrapped, DistributedDataParallel) and not has_adapters(model)
         return {
-            **_weights(model),
+            **_weights(trainer.model_wrapped if ddp else model),  # DDP says whose running statistics count
             "optimizer": None if only_model else _plain(trainer.optimizer),
             "step": trainer.state.global_step,
             "extra": None if only_model else self._extra(),

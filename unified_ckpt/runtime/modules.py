@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,14 @@ _EXTRA = "_extra_state"
 
 @dataclass(slots=True)
 class FlatModel:
-    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name -> stored name."""
+    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name -> stored name. `followed`: buffers of
+    DistributedDataParallel on all ranks but the first of its group, from which they are overwritten before each forward pass."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra_owners: dict[str, nn.Module] = field(default_factory=dict)
+    followed: set[str] = field(default_factory=set)
 
     def names(self) -> dict[int, str]:
         """id of a parameter -> its stored name."""
@@ -70,7 +72,15 @@ def _flatten_module(flat: FlatModel, seen: dict[object, str], module: nn.Module)
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             raw = f"{name}.{_EXTRA}" if name else _EXTRA
             flat.extra_owners[clean_name(raw, wrapped)] = inner
+    flat.followed |= {clean_name(raw, wrapped) for raw in _followed(module)}
     _rename_tied(flat, module)
+
+
+def _followed(module: nn.Module) -> Iterator[str]:
+    """Source: DistributedDataParallel's `broadcast_buffers`, which sends them from rank 0 of its group."""
+    for prefix, inner in module.named_modules():
+        if isinstance(inner, DistributedDataParallel) and inner.broadcast_buffers and inner.process_group.rank() != 0:
+            yield from (f"{prefix}.{name}" if prefix else name for name, _ in inner.named_buffers())
 
 
 def _wrapped_prefixes(module: nn.Module) -> list[str]:

@@ -55,6 +55,11 @@ class State:
                     found.setdefault(id(tensor), f"{part}.{fqn}")
         return found
 
+    def followed(self) -> set[Key]:
+        """What the first rank of a DistributedDataParallel group stores for this one: see `FlatModel`."""
+        own = {(part, fqn) for part in (MODEL, MASTER) for fqn in self.model.followed}
+        return own | {(part, fqn) for part, flat in self.further.items() for fqn in flat.followed}
+
     def leaders(self) -> dict[str, Leader]:
         """What optimizer state can follow, by the name that it has there."""
         further = {f"{part}.{fqn}": Leader(fqn, at) for part in self.further for fqn, at in self.placed[part].items()}

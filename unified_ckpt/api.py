@@ -29,7 +29,8 @@ from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
-from unified_ckpt.sources import find_any, open_any
+from unified_ckpt.sources import open_any
+from unified_ckpt.sources.find import find_any
 
 if TYPE_CHECKING:
     import torch.distributed as dist

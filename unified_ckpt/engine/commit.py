@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
+
+if TYPE_CHECKING:
+    from unified_ckpt.runtime.comm import Meeting  # it needs torch, which looking at folders does not
 
 PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
 _HEADROOM_NBYTES = 16 << 20  # for index, manifest and what `attach` adds

@@ -1,0 +1,36 @@
+"""The checkpoint at a path, for all ranks of a load: in a format of others, or in ours, which may lie on several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from unified_ckpt.engine.gather import find_source
+from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.probe import everybody
+from unified_ckpt.sources import format_of, local, open_any
+
+
+def find_any(
+    comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+) -> Source | Exception:
+    """`find_source`, in any format. Collective where the ranks are on several machines, all of which must see the same format."""
+    kind = format_of(local(paths[0])) if len(paths) == 1 else None
+    if max(machines) > 0:
+        meeting = comm.meet(f"load of {where}", same=False, timeout_seconds=timeout_seconds)
+        with meeting.phase("format"):
+            kinds = everybody(meeting, "format", kind)
+            if len(set(kinds)) > 1:
+                raise FormatError(
+                    f"{where}: is {kinds[0] or 'no foreign format'} for rank 0, {kinds[meeting.rank]} here; needed one folder"
+                )
+    if kind is None:
+        return find_source(comm, where, paths, machines, owned, timeout_seconds=timeout_seconds)
+    try:
+        found = open_any(paths[0])
+    except Exception as error:  # told to every rank in the load
+        return error
+    owned.callback(found.close)
+    return found

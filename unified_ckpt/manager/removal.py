@@ -1,7 +1,8 @@
 """Removing a checkpoint that nobody reads, so that a crash at any moment leaves a good one or none, never half of one.
 
-A reader holds a shared `flock` on the manifest; who removes takes an exclusive one without waiting. The manifest goes first, then the
-folder takes the name of a construction, which nobody looks at, then its files go. Where the file system knows no locks, there are none.
+A reader holds a shared `flock` on the manifest; who removes takes an exclusive one without waiting. The folder takes the name of a
+construction first, in one step and durably: nobody looks there. Then its files go, the manifest before the others. Where the file system
+knows no locks, there are none.
 """
 
 from __future__ import annotations
@@ -22,14 +23,12 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
         found = committed(storage, name) if alone else None
         if found is None or found.save_id != save_id:
             return False
-        storage.remove_file(f"{name}/{names.MANIFEST}")
-        storage.sync_folder(name)
-    aside = names.staging_name(name, save_id)
-    if storage.kind(aside) is None:
+        aside = names.staging_name(name, save_id)
+        if storage.kind(aside) is not None:  # left by a save or a removal that was cut off
+            storage.remove_folder(aside)
         storage.rename(name, aside)
-    else:
-        aside = name
-    storage.remove_folder(aside)
+        storage.sync_folder("")
+    clear(storage, aside)
     return True
 
 

@@ -95,7 +95,8 @@ def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> N
     fuse = Fuse()
     storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
     assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
-    assert [operation.split()[0] for operation in fuse.operations] == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
+    order = [operation.split()[0] for operation in fuse.operations]
+    assert order == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
     for at in range(len(fuse.operations)):
         root = copy(tmp_path / "source", tmp_path / f"at-{at}")
         with pytest.raises(Stopped, match="stopped at operation"):

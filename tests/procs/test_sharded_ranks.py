@@ -43,6 +43,12 @@ def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_under_fsdp2(tmp_path: Path) -> None:
+    run(tmp_path, 2, "adapters:accelerate")
+    run(tmp_path, 1, "adapters_into:plain:accelerate")
+
+
+@pytest.mark.slow
 def test_experts_over_ranks(tmp_path: Path) -> None:
     """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups differs between the layouts."""
     run(tmp_path, 2, "same:accelerate:mixtral", "same:tp=2:mixtral", "same:fsdp=2,ep=2:mixtral", "hub:accelerate", "hub:tp=2,ep=2")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -148,15 +149,47 @@ def hub(root: Path, layout: str) -> None:
 
 
 def refusals(root: Path, layout: str) -> None:
-    """FSDP1 and pipeline stages are refused by name, with the way out."""
+    """FSDP1, adapters on tensor-parallel models and pipeline stages are refused by name, with the way out."""
     del layout
     made = trainer(root / "refused", "accelerate", stock=True)
     made.accelerator.state.fsdp_plugin.fsdp_version = 1
     with pytest.raises(uc.LayoutError, match=r"FSDP1 keeps flat parameters; needed fsdp_config=\{'version': 2\}"):
         UnifiedCheckpointCallback().attach(made)
+    adapted = trainer(root / "refused", "tp=2", stock=True, peft=True)
+    with pytest.raises(uc.LayoutError, match="adapters \\(PEFT\\) and is sharded at load"):
+        UnifiedCheckpointCallback().attach(adapted)
     staged = trainer(root / "refused", "pp=2", stock=True)
     with pytest.raises(uc.LayoutError, match="pipeline stages"):
         UnifiedCheckpointCallback().attach(staged)
+
+
+def adapters(root: Path, layout: str) -> None:
+    """Adapters on a model that FSDP2 shards: stored as PEFT knows them, stopped and resumed bit for bit."""
+    straight = trainer(root / f"straight-lora-{layout}", layout, peft=True)
+    straight.train()
+    if RANK == 0:
+        torch.save(losses(straight), root / f"losses-lora-{layout}.pt")
+    trainer(root / f"lora-{layout}", layout, StopAt(4), peft=True).train()
+    keep(root / f"lora-{layout}", root / f"lora-{layout}-stopped")
+    resumed = trainer(root / f"lora-{layout}", layout, peft=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
+    check_equal(contents(resumed.model, resumed.optimizer), contents(straight.model, straight.optimizer))
+    folder, needed = root / f"lora-{layout}" / "checkpoint-6", weights(resumed.model)
+    assert not any(name.startswith("model") for name in os.listdir(folder)), "nothing of the base"
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "start"), folder)
+    check_equal(opened.state_dict(), needed)
+
+
+def adapters_into(root: Path, layout: str, stopped: str) -> None:
+    """Adapters that another layout has saved: losses go on nearly as there."""
+    run = root / f"lora-{stopped}-{layout}-{WORLD}"
+    keep(root / f"lora-{stopped}-stopped", run)
+    resumed = trainer(run, layout, peft=True)
+    resumed.train(resume_from_checkpoint=True)
+    straight, found = torch.load(root / f"losses-lora-{stopped}.pt"), losses(resumed)
+    assert found[:4] == straight[:4], "the log goes on where it was"
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (found, straight)
 
 
 def killed(root: Path, layout: str) -> None:
@@ -182,7 +215,7 @@ def after(root: Path, layout: str) -> None:
     check_equal(stored(run / "checkpoint-6"), stored(root / f"straight-{layout}" / "checkpoint-6"))
 
 
-CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, hub, refusals, killed, after)}
+CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, hub, adapters, adapters_into, refusals, killed, after)}
 
 
 def refused(made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False) -> None:
@@ -205,6 +238,7 @@ def trainer(
     net: str = "llama",
     stock: bool = False,
     only_model: bool = False,
+    peft: bool = False,
     **arguments: Any,
 ) -> Trainer:
     sizes = {f"{name}_size": int(size) for name, size in (one.split("=") for one in layout.split(",") if "=" in one)}
@@ -227,6 +261,9 @@ def trainer(
     )  # fmt: skip
     start = out.parent / ("start" if net == "llama" else f"start-{net}")
     found = AutoModelForCausalLM.from_pretrained(start, **({"distributed_config": config} if config else {}))
+    if peft:
+        torch.manual_seed(2)
+        found = get_peft_model(found, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), save_only_model=only_model)]
     return Trainer(model=found, args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
 

@@ -301,8 +301,8 @@ def _refuse(trainer: Any, async_save: bool) -> None:
         why = "DeepSpeed holds the state"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
         why = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
-    elif has_adapters(trainer.model) and (trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers):
-        why = "the model has adapters (PEFT) and is sharded; needed one or the other"
+    elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
+        why = "the model has adapters (PEFT) and is sharded at load; needed FSDP2 through Accelerate, or no adapters"
     elif getattr(trainer.model, "_pp_stage", None) is not None:
         why = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
     elif trainer.args.n_gpu > 1:

@@ -42,7 +42,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
     `async_save`: training goes on once the bytes are copied; a thread writes and commits. A save waits for the one before it, `train`
     for the last; errors come with the next save, or at the end.
 
-    LayoutError for what this version does not save: adapters on a sharded model, FSDP1, pipeline stages, DeepSpeed, DataParallel.
+    LayoutError for what this version does not save: adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed, DataParallel.
     """
 
     def __init__(

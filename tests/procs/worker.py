@@ -29,7 +29,7 @@ def started() -> Iterator[tuple[int, int]]:
     except BaseException:
         traceback.print_exc()  # before torchrun stops the other ranks
         raise
-    if world > 1:
+    if dist.is_initialized():  # one rank too, where the framework made a group: a thread of it may end the process at its exit
         dist.barrier()
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

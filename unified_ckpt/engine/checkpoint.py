@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from unified_ckpt.core.dtypes import packed
-from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.ranges import coalesce
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.commit import PROBE
-from unified_ckpt.engine.source import Catalog, Location, Said
+from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
@@ -72,14 +72,8 @@ class Folder:
         return Catalog(self.storage, {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in wanted})
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        entry, spec = self._entry(part, name), self.specs(part, [name])[name]
-        item = (entry.stop - entry.start) // max(whole(spec.shape).numel, 1)
-        found = bytearray(box.numel * item)
-        view = memoryview(found)
-        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-            start = entry.start + first * item
-            self.storage.read_at(self._weight_maps[part][name], start, view[local * item : (local + count) * item])
-        return bytes(found)
+        location = Location(self._weight_maps[part][name], self._entry(part, name).start)
+        return read_box(self.storage, location, self.specs(part, [name])[name], box)
 
     def check_files(self, files: Collection[str]) -> None:
         """Every byte of these files is there, and their headers say what the manifest and the index say.

@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.geometry import Box, whole
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.folders import Folders
 from unified_ckpt.engine.pieces import JointStorage, file_of
-from unified_ckpt.engine.source import Catalog, Location, Said
+from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.engine.whole import Whole
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
@@ -55,13 +55,7 @@ class Joint:
         return {name: self._found.specs[part, name] for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        spec = self._found.specs[part, name]
-        item = spec.nbytes // max(whole(spec.shape).numel, 1)
-        found = bytearray(box.numel * item)
-        view = memoryview(found)
-        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-            self.storage.read_at(file_of((part, name)), first * item, view[local * item : (local + count) * item])
-        return bytes(found)
+        return read_box(self.storage, Location(file_of((part, name)), 0), self._found.specs[part, name], box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
         return Catalog(self.storage, {key: Location(file_of(key), 0) for key in wanted}, self.storage.ledger)

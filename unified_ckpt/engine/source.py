@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.geometry import Box, runs, whole
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.runtime.storage import Reader
 
@@ -36,6 +37,16 @@ class Catalog:
     storage: Reader
     locations: Mapping[tuple[str, str], Location]  # (part, fqn)
     ledger: Ledger | None = None
+
+
+def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:
+    """The box's bytes, row-major, of a tensor that lies whole in a file."""
+    item = itemsize(spec.dtype)
+    found = bytearray(box.numel * item)
+    view = memoryview(found)
+    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+        storage.read_at(location.file, location.start + first * item, view[local * item : (local + count) * item])
+    return bytes(found)
 
 
 @dataclass(frozen=True, slots=True)

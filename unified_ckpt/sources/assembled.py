@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect, runs, whole
+from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect
 from unified_ckpt.core.islands import uncovered
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.source import Catalog, Location, Said
+from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
@@ -107,12 +107,7 @@ class Assembled:
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         spec = self.specs(part, [name])[name]
-        item, storage = itemsize(spec.dtype), _Fragments(self._root, self._tensors)
-        found = bytearray(box.numel * item)
-        view = memoryview(found)
-        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-            storage.read_at(_file(part, name), first * item, view[local * item : (local + count) * item])
-        return bytes(found)
+        return read_box(_Fragments(self._root, self._tensors), Location(_file(part, name), 0), spec, box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
         return Catalog(_Fragments(self._root, self._tensors), {key: Location(_file(*key), 0) for key in wanted})

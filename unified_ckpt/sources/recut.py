@@ -14,9 +14,9 @@ from math import prod
 from typing import Any
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.engine.source import Catalog, Location, Said, Source
+from unified_ckpt.engine.source import Catalog, Location, Said, Source, read_box
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.storage import Buffer, Reader
 
@@ -93,13 +93,8 @@ class Recut:
         return found
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        spec, catalog = self.specs(part, [name])[name], self.catalog([(part, name)])
-        location, item = catalog.locations[part, name], itemsize(spec.dtype)
-        found = bytearray(box.numel * item)
-        view = memoryview(found)
-        for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-            catalog.storage.read_at(location.file, location.start + first * item, view[local * item : (local + count) * item])
-        return bytes(found)
+        catalog = self.catalog([(part, name)])
+        return read_box(catalog.storage, catalog.locations[part, name], self.specs(part, [name])[name], box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
         made = {(part, name): one for part, names in _by_part(wanted).items() for name, one in self._made_of(part, names).items()}

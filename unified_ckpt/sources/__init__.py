@@ -11,6 +11,7 @@ from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.source import Source
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage import is_url
+from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA
 
 
 def format_of(path: str) -> str | None:
@@ -22,9 +23,9 @@ def format_of(path: str) -> str | None:
     found = set(os.listdir(path)) if os.path.isdir(path) else set()
     if names.MANIFEST in found or names.index_name("model") in found or names.file_name("model", number=1, count=1) in found:
         return None
-    if ".metadata" in found:
+    if DCP_METADATA in found:
         return "dcp"
-    return "huggingface-bin" if found & {"pytorch_model.bin", "pytorch_model.bin.index.json"} else None
+    return "huggingface-bin" if found & {BIN, BIN_INDEX} else None
 
 
 def open_any(path: str) -> Source:

@@ -6,9 +6,11 @@ Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of 
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,10 +23,10 @@ from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.marks import DCP_METADATA
 from unified_ckpt.sources.pickles import Stub, load_pickle, stub
 from unified_ckpt.sources.zipped import Mapped
 
-METADATA = ".metadata"
 _ROOT = "torch.distributed.checkpoint"
 _STUBS = [
     *(f"{_ROOT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata")),
@@ -62,17 +64,18 @@ class _Entry:
     shards: list[_Shard] = field(default_factory=list)
 
 
-def is_dcp(names: Sequence[str]) -> bool:
-    return METADATA in names
-
-
 def open_dcp(root: str, *, prefix: Path = ()) -> Assembled:
     """FormatError for a folder that is damaged, IncompleteError naming the files that are missing or cut short.
 
     `prefix`: goes before every path, for folders that hold one part.
     """
     entries = _entries(root)
-    files = {name: _mapped(root, name, entries) for name in sorted({shard.file for one in entries.values() for shard in one.shards})}
+    ends: dict[str, dict[str, int]] = {}  # of each file: how far each entry needs it
+    for key, one in entries.items():
+        for shard in one.shards:
+            of_file = ends.setdefault(shard.file, {})
+            of_file[key] = max(of_file.get(key, 0), shard.start + shard.nbytes)
+    files = {name: _mapped(root, name, ends[name]) for name in sorted(ends)}
     tensors: dict[Key, Assembly] = {}
     objects: dict[Path, Any] = {}
     for key, one in entries.items():
@@ -153,11 +156,8 @@ def _assembly(files: Mapping[str, Mapped], root: str, key: str, one: _Entry, dty
 
 def _object(files: Mapping[str, Mapped], root: str, key: str, one: _Entry) -> Any:
     """FormatError where it holds classes: nothing but plain values and tensors is read."""
-    import io
-    import pickle
-
     if not one.shards:
-        raise IncompleteError(f"{root}: {key}: {METADATA} does not say where it is")
+        raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not say where it is")
     shard = one.shards[0]
     held = files[shard.file].bytes(shard.start, shard.nbytes)
     try:
@@ -166,9 +166,9 @@ def _object(files: Mapping[str, Mapped], root: str, key: str, one: _Entry) -> An
         raise FormatError(f"{os.path.join(root, shard.file)}: {key}: is no plain value: {error}") from error
 
 
-def _mapped(root: str, name: str, entries: Mapping[str, _Entry]) -> Mapped:
+def _mapped(root: str, name: str, needed: Mapping[str, int]) -> Mapped:
+    """`needed`: how far the file must reach for each entry. IncompleteError naming the entries that it does not reach."""
     path = os.path.join(root, name)
-    needed = {key: max(s.start + s.nbytes for s in one.shards if s.file == name) for key, one in entries.items() if _in(one, name)}
     nbytes = os.path.getsize(path) if os.path.isfile(path) else 0
     lost = sorted(key for key, stop in needed.items() if stop > nbytes)
     if lost:
@@ -177,15 +177,11 @@ def _mapped(root: str, name: str, entries: Mapping[str, _Entry]) -> Mapped:
     return Mapped(path)
 
 
-def _in(one: _Entry, file: str) -> bool:
-    return any(shard.file == file for shard in one.shards)
-
-
 # ---- `.metadata`
 
 
 def _entries(root: str) -> dict[str, _Entry]:
-    path = os.path.join(root, METADATA)
+    path = os.path.join(root, DCP_METADATA)
     known: dict[str, Any] = {name: stub(name) for name in _STUBS}
     known |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
     told = load_pickle(path, known)

@@ -20,9 +20,9 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import load_torch
 
-SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
 _STEPS = ("step", "global_step", "iteration")
@@ -47,10 +47,10 @@ def open_bin_folder(root: str) -> Assembled:
     """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several. IncompleteError naming what is missing."""
     names = set(os.listdir(root))
     weight_map: Mapping[str, str] = {}
-    files = [SINGLE]
-    if INDEX in names:
-        with open(os.path.join(root, INDEX), "rb") as opened:
-            weight_map = index.parse_index(opened.read(), file=os.path.join(root, INDEX)).weight_map
+    files = [BIN]
+    if BIN_INDEX in names:
+        with open(os.path.join(root, BIN_INDEX), "rb") as opened:
+            weight_map = index.parse_index(opened.read(), file=os.path.join(root, BIN_INDEX)).weight_map
         files = sorted(set(weight_map.values()))
         missing = [file for file in files if file not in names]
         if missing:
@@ -67,7 +67,7 @@ def open_bin_folder(root: str) -> Assembled:
         aliases |= more
     lost = sorted(name for name in weight_map if (MODEL, name) not in tensors and name not in aliases)
     if lost:
-        raise IncompleteError(listed(f"{root}: tensors that {INDEX} names are in no file", lost))
+        raise IncompleteError(listed(f"{root}: tensors that {BIN_INDEX} names are in no file", lost))
     return Assembled(root, tensors, format="huggingface-bin", said=Said(), aliases={MODEL: aliases})
 
 

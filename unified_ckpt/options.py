@@ -44,6 +44,11 @@ class SaveOptions(_Options):
         return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
+def unless_chosen(options: SaveOptions, *, if_exists: Literal["error", "keep", "replace"]) -> SaveOptions:
+    """The options with this `if_exists`, where they do not say one themselves."""
+    return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": if_exists})
+
+
 class LoadOptions(_Options):
     """How to load.
 

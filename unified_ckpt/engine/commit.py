@@ -6,6 +6,7 @@ between two renames leaves the only copy under a name that nobody looks for. Eac
 
 from __future__ import annotations
 
+import os
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,12 @@ class Construction:
     name: str
     folder: str
     save_id: str
+
+
+def committed_at(path: str) -> Manifest | None:
+    """`committed`, by the checkpoint's own path."""
+    parent, name = os.path.split(os.path.abspath(path))
+    return committed(LocalStorage(parent), name)
 
 
 def committed(storage: LocalStorage, name: str) -> Manifest | None:

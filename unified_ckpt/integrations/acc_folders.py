@@ -62,8 +62,7 @@ def remove_empty(path: str) -> None:
 
 
 def is_committed(path: str) -> bool:
-    parent, name = os.path.split(os.path.abspath(path))
-    return commit.committed(LocalStorage(parent), name) is not None
+    return commit.committed_at(path) is not None
 
 
 def is_stock(path: str) -> bool:

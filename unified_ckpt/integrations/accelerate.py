@@ -31,7 +31,7 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations import acc_folders as folders
 from unified_ckpt.integrations import acc_hooks as hooks
 from unified_ckpt.integrations import acc_state as states
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.comm import Meeting
 
 __all__ = ["attach", "load_state", "save_state", "save_state_async"]
@@ -118,9 +118,7 @@ def attach(accelerator: Any, *, save_options: SaveOptions | None = None, load_op
     states.refuse(accelerator)
     if vars(accelerator).get(_ATTACHED):
         return
-    saving = save_options or SaveOptions()
-    if "if_exists" not in saving.model_fields_set:
-        saving = saving.model_copy(update={"if_exists": "replace"})
+    saving = unless_chosen(save_options or SaveOptions(), if_exists="replace")
     stock = accelerator.load_state
 
     def save(output_dir: _Path | None = None, *_: Any, **__: Any) -> Path:

@@ -34,7 +34,7 @@ from unified_ckpt.integrations.hf_resume import PREFIX, check_path, drop_announc
 from unified_ckpt.integrations.hf_scheduler import regrouped
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import scan
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.randomness import RandomStates
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -53,7 +53,8 @@ class Bound:
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
         self._files: str | None = None  # the folder of the small files of the save in flight
-        self._save_options = save_options if "if_exists" in save_options.model_fields_set else _replacing(save_options)
+        # As the stock Trainer: a run that went back saves its steps again.
+        self._save_options = unless_chosen(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
         self._late: tuple[str, int, int | None] | None = None  # a rotation that waits for a push
         self._report: LoadReport | None = None  # of the last load of optimizer state
@@ -288,10 +289,6 @@ def _tell_left_out(kind: type) -> None:
     for name in ("save_model", "_save"):
         if getattr(kind, name) is not getattr(Trainer, name):
             _LOG.warning("%s.%s is not called within a checkpoint: the engine writes the weights", kind.__name__, name)
-
-
-def _replacing(options: SaveOptions) -> SaveOptions:
-    return options.model_copy(update={"if_exists": "replace"})  # as the stock Trainer: a run that went back saves its steps again
 
 
 def _refuse(trainer: Any, async_save: bool) -> None:

@@ -61,5 +61,4 @@ def _number(name: str) -> int:
 
 
 def is_ours(path: str) -> bool:
-    parent, name = os.path.split(os.path.abspath(path))
-    return commit.committed(LocalStorage(parent), name) is not None
+    return commit.committed_at(path) is not None

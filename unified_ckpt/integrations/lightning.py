@@ -70,7 +70,7 @@ def load_from_checkpoint(cls: type[Any], path: str | os.PathLike[str], *, strict
         raise CheckpointError(f"{path}: stock Lightning wrote this; needed {cls.__name__}.load_from_checkpoint for it")
     with open_source(path) as source:
         checkpoint: dict[str, Any] = dict(_said(source.extra, path))
-    checkpoint["state_dict"] = dict(StoredTensors(path, "model"))
+    checkpoint["state_dict"] = StoredTensors(path, "model").copy()
     hyperparameters = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyperparameters.update(arguments)
     saving = importlib.import_module(f"{_package(cls)}.core.saving")

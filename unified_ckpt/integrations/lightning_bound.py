@@ -17,7 +17,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, LayoutError, Misma
 from unified_ckpt.integrations.lightning_paths import bind_links, check_path, remove_checkpoint, requeued, way_cleared
 from unified_ckpt.integrations.lightning_place import Place
 from unified_ckpt.integrations.lightning_tensors import StoredTensors, fill, model_part, optimizer_part, take_parts
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.storage import is_url
 
@@ -36,8 +36,7 @@ class Bound:
         self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
         _refuse(self.strategy)
         # Like Lightning, which writes last.ckpt again and again; the older one stays until the newer is committed.
-        given = "if_exists" in save_options.model_fields_set
-        self._save_options = save_options if given else save_options.model_copy(update={"if_exists": "replace"})
+        self._save_options = unless_chosen(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
         self._place = Place(trainer)
         self._path = ""  # of the unified folder that is being resumed from

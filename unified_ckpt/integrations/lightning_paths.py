@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from unified_ckpt.engine import commit
+from unified_ckpt.engine.commit import committed_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
-from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.removal import remove
 from unified_ckpt.manager.steps import is_ours
 from unified_ckpt.runtime.storage import LocalStorage
@@ -23,7 +22,7 @@ _DEPTH = 4  # of <root>/lightning_logs/version_0/checkpoints/<name>
 
 def check_path(path: str) -> Literal["unified", "stock"]:
     """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where it is none."""
-    if find(path) is not None:
+    if committed_at(path) is not None:
         return "unified"
     if os.path.isfile(path):
         with open(path, "rb") as file:
@@ -52,18 +51,12 @@ def check_path(path: str) -> Literal["unified", "stock"]:
     raise NotFoundError(f"ckpt_path {path}: is a folder without a checkpoint; needed a unified folder, or a file that Lightning wrote")
 
 
-def find(path: str) -> Manifest | None:
-    """The manifest of a unified folder."""
-    parent, name = os.path.split(os.path.abspath(path))
-    return commit.committed(LocalStorage(parent), name)
-
-
 def newest_inside(path: str, *, depth: int = _DEPTH) -> str:
     """The checkpoint with the highest step in a folder or below it; "" for none."""
     found: list[tuple[int, str, str]] = []
     for here, folders, _ in os.walk(path):
         for name in list(folders):
-            manifest = None if name.startswith(".") else find(os.path.join(here, name))
+            manifest = None if name.startswith(".") else committed_at(os.path.join(here, name))
             if manifest is not None:
                 found.append((manifest.step or 0, manifest.created, os.path.join(here, name)))
         level = os.path.relpath(here, path).count(os.sep) + (here != path)
@@ -83,7 +76,9 @@ def requeued(path: str) -> str:
     if os.path.exists(path) or not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", name) or not os.path.isdir(folder):
         return path
     numbered = [(int(match[1]), entry) for entry in os.listdir(folder) if (match := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", entry))]
-    whole = [entry for _, entry in sorted(numbered) if os.path.isfile(os.path.join(folder, entry)) or find(os.path.join(folder, entry))]
+    whole = [
+        entry for _, entry in sorted(numbered) if os.path.isfile(os.path.join(folder, entry)) or committed_at(os.path.join(folder, entry))
+    ]
     if not whole:
         return path
     _LOG.warning("%s is passed over: it is not there, its save was cut short; %s is taken", path, whole[-1])
@@ -118,7 +113,7 @@ def way_cleared(path: str) -> Iterator[None]:
 def link(target: str, path: str) -> None:
     """Makes a link, relative, in place of whatever link or file there is in one step; a checkpoint of ours there is removed first."""
     parent, name = os.path.split(os.path.abspath(path))
-    found = find(path) if not os.path.islink(path) else None
+    found = committed_at(path) if not os.path.islink(path) else None
     if found is not None:
         remove(LocalStorage(parent), name, save_id=found.save_id)
     made = os.path.join(parent, f".link-{os.getpid()}-{name}")
@@ -141,7 +136,7 @@ def remove_checkpoint(path: str, *, newest: str, first_of_all: bool) -> None:
     if kind in (None, "link"):
         return
     try:
-        found = find(path) if kind == "folder" else None
+        found = committed_at(path) if kind == "folder" else None
         if found is not None and found.island is None and not first_of_all:
             return
         if found is None:

@@ -64,7 +64,8 @@ class StoredTensors(MutableMapping[str, torch.Tensor]):
 
     def copy(self) -> dict[str, torch.Tensor]:
         """As a dict's: with all tensors read."""
-        return dict(self)
+        with SourceView(open_path(self._path, hold=True)) as source:
+            return {**{name: source[self._part][stored][...] for name, stored in self.stored.items()}, **self.own}
 
 
 def model_part(module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Mapping[str, Any], *, rank: int) -> Any:

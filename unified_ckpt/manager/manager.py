@@ -28,7 +28,7 @@ from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.survey import Survey, record
 from unified_ckpt.manager.tiers import Place, Tiers, keep
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
@@ -59,7 +59,7 @@ class CheckpointManager:
     ) -> None:
         self.root = os.path.realpath(os.fspath(root).removeprefix("file://"))
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
-        self._save_options = _keeping(save_options or SaveOptions())
+        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep")
         self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
         self._tiers: Tiers | None = None
         if self.options.enabled and self.options.local_directory is not None:
@@ -225,7 +225,7 @@ class CheckpointManager:
     def _wanted(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any], *, due: bool) -> Wanted:
         """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
         given = what.get("options")
-        options = self._save_options if given is None else _keeping(given)
+        options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
         if step in self._bad:
             options = options.model_copy(update={"if_exists": "replace"})
         how = {**what, "step": step, "metrics": metrics, "options": options}
@@ -297,8 +297,3 @@ class CheckpointManager:
         _, land = self._checkpointer._lands.get(self.root, (None, None))
         if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
             keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
-
-
-def _keeping(options: SaveOptions) -> SaveOptions:
-    """A committed step stays as it is, unless these options say otherwise."""
-    return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": "keep"})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.prove import VerifyReport
     from unified_ckpt.engine.repair import RepairReport, repair
     from unified_ckpt.manager.manager import CheckpointManager
-    from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions
+    from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, SourceOptions
     from unified_ckpt.runtime.randomness import RandomStates
     from unified_ckpt.runtime.sampler import ElasticSampler
 
@@ -46,6 +46,7 @@ _LAZY = {
     "RepairReport": "engine.repair",
     "SaveOptions": "options",
     "SaveReport": "engine.build",
+    "SourceOptions": "options",
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
     "load": "api",
@@ -77,6 +78,7 @@ __all__ = [
     "RepairReport",
     "SaveOptions",
     "SaveReport",
+    "SourceOptions",
     "StorageError",
     "Strided",
     "VerifyReport",

@@ -23,7 +23,7 @@ from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import LayoutError, StorageError
-from unified_ckpt.options import LoadOptions, SaveOptions
+from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
@@ -225,7 +225,7 @@ class Checkpointer:
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
             given = path.source if isinstance(path, SourceView) else None
-            source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, timeout_seconds=timeout)
+            source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, options)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
@@ -318,12 +318,12 @@ def load(path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup |
         return checkpointer.load(path, **what)
 
 
-def open(path: Path) -> SourceView:  # noqa: A001  # uc.open, never imported bare
+def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001  # uc.open, never imported bare
     """A checkpoint in any format, lazily: no process group, nothing read but what is asked for.
 
     Raises NotFoundError, FormatError or IncompleteError.
     """
-    return SourceView(open_any(os.fspath(path)))
+    return SourceView(open_any(os.fspath(path), options or SourceOptions()))
 
 
 def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None) -> VerifyReport:

@@ -49,6 +49,19 @@ def unless_chosen(options: SaveOptions, *, if_exists: Literal["error", "keep", "
     return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": if_exists})
 
 
+class SourceOptions(_Options):
+    """How to read a checkpoint that others wrote.
+
+    `format`: its name, as `unified-ckpt convert --help` lists them, where it is not to be found out. `config`: a Hugging Face
+    `config.json`, or a folder that has one, for formats whose names or shapes need the model's. `names`: Hugging Face's names of
+    tensors ("huggingface"; an error where the model is not known), the format's own, or the former where that can be.
+    """
+
+    format: str | None = None
+    config: str | None = None
+    names: Literal["auto", "huggingface", "own"] = "auto"
+
+
 class LoadOptions(_Options):
     """How to load.
 
@@ -57,9 +70,11 @@ class LoadOptions(_Options):
     tensor may be read into another dtype. `hyperparameters`: those of the checkpoint, or the optimizer's own. `max_over_read`: bytes read
     on this machine over bytes wanted on it. `share_reads`: where several machines see one folder, each byte is read by one of them and sent
     to the others: "auto" where they want the same bytes and the file system may be the bound.
+    `source`: of a checkpoint that others wrote, how to read it.
     """
 
     parts: tuple[str, ...] | None = None
+    source: SourceOptions = SourceOptions()
     verify: Literal["read", "full", "off"] = "read"
     cast: bool = False
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"

@@ -6,45 +6,29 @@ A folder with our manifest, or of Hugging Face's weights alone, is none of these
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from typing import cast
 
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.source import Source
-from unified_ckpt.format import names
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage import is_url
-from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA
+from unified_ckpt.sources.marks import Format, find_format
 
 
-def format_of(path: str) -> str | None:
-    """The format of a local path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known."""
-    if is_url(path):
-        return None
-    if os.path.isfile(path):
-        return "torch" if path.endswith((".pt", ".pth", ".bin", ".ckpt")) else None
-    found = set(os.listdir(path)) if os.path.isdir(path) else set()
-    if names.MANIFEST in found or names.index_name("model") in found or names.file_name("model", number=1, count=1) in found:
-        return None
-    if DCP_METADATA in found:
-        return "dcp"
-    return "huggingface-bin" if found & {BIN, BIN_INDEX} else None
+def format_of(path: str, options: SourceOptions) -> Format | None:
+    """The format of a path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known."""
+    return None if is_url(path) else find_format(path, told=options.format)
 
 
-def open_any(path: str) -> Source:
+def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen
     """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where there is none that can be read."""
-    place = os.path.abspath(local(path))
-    match format_of(local(path)):  # what needs torch is imported here: `inspect` of our own folders starts without
-        case "dcp":
-            from unified_ckpt.sources.dcp import open_dcp
-
-            return open_dcp(place)
-        case "torch":
-            from unified_ckpt.sources.torch_files import open_torch_file
-
-            return open_torch_file(place)
-        case "huggingface-bin":
-            from unified_ckpt.sources.torch_files import open_bin_folder
-
-            return open_bin_folder(place)
-    return open_path(path, hold=True)
+    found = format_of(local(path), options)
+    if found is None:
+        return open_path(path, hold=True)
+    module, function = found.opener.split(":")
+    opener = getattr(import_module(f"{__name__}.{module}"), function)  # only now: what needs torch is not imported for our own folders
+    return cast("Source", opener(os.path.abspath(local(path)), options))
 
 
 def local(path: str) -> str:

@@ -6,6 +6,8 @@ shown to be covered exactly once when it is made, and every fragment is looked a
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,17 +25,21 @@ from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 
+KEPT_NBYTES = 256 << 20  # of fragments that cost to load; one larger is kept alone
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """A box of a tensor. `load` gives its elements, of the box's shape and the tensor's dtype; an alias of a mapped file is best.
 
-    `where`: for people, the file that it is in.
+    `where`: for people, the file that it is in. `keep`: loading it costs (it decompresses, or casts): what was loaded last is kept for
+    the next read of it, in bounded memory.
     """
 
     box: Box
     load: Callable[[], torch.Tensor]
     where: str
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class Assembled:
     ) -> None:
         self._root, self._tensors, self._format, self._said = root, tensors, format, said
         self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
+        self._kept = _Kept()
         self._names: dict[str, dict[str, None]] = {}
         for part, name in tensors:
             self._names.setdefault(part, {})[name] = None
@@ -107,10 +114,10 @@ class Assembled:
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         spec = self.specs(part, [name])[name]
-        return read_box(_Fragments(self._root, self._tensors), Location(_file(part, name), 0), spec, box)
+        return read_box(_Fragments(self._root, self._tensors, self._kept), Location(_file(part, name), 0), spec, box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
-        return Catalog(_Fragments(self._root, self._tensors), {key: Location(_file(*key), 0) for key in wanted})
+        return Catalog(_Fragments(self._root, self._tensors, self._kept), {key: Location(_file(*key), 0) for key in wanted})
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         return dict.fromkeys(wanted)
@@ -122,7 +129,31 @@ class Assembled:
         return self._rank_extra(rank)
 
     def close(self) -> None:
+        self._kept.clear()
         self._close()
+
+
+class _Kept:
+    """What the fragments loaded last gave, for readers on many threads. Each loads at most once at a time."""
+
+    def __init__(self) -> None:
+        self._loaded: OrderedDict[int, tuple[Fragment, torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def load(self, fragment: Fragment) -> torch.Tensor:
+        with self._lock:
+            if id(fragment) in self._loaded:
+                self._loaded.move_to_end(id(fragment))
+            else:
+                found = fragment.load()
+                self._loaded[id(fragment)] = fragment, found
+                while len(self._loaded) > 1 and sum(one.nbytes for _, one in self._loaded.values()) > KEPT_NBYTES:
+                    self._loaded.popitem(last=False)
+            return self._loaded[id(fragment)][1]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._loaded.clear()
 
 
 def _file(part: str, name: str) -> str:
@@ -132,8 +163,8 @@ def _file(part: str, name: str) -> str:
 class _Fragments:
     """A storage with a file for each tensor: its elements, row-major."""
 
-    def __init__(self, root: str, tensors: Mapping[Key, Assembly]) -> None:
-        self.root = root
+    def __init__(self, root: str, tensors: Mapping[Key, Assembly], kept: _Kept) -> None:
+        self.root, self._kept = root, kept
         self._of = {_file(*key): one for key, one in tensors.items()}
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
@@ -143,10 +174,10 @@ class _Fragments:
         first, stop = start // item, -(-(start + len(view)) // item)
         if start % item or (start + len(view)) % item:
             held = bytearray((stop - first) * item)
-            _fill(one, first, stop, memoryview(held), name)
+            _fill(one, first, stop, memoryview(held), name, self._kept)
             view[:] = memoryview(held)[start - first * item :][: len(view)]
         else:
-            _fill(one, first, stop, view, name)
+            _fill(one, first, stop, view, name, self._kept)
 
     def read(self, name: str) -> bytes:
         found = bytearray(self.size(name) or 0)
@@ -163,7 +194,7 @@ class _Fragments:
         """Holds nothing."""
 
 
-def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str) -> None:
+def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kept: _Kept) -> None:
     """Elements [first, stop) of a tensor, row-major, into `view`."""
     if first >= stop:
         return
@@ -175,11 +206,11 @@ def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str) -> 
         for fragment in one.fragments:
             common = intersect(block, fragment.box)
             if common is not None:
-                held[_slices(common, block)].copy_(_loaded(fragment, dtype, name)[_slices(common, fragment.box)])
+                held[_slices(common, block)].copy_(_loaded(fragment, dtype, name, kept)[_slices(common, fragment.box)])
 
 
-def _loaded(fragment: Fragment, dtype: torch.dtype, name: str) -> torch.Tensor:
-    found = fragment.load()
+def _loaded(fragment: Fragment, dtype: torch.dtype, name: str, kept: _Kept) -> torch.Tensor:
+    found = kept.load(fragment) if fragment.keep else fragment.load()
     if tuple(found.shape) != fragment.box.shape or found.dtype != dtype:
         has = f"has shape {tuple(found.shape)} and {found.dtype}"
         raise FormatError(f"{fragment.where}: a fragment of {name} {has}; needed {fragment.box.shape} and {dtype}")

@@ -21,6 +21,7 @@ from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import DCP_METADATA
@@ -64,7 +65,7 @@ class _Entry:
     shards: list[_Shard] = field(default_factory=list)
 
 
-def open_dcp(root: str, *, prefix: Path = ()) -> Assembled:
+def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assembled:
     """FormatError for a folder that is damaged, IncompleteError naming the files that are missing or cut short.
 
     `prefix`: goes before every path, for folders that hold one part.

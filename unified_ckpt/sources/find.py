@@ -8,18 +8,20 @@ from contextlib import ExitStack
 from unified_ckpt.engine.gather import find_source
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError
+from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.probe import everybody
 from unified_ckpt.sources import format_of, local, open_any
 
 
 def find_any(
-    comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, *, timeout_seconds: float
+    comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, options: LoadOptions
 ) -> Source | Exception:
     """`find_source`, in any format. Collective where the ranks are on several machines, all of which must see the same format."""
-    kind = format_of(local(paths[0])) if len(paths) == 1 else None
+    found = format_of(local(paths[0]), options.source) if len(paths) == 1 else None
+    kind = found.name if found is not None else None
     if max(machines) > 0:
-        meeting = comm.meet(f"load of {where}", same=False, timeout_seconds=timeout_seconds)
+        meeting = comm.meet(f"load of {where}", same=False, timeout_seconds=options.timeout_seconds)
         with meeting.phase("format"):
             kinds = everybody(meeting, "format", kind)
             if len(set(kinds)) > 1:
@@ -27,10 +29,10 @@ def find_any(
                     f"{where}: is {kinds[0] or 'no foreign format'} for rank 0, {kinds[meeting.rank]} here; needed one folder"
                 )
     if kind is None:
-        return find_source(comm, where, paths, machines, owned, timeout_seconds=timeout_seconds)
+        return find_source(comm, where, paths, machines, owned, timeout_seconds=options.timeout_seconds)
     try:
-        found = open_any(paths[0])
+        opened = open_any(paths[0], options.source)
     except Exception as error:  # told to every rank in the load
         return error
-    owned.callback(found.close)
-    return found
+    owned.callback(opened.close)
+    return opened

@@ -1,4 +1,76 @@
-"""Files by which folders of other formats are known."""
+"""How a path is known to hold each of the formats of others: by names of files, without reading any. No torch.
+
+A new format is a line in `FORMATS` and a module with its opener.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unified_ckpt.core.tables import listed
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format import names
 
 DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What is seen of a path from outside: `entries` of a folder, none of a file."""
+
+    path: str
+    is_file: bool
+    entries: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """`opener`: "module:function" of `sources`, called with the path and SourceOptions."""
+
+    name: str
+    title: str
+    opener: str
+    known: Callable[[Looked], bool]
+
+
+def has_safetensors(at: Looked) -> bool:
+    """Whether it is a folder with Hugging Face's safetensors."""
+    return bool(at.entries & {names.index_name("model"), names.file_name("model", number=1, count=1)})
+
+
+# The first that knows a path has it: what is special stands before what is general.
+FORMATS = (
+    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
+    Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
+    Format(
+        "huggingface-bin",
+        "Hugging Face, pickled",
+        "torch_files:open_bin_folder",
+        lambda at: bool(at.entries & {BIN, BIN_INDEX}) and not has_safetensors(at),
+    ),
+)
+
+
+def look(path: str) -> Looked:
+    return Looked(path, os.path.isfile(path), frozenset(os.listdir(path)) if os.path.isdir(path) else frozenset())
+
+
+def find_format(path: str, *, told: str | None) -> Format | None:
+    """The format of a local path that somebody else wrote, `told` where it is; None for ours, for Hugging Face's safetensors, and for what
+    is not known. FormatError where `told` is no format."""
+    if told is not None:
+        if told in ("unified", "huggingface"):
+            return None
+        found = next((one for one in FORMATS if one.name == told), None)
+        if found is None:
+            known = ["unified", "huggingface", *(one.name for one in FORMATS)]
+            raise FormatError(listed(f"{told}: is no format that is read; known are", known))
+        return found
+    at = look(path)
+    if names.MANIFEST in at.entries:
+        return None
+    return next((one for one in FORMATS if one.known(at)), None)

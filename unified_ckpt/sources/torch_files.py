@@ -18,6 +18,7 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
@@ -28,7 +29,7 @@ _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
 _STEPS = ("step", "global_step", "iteration")
 
 
-def open_torch_file(path: str) -> Assembled:
+def open_torch_file(path: str, _options: SourceOptions) -> Assembled:
     """A file of `torch.save`. FormatError for one that is damaged, asks for classes, or holds no model's state dict."""
     told = load_torch(path)
     if not isinstance(told, Mapping):
@@ -43,7 +44,7 @@ def open_torch_file(path: str) -> Assembled:
     return Assembled(path, tensors, format="torch", said=Said(step=step, extra=rest or None), aliases={MODEL: aliases})
 
 
-def open_bin_folder(root: str) -> Assembled:
+def open_bin_folder(root: str, _options: SourceOptions) -> Assembled:
     """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several. IncompleteError naming what is missing."""
     names = set(os.listdir(root))
     weight_map: Mapping[str, str] = {}

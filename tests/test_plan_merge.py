@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share
+from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share, shares
 from unified_ckpt.core.tables import Key
 
 BLOCK = 8
@@ -35,12 +35,17 @@ def test_every_byte_is_written_once_by_one_machine_of_its_file(
         assert file.machine in writers
         assert {part for part, _ in file.keys} == {file.part}
         assert len(file.keys) == 1 or sum(sizes[key] for key in file.keys) <= max_file_bytes
-    spans = [
-        (span.key, span.start, span.stop)
+    of_ranks = [
+        [
+            (index, span)
+            for index in range(count)
+            for span in share(files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK)
+        ]
         for machine in range(4)
-        for index in range(count)
-        for span in share(files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK)
     ]
+    for machine in range(4):
+        assert list(shares(files, sizes, machine=machine, count=count, block_nbytes=BLOCK)) == of_ranks[machine], "in one pass"
+    spans = [(span.key, span.start, span.stop) for of_machine in of_ranks for _, span in of_machine]
     ends = dict.fromkeys(sizes, 0)
     for key, start, stop in sorted(spans):
         assert start == ends[key] < stop

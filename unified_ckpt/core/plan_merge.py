@@ -73,13 +73,39 @@ def share(
     files: Sequence[MergedFile], sizes: Mapping[Key, int], *, machine: int, index: int, count: int, block_nbytes: int
 ) -> Iterator[Span]:
     """What rank `index` of the `count` ranks of a machine writes of its files: an even part of the bytes, in the order of the files."""
-    own = [(number, key) for number, file in enumerate(files) if file.machine == machine for key in file.keys]
-    total = sum(sizes[key] for _, key in own)
+    total = sum(nbytes for _, _, nbytes in _own(files, sizes, machine))
     low, high = total * index // count, total * (index + 1) // count
     first = 0
-    for number, key in own:
-        nbytes = sizes[key]
-        start, stop = (min(-(-max(border - first, 0) // block_nbytes) * block_nbytes, nbytes) for border in (low, high))
+    for number, key, nbytes in _own(files, sizes, machine):
+        start, stop = _cut(low, first, nbytes, block_nbytes), _cut(high, first, nbytes, block_nbytes)
         if start < stop:
             yield Span(number, key, start, stop)
         first += nbytes
+
+
+def shares(
+    files: Sequence[MergedFile], sizes: Mapping[Key, int], *, machine: int, count: int, block_nbytes: int
+) -> Iterator[tuple[int, Span]]:
+    """`share` of all ranks of a machine, in the order of the bytes, each with its index. Goes through the tensors once."""
+    total = sum(nbytes for _, _, nbytes in _own(files, sizes, machine))
+    first = index = 0
+    for number, key, nbytes in _own(files, sizes, machine):
+        start = _cut(total * index // count, first, nbytes, block_nbytes)
+        while True:
+            high = total * (index + 1) // count
+            stop = _cut(high, first, nbytes, block_nbytes)
+            if start < stop:
+                yield index, Span(number, key, start, stop)
+            if high > first + nbytes or index + 1 == count:
+                break  # this rank goes on with the next tensor
+            start, index = stop, index + 1
+        first += nbytes
+
+
+def _own(files: Sequence[MergedFile], sizes: Mapping[Key, int], machine: int) -> Iterator[tuple[int, Key, int]]:
+    return ((number, key, sizes[key]) for number, file in enumerate(files) if file.machine == machine for key in file.keys)
+
+
+def _cut(border: int, first: int, nbytes: int, block_nbytes: int) -> int:
+    """Where a border of bytes of the machine cuts a tensor that begins at byte `first`: before a block of it, or at its end."""
+    return min(-(-max(border - first, 0) // block_nbytes) * block_nbytes, nbytes)

@@ -366,7 +366,7 @@ def test_damage_without_another_copy_is_an_error_and_nothing_is_there(once: Path
 
 def check_without_rank_extra(found: Sequence[Merged | BaseException], target: Path, why: str) -> None:
     """Tensors and all else are merged; one rank says what was left out, and why."""
-    (note,) = [note for one in fine(found) for note in one.notes if "merged without rank_extra, that of all 4 ranks: " in note]
+    (note,) = [note for one in fine(found) for note in one.notes if "without rank_extra, that of all 4 ranks: " in note]
     assert re.search(why, note)
     check_target(target, rank_extra=False)
     assert names.RANK_EXTRA not in os.listdir(target / NAME)

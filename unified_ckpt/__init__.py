@@ -24,18 +24,22 @@ if TYPE_CHECKING:
     from unified_ckpt.api import Checkpointer, load, open, save, save_async, verify  # noqa: A004
     from unified_ckpt.core.layout import Layout, Strided
     from unified_ckpt.engine.build import SaveReport
+    from unified_ckpt.engine.convert import ConvertReport
     from unified_ckpt.engine.load import LoadReport
     from unified_ckpt.engine.pending import PendingSave
     from unified_ckpt.engine.prove import VerifyReport
     from unified_ckpt.engine.repair import RepairReport, repair
     from unified_ckpt.manager.manager import CheckpointManager
-    from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, SourceOptions
+    from unified_ckpt.options import ConvertOptions, LoadOptions, ManagerOptions, SaveOptions, SourceOptions
     from unified_ckpt.runtime.randomness import RandomStates
     from unified_ckpt.runtime.sampler import ElasticSampler
+    from unified_ckpt.sources.convert import convert
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
     "Checkpointer": "api",
+    "ConvertOptions": "options",
+    "ConvertReport": "engine.convert",
     "ElasticSampler": "runtime.sampler",
     "Layout": "core.layout",
     "LoadOptions": "options",
@@ -49,6 +53,7 @@ _LAZY = {
     "SourceOptions": "options",
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
+    "convert": "sources.convert",
     "load": "api",
     "open": "api",
     "repair": "engine.repair",
@@ -61,6 +66,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "Checkpointer",
+    "ConvertOptions",
+    "ConvertReport",
     "ElasticSampler",
     "FormatError",
     "IncompleteError",
@@ -82,6 +89,7 @@ __all__ = [
     "StorageError",
     "Strided",
     "VerifyReport",
+    "convert",
     "load",
     "open",
     "repair",

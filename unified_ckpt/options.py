@@ -11,6 +11,10 @@ Count = Annotated[int, Field(ge=1)]
 Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+ModelDtype = Literal["float32", "bfloat16", "float16", "float64"]
+IfExists = Literal["error", "keep", "replace"]
+
+
 class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,12 +32,12 @@ class SaveOptions(_Options):
     all ranks see one folder.
     """
 
-    model_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    model_dtype: ModelDtype | None = None
     parts: tuple[str, ...] | None = None
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
     check_replicas: Literal["first", "always", "never"] = "first"
     fsync: bool = True
-    if_exists: Literal["error", "keep", "replace"] = "error"
+    if_exists: IfExists = "error"
     timeout_seconds: Timeout = 600.0
     write_alignment: Annotated[int, Field(ge=0)] | None = None
     machine_copies: Count = 1
@@ -44,7 +48,7 @@ class SaveOptions(_Options):
         return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
-def unless_chosen(options: SaveOptions, *, if_exists: Literal["error", "keep", "replace"]) -> SaveOptions:
+def unless_chosen(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
     """The options with this `if_exists`, where they do not say one themselves."""
     return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": if_exists})
 
@@ -80,6 +84,26 @@ class LoadOptions(_Options):
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
     share_reads: Literal["auto", "always", "never"] = "auto"
+    timeout_seconds: Timeout = 600.0
+
+
+class ConvertOptions(_Options):
+    """How to convert.
+
+    `to`: the format to write; "unified" is ours. `source`: how to read. `parts`: only these are written. `model_dtype`: of the model's
+    floating-point tensors, as written. `compare`: whether master weights must be the model when cast down, where the source has both.
+    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in SaveOptions; what is written in another format than ours needs a free
+    name.
+    """
+
+    to: str = "unified"
+    source: SourceOptions = SourceOptions()
+    parts: tuple[str, ...] | None = None
+    model_dtype: ModelDtype | None = None
+    compare: bool = True
+    max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
+    if_exists: IfExists = "error"
+    fsync: bool = True
     timeout_seconds: Timeout = 600.0
 
 

@@ -49,6 +49,16 @@ def number(text: str) -> int:
     return int(text)
 
 
+def size(text: str) -> int:
+    """An argument's type: bytes, as 5000000000, 5GB or 5GiB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    digits = text.rstrip("".join({letter for unit in units for letter in unit}))
+    factor = units.get(text.removeprefix(digits), 0 if text != digits else 1)
+    if not digits.isdecimal() or int(digits) * factor < 1:
+        raise ArgumentTypeError(f"{text!r} is no size, as 5GB or 512MiB")
+    return int(digits) * factor
+
+
 def hours(text: str) -> float:
     """An argument's type: 0 is allowed, and means whatever its age."""
     return 0.0 if text == "0" else _seconds(text)

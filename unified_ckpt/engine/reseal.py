@@ -147,7 +147,7 @@ def _write_rank_extra(source: Source, output: Output, *, world: int, notes: list
 
 
 def _without_rank_extra(world: int, error: Exception) -> str:
-    return f"merged without rank_extra, that of all {world} ranks: {error}"
+    return f"without rank_extra, that of all {world} ranks: {error}"
 
 
 def _check_all_here(joint: Joint, *, world: int) -> None:

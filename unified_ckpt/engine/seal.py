@@ -97,7 +97,7 @@ def make_manifest(
         world_size=world_size,
         seconds=round(seconds, 3),
         metrics=dict(metrics),
-        versions=_versions(),
+        versions=versions(),
         mesh=dict(mesh),
         parts=parts,
         digests=digest_file,
@@ -114,7 +114,7 @@ def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fs
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found: dict[str, Any] = {"python": platform.python_version()}
     for package in ("unified-ckpt", "torch", "safetensors"):
         try:

@@ -16,7 +16,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.names import check_part_name, check_save_id
 
-FORMAT_VERSION = "1.1"  # a new field raises the minor version; a change that old readers would misread raises the major
+FORMAT_VERSION = "1.2"  # a new field raises the minor version; a change that old readers would misread raises the major
 
 _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
@@ -131,6 +131,23 @@ class IslandRecord(_Record):
     copies: list[Annotated[int, Field(ge=0)]] = []
 
 
+class ConvertedFrom(_Record):
+    """What a conversion was made of, and what its checks saw. `tensors`, `nbytes`, `digests`: by part; a digest is the CRC of the names,
+    dtypes, shapes and block digests of all its tensors. `compared`: of how many tensors a second copy in the source was compared, and
+    found equal; `proved`: of how many the source's own digests were."""
+
+    format: str
+    path: str
+    save_id: str | None = None
+    options: dict[str, Any] = {}
+    tensors: dict[str, Size] = {}
+    nbytes: dict[str, Size] = {}
+    digests: dict[str, Crc] = {}
+    compared: Size = 0
+    proved: Size = 0
+    notes: list[str] = []
+
+
 class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
     the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
@@ -153,6 +170,7 @@ class Manifest(_Record):
     optimizer: OptimizerRecord | None = None
     modules: Any = None
     extra: Any = None
+    converted_from: ConvertedFrom | None = None
 
     @model_validator(mode="after")
     def _files_once(self) -> Manifest:

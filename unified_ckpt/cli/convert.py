@@ -1,0 +1,87 @@
+"""The verb `convert`: a checkpoint of any format, written as a unified folder or in another format. Under torchrun all processes write."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from contextlib import ExitStack
+
+from tqdm import tqdm
+
+from unified_ckpt.cli.words import count, human, plain
+from unified_ckpt.engine.convert import ConvertReport
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.convert import convert
+
+
+def run(arguments: Namespace) -> int:
+    """Takes `source`, `target`, `to`, `origin`, `config`, `names`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync`
+    and `json`."""
+    with ExitStack() as owned:
+        first = _join(owned)
+        # disable=None: a bar for a terminal only.
+        bar = owned.enter_context(tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=None if first else True))
+
+        def progress(nbytes: int, of: int) -> None:
+            bar.total = of
+            bar.update(nbytes)
+
+        report = convert(
+            arguments.source,
+            arguments.target,
+            progress=progress,
+            to=arguments.to,
+            source=SourceOptions(format=arguments.origin, config=arguments.config, names=arguments.names),
+            parts=tuple(arguments.part) or None,
+            model_dtype=arguments.dtype,
+            max_file_bytes=arguments.max_file_size,
+            if_exists=arguments.if_exists,
+            compare=not arguments.no_compare,
+            fsync=not arguments.no_fsync,
+        )
+    if first:
+        print(json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report)))
+    return 0
+
+
+def _join(owned: ExitStack) -> bool:
+    """Whether this process tells: the first of those that torchrun has started, which meet here."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    owned.callback(dist.destroy_process_group)
+    return dist.get_rank() == 0
+
+
+def _text(report: ConvertReport) -> list[str]:
+    if report.stays:
+        return [f"{plain(report.path)}: holds save {report.id} already, which stays"]
+    parts = [f"  {plain(part)}: {count(n, 'tensor')}, {human(report.nbytes[part])}" for part, n in report.tensors.items()]
+    proofs = ["  every tensor was written whole, once"]
+    if report.compared:
+        proofs.append(f"  {count(report.compared, 'tensor')} of master_weights, cast down, are the model bit for bit")
+    if report.proved:
+        proofs.append(f"  {count(report.proved, 'tensor')} have the digests that the source says")
+    step = "" if report.step is None else f", step {report.step}"
+    total = sum(report.nbytes.values())
+    head = f"{plain(report.path)}: from {report.format}{step}, {human(total)} in {report.seconds:.1f} s"
+    return [head, *parts, *proofs, *(f"  {plain(note)}" for note in report.notes)]
+
+
+def _as_json(report: ConvertReport) -> dict[str, object]:
+    return {
+        "path": report.path,
+        "format": report.format,
+        "id": report.id,
+        "step": report.step,
+        "seconds": report.seconds,
+        "tensors": dict(report.tensors),
+        "nbytes": dict(report.nbytes),
+        "compared": report.compared,
+        "proved": report.proved,
+        "notes": list(report.notes),
+        "stays": report.stays,
+    }

@@ -1,0 +1,74 @@
+"""Whether a source's two copies of the weights agree: master weights, cast down, are the model bit for bit.
+
+A merge of fragments in the wrong order gives tensors of the right shapes and the wrong values: this is what shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from unified_ckpt.core.dtypes import itemsize
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.source import Source
+from unified_ckpt.runtime.state import MASTER, MODEL
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+
+@dataclass(slots=True)
+class Compared:
+    """Of one tensor: elements compared, those that differ, and the largest difference of two numbers."""
+
+    elements: int = 0
+    differ: int = 0
+    max_abs: float = 0.0
+
+
+class Witness:
+    """Compares master weights with the model, range by range, as they pass by. `pairs`: how many tensors have two copies."""
+
+    def __init__(self, source: Source) -> None:
+        model, masters = set(source.names(MODEL)), source.names(MASTER)
+        both = sorted(name for name in masters if name in model)
+        self._master, self._model = source.specs(MASTER, both), source.specs(MODEL, both)
+        self._catalog = source.catalog({(MODEL, name) for name in both})
+        self.found: dict[str, Compared] = {}
+
+    @property
+    def pairs(self) -> int:
+        return len(self._master)
+
+    def expected(self) -> dict[str, int]:
+        """Elements to be compared of each tensor, by all ranks together."""
+        return {name: spec.nbytes // itemsize(spec.dtype) for name, spec in self._master.items()}
+
+    def unlike(self) -> list[str]:
+        """Tensors whose copies cannot be compared: their shapes differ."""
+        return [
+            f"{name}: shape {spec.shape} in {MASTER}, {self._model[name].shape} in {MODEL}"
+            for name, spec in self._master.items()
+            if spec.shape != self._model[name].shape
+        ]
+
+    def look(self, key: Key, start: int, held: memoryview) -> None:
+        """Bytes of a tensor from byte `start`: whole elements."""
+        part, name = key
+        if part != MASTER or name not in self._master:
+            return
+        dtype, theirs = TORCH_DTYPES[self._master[name].dtype], self._model[name]
+        ours = torch.frombuffer(held, dtype=torch.uint8).view(dtype)
+        at = self._catalog.locations[MODEL, name]
+        first = start // dtype.itemsize * itemsize(theirs.dtype)
+        other = bytearray(ours.numel() * itemsize(theirs.dtype))
+        self._catalog.storage.read_at(at.file, at.start + first, memoryview(other))
+        model = torch.frombuffer(other, dtype=torch.uint8).view(TORCH_DTYPES[theirs.dtype])
+        one = self.found.setdefault(name, Compared())
+        one.elements += ours.numel()
+        cast = ours.to(model.dtype)
+        if torch.equal(cast.view(torch.uint8), model.view(torch.uint8)):
+            return
+        differ = (cast != model) & ~(cast.isnan() & model.isnan())
+        one.differ += int(differ.sum())
+        apart = (ours.double() - model.double()).abs()[differ]
+        one.max_abs = max(one.max_abs, float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0)

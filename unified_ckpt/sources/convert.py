@@ -1,0 +1,96 @@
+"""`convert`: a checkpoint in any format that is read, to any that is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unified_ckpt.engine.convert import ConvertReport, How
+from unified_ckpt.engine.convert import convert as write_anew
+from unified_ckpt.engine.gather import machine_numbers
+from unified_ckpt.errors import FormatError, StorageError
+from unified_ckpt.options import ConvertOptions, LoadOptions
+from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime.probe import machine_id
+from unified_ckpt.runtime.state import MODEL
+from unified_ckpt.runtime.storage import LocalStorage, is_url
+from unified_ckpt.sources import local
+from unified_ckpt.sources.attached import attach
+from unified_ckpt.sources.chosen import Chosen
+from unified_ckpt.sources.find import find_any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from unified_ckpt.engine.source import Source
+
+Path = str | os.PathLike[str]
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+FORMATS = ("unified", "huggingface")
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Writes the checkpoint at `src`, of any format, to `dst`, and proves what it wrote. Every rank of a process group calls and writes its
+    share; one process needs none. In a few MiB of memory beside what the source's format costs.
+
+    `options`: the fields of ConvertOptions. `progress(nbytes, of)`: so many more of about `of` bytes that this rank writes.
+    Raises NotFoundError, FormatError, IncompleteError or MismatchError for a source that cannot be read whole, IntegrityError where a check
+    fails, StorageError, RankError: the same on every rank, and nothing is then at `dst` that was not there.
+    """
+    chosen = ConvertOptions(**options)
+    if chosen.to not in FORMATS:
+        raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
+    bare = chosen.to == "huggingface"
+    comm, where = comms.from_torch(group), os.fspath(src)
+    place = where if is_url(where) else os.path.abspath(local(where))
+    storage, name = _place(os.fspath(dst))
+    parts = chosen.parts if chosen.parts is not None else ((MODEL,) if bare else None)
+    timeout = chosen.timeout_seconds
+    with ExitStack() as owned:
+        machines = machine_numbers(comm, f"conversion of {where}", machine_id(), timeout_seconds=timeout) if comm.world > 1 else [0]
+        source = find_any(comm, where, [place], machines, owned, LoadOptions(source=chosen.source, timeout_seconds=timeout))
+        how = How(
+            path=place,
+            told=chosen.model_dump(mode="json", exclude_defaults=True, exclude={"timeout_seconds", "fsync", "if_exists"}),
+            max_file_bytes=chosen.max_file_bytes,
+            if_exists=chosen.if_exists,
+            fsync=chosen.fsync,
+            timeout_seconds=timeout,
+            bare=bare,
+            compare=chosen.compare and parts is None,
+            attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
+            progress=progress or (lambda *_: None),
+        )
+        return write_anew(comm, _chosen(source, parts, chosen.model_dtype), storage, name, how, machines=machines)
+
+
+def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, model_dtype: str | None) -> Source | Exception:
+    if isinstance(source, Exception) or (parts is None and model_dtype is None):
+        return source
+    try:
+        return Chosen(source, parts=parts, model_dtype=_DTYPES[model_dtype] if model_dtype else None)
+    except Exception as error:  # told to every rank in the conversion
+        return error
+
+
+def _place(path: str) -> tuple[LocalStorage, str]:
+    """The folder beside which the target is built, and the target's name in it."""
+    if is_url(path):
+        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
+    parent, name = os.path.split(os.path.abspath(local(path)))
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
+    return LocalStorage(os.path.realpath(parent)), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from contextlib import ExitStack
 
@@ -12,6 +11,7 @@ from tqdm import tqdm
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.engine.convert import ConvertReport
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.comm import join_torchrun
 from unified_ckpt.sources.convert import convert
 
 
@@ -19,7 +19,7 @@ def run(arguments: Namespace) -> int:
     """Takes `source`, `target`, `to`, `origin`, `config`, `names`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync`
     and `json`."""
     with ExitStack() as owned:
-        first = _join(owned)
+        first = join_torchrun(owned)
         # disable=None: a bar for a terminal only.
         bar = owned.enter_context(tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=None if first else True))
 
@@ -43,17 +43,6 @@ def run(arguments: Namespace) -> int:
     if first:
         print(json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report)))
     return 0
-
-
-def _join(owned: ExitStack) -> bool:
-    """Whether this process tells: the first of those that torchrun has started, which meet here."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return True
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    owned.callback(dist.destroy_process_group)
-    return dist.get_rank() == 0
 
 
 def _text(report: ConvertReport) -> list[str]:

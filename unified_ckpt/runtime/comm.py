@@ -7,9 +7,10 @@ leaves together or fails together, with one text. Every wait is bounded and name
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -320,3 +321,12 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = dist.distributed_c10d._get_default_store()
     return Comm(PrefixStore(f"unified_ckpt/{name}", store), rank=ranks.index(me), ranks=ranks)
+
+
+def join_torchrun(owned: ExitStack) -> bool:
+    """For a command: the processes that torchrun has started become ranks of one group, until `owned` ends. Whether this is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    dist.init_process_group("gloo")
+    owned.callback(dist.destroy_process_group)
+    return dist.get_rank() == 0

@@ -22,6 +22,7 @@ from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.runtime.mapped import Pages, copy
 from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 
@@ -139,6 +140,7 @@ class _Kept:
     def __init__(self) -> None:
         self._loaded: OrderedDict[int, tuple[Fragment, torch.Tensor]] = OrderedDict()
         self._lock = threading.Lock()
+        self.pages = Pages()
 
     def load(self, fragment: Fragment) -> torch.Tensor:
         with self._lock:
@@ -206,7 +208,9 @@ def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kep
         for fragment in one.fragments:
             common = intersect(block, fragment.box)
             if common is not None:
-                held[_slices(common, block)].copy_(_loaded(fragment, dtype, name, kept)[_slices(common, fragment.box)])
+                found = _loaded(fragment, dtype, name, kept)[_slices(common, fragment.box)]
+                copy(held[_slices(common, block)], found)
+                kept.pages.read(found)
 
 
 def _loaded(fragment: Fragment, dtype: torch.dtype, name: str, kept: _Kept) -> torch.Tensor:

@@ -6,11 +6,13 @@ import errno
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from managing import check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
@@ -262,6 +264,29 @@ def test_the_order_of_sources_is_own_step_then_the_paths_then_nothing(tmp_path: 
         report = manager.restore(**found)
         assert report is not None
         assert report.step == 2
+
+
+def test_a_run_that_another_engine_began_goes_on_and_its_next_save_is_unified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "run"
+    for step in (20, 100):
+        found = state(step)
+        nested = {"model": found["model"], "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}}}
+        with warnings.catch_warnings(action="ignore"):  # one process
+            dcp.save(nested, checkpoint_id=root / f"checkpoint-{step}", no_dist=True)
+    (root / "checkpoint-300").mkdir()  # nothing that anybody knows
+    found = state(0)
+    with manager_of(None, root, interval_steps=1, keep_latest=1) as manager:
+        report = manager.restore(**found)
+        assert report is not None
+        assert report.step == 100, "the folder's name is all that says it"
+        check_state(found, 100)
+        manager.save(101, **state(101))
+        manager.save(102, **state(102))
+    assert "checkpoint-300 is skipped" in caplog.text
+    assert "checkpoint-100 is skipped" not in caplog.text
+    assert steps_in(root) == [20, 100, 102, 300], "what another engine wrote stays"
+    with manager_of(None, root) as manager:
+        assert manager.restore(**found).step == 102  # type: ignore[union-attr]
 
 
 def test_a_newer_model_only_checkpoint_is_not_what_training_goes_on_from(tmp_path: Path) -> None:

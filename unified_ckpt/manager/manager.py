@@ -126,8 +126,9 @@ class CheckpointManager:
     def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
         """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
 
-        Where there is none: from `load_parameters_path` (the model only; the report has no step and no extra) or
-        `load_full_state_path`; else None: start fresh. A step that is not whole is passed over with a warning, and stays.
+        Where there is none: from the newest that another engine has left there under a step's name; from `load_parameters_path` (the
+        model only; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not whole is
+        passed over with a warning, and stays.
         """
         self.wait()
         failed: dict[str, str] = {}
@@ -284,6 +285,8 @@ class CheckpointManager:
             wanted = {name: targets[name] for name in _OF_PARAMETERS if name in targets}
             return replace(self._checkpointer.load(found.path, **wanted, options=options), step=None, extra=None, rank_extra=None)
         report = self._checkpointer.load(found.path, **{**targets, "options": options})
+        if found.kind == "foreign" and report.step is None:
+            return replace(report, step=found.step)  # the folder's name is all that says it
         if found.kind == "own" and found.step is not None:
             self._saves.restored(found.step, lasting=not found.local)
         return report

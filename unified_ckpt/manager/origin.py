@@ -14,18 +14,19 @@ from unified_ckpt.engine.inventory import take_inventory
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.steps import Scan, StepRecord, step_name
+from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
 from unified_ckpt.options import ManagerOptions
+from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`kind`: the run's own step, weights only, a whole state, or nothing. `bad`: own steps that are there and cannot be used. `local`:
-    `path` is a name in the local directory of each machine."""
+    """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: own
+    steps that are there and cannot be used. `local`: `path` is a name in the local directory of each machine."""
 
-    kind: Literal["own", "parameters", "full", "none"]
+    kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
     bad: tuple[int, ...] = ()
@@ -51,15 +52,18 @@ def choose(
     failed: Mapping[str, str],
     look: Callable[[StepRecord], str],
 ) -> Origin:
-    """The newest valid step of what was found that has all `parts`; else what the options name. `step`: this one or NotFoundError.
+    """The newest valid step of what was found that has all `parts`; else the newest in another format; else what the options name.
+    `step`: this one or NotFoundError.
 
     `failed`: folders that this load has tried in vain, and why. `look`: what is wrong with one, in a sentence, empty for a good one. Each
     folder that is passed over is told in one warning; none is changed.
     """
     if step is not None:
         return _given(found, step, root=root, prefix=options.step_prefix, failed=failed)
+    others = _foreign(found)
     for one in found.newer_and_bad:
-        _warn(one.path, one.why)
+        if one.path not in others:
+            _warn(one.path, one.why)
     bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
     for one in reversed(found.complete):
         missing = sorted(set(parts) - set(one.parts))
@@ -72,11 +76,21 @@ def choose(
         else:
             return Origin("own", one.path, one.step, tuple(sorted(bad)))
     numbers = tuple(sorted(bad))
+    if others and not bad:  # a run that has damaged steps of ours is not one that begins with us
+        path, (number, kind) = max(others.items(), key=lambda item: item[1])
+        _LOG.info("%s is of another format (%s): it is read as it is, what is saved next is ours", path, kind)
+        return Origin("foreign", path, number, numbers)
     if options.load_parameters_path:
         return Origin("parameters", options.load_parameters_path, bad=numbers)
     if options.load_full_state_path:
         return Origin("full", options.load_full_state_path, bad=numbers)
     return Origin("none", bad=numbers)
+
+
+def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
+    """Folders with names of steps that another engine has written: by path, the number in the name and the format's name."""
+    known = [(one, find_format(one.path, told=None)) for one in found.steps if one.status == "incomplete" and not one.ours]
+    return {one.path: (claimed(one.name), kind.name) for one, kind in known if kind is not None}
 
 
 def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:

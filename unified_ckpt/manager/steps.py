@@ -92,7 +92,7 @@ class Scan:
     def newer_and_bad(self) -> list[StepRecord]:
         """Folders that are no checkpoint and whose names claim a step after the last good one, the newest first."""
         last = max((one.step or 0 for one in self.complete), default=-1)
-        bad = [(claimed, one) for one in self.steps if one.status != "complete" and (claimed := _digits(one.name)) > last]
+        bad = [(number, one) for one in self.steps if one.status != "complete" and (number := claimed(one.name)) > last]
         return [one for _, one in sorted(bad, key=lambda pair: -pair[0])]
 
 
@@ -195,7 +195,7 @@ def _present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, .
     return tuple(parts), f"{wrong[0]}{more}" if wrong else ""
 
 
-def _digits(name: str) -> int:
+def claimed(name: str) -> int:
     """The number at the end of a name, -1 where there is none: what it claims, not what it is."""
     digits = name[len(name.rstrip("0123456789")) :]
     return int(digits) if digits else -1

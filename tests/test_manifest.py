@@ -96,7 +96,7 @@ def test_names_every_file_once() -> None:
 
 def test_people_can_read_it_line_by_line() -> None:
     lines = encode_manifest(manifest()).decode().splitlines()
-    assert lines[1] == '"format_version": "1.1",'
+    assert lines[1] == '"format_version": "1.2",'
     assert len(lines) == 2 + len(Manifest.model_fields)
 
 
@@ -121,7 +121,7 @@ def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
 
 @pytest.mark.parametrize("version", [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000])
 def test_versions_that_are_none(version: Any) -> None:
-    with pytest.raises(FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.1'"):
+    with pytest.raises(FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.2'"):
         parse_manifest(changed("format_version", version), file=FILE)
 
 

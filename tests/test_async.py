@@ -287,7 +287,7 @@ def test_any_mesh_is_saved_as_it_was(case: Case) -> None:
     check_any(case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(cases(max_world=12, max_tensors=6, loads=1))
 @settings(max_examples=400)
 def test_any_mesh_is_saved_as_it_was_at_length(case: Case) -> None:

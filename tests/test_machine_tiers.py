@@ -387,7 +387,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Pa
     assert any("the copy of step 10 to" in text for text in warnings_of(caplog))
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
 def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)

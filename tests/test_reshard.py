@@ -269,7 +269,7 @@ def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(cases(max_world=12, max_tensors=6, loads=4), TILES, FILE_NBYTES, VERIFY)
 @settings(max_examples=400)
 def test_any_mesh_to_any_mesh_at_length(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:

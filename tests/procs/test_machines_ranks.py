@@ -45,7 +45,7 @@ def places(root: Path, count: int) -> list[str]:
     [
         ("fsdp_tp", False),
         ("fsdp", True),
-        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("fsdp", False, marks=pytest.mark.long),
         pytest.param("fsdp_tp", True, marks=pytest.mark.slow),
     ],
 )
@@ -136,7 +136,7 @@ def workers(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_machine_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
     """The other one's ranks end with an error; one whole save is there, the last that a rank has told of or a later one."""
     folders, port = places(tmp_path, 2), free_port()

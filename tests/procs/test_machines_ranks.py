@@ -136,6 +136,9 @@ def workers(pid: int) -> list[int]:
     return found
 
 
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_machine_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
     """The other one's ranks end with an error; one whole save is there, the last that a rank has told of or a later one."""

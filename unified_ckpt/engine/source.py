@@ -41,12 +41,16 @@ class Catalog:
 
 def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:
     """The box's bytes, row-major, of a tensor that lies whole in a file."""
-    item = itemsize(spec.dtype)
-    found = bytearray(box.numel * item)
-    view = memoryview(found)
-    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-        storage.read_at(location.file, location.start + first * item, view[local * item : (local + count) * item])
+    found = bytearray(box.numel * itemsize(spec.dtype))
+    fill_box(storage, location, spec, box, memoryview(found))
     return bytes(found)
+
+
+def fill_box(storage: Reader, location: Location, spec: TensorSpec, box: Box, into: memoryview) -> None:
+    """`read_box`, into memory of the box's size."""
+    item = itemsize(spec.dtype)
+    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+        storage.read_at(location.file, location.start + first * item, into[local * item : (local + count) * item])
 
 
 @dataclass(frozen=True, slots=True)

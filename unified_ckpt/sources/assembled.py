@@ -88,7 +88,7 @@ class Assembled:
     ) -> None:
         self._root, self._tensors, self._format, self._said = root, tensors, format, said
         self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
-        self._kept = _Kept()
+        self._kept = Kept()
         self._names: dict[str, dict[str, None]] = {}
         for part, name in tensors:
             self._names.setdefault(part, {})[name] = None
@@ -115,10 +115,10 @@ class Assembled:
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         spec = self.specs(part, [name])[name]
-        return read_box(_Fragments(self._root, self._tensors, self._kept), Location(_file(part, name), 0), spec, box)
+        return read_box(Fragments(self._root, self._tensors, self._kept), Location(file_of(part, name), 0), spec, box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
-        return Catalog(_Fragments(self._root, self._tensors, self._kept), {key: Location(_file(*key), 0) for key in wanted})
+        return Catalog(Fragments(self._root, self._tensors, self._kept), {key: Location(file_of(*key), 0) for key in wanted})
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         return dict.fromkeys(wanted)
@@ -134,7 +134,7 @@ class Assembled:
         self._close()
 
 
-class _Kept:
+class Kept:
     """What the fragments loaded last gave, for readers on many threads. Each loads at most once at a time."""
 
     def __init__(self) -> None:
@@ -158,16 +158,17 @@ class _Kept:
             self._loaded.clear()
 
 
-def _file(part: str, name: str) -> str:
+def file_of(part: str, name: str) -> str:
     return f"{part}:{name}"
 
 
-class _Fragments:
+class Fragments:
     """A storage with a file for each tensor: its elements, row-major."""
 
-    def __init__(self, root: str, tensors: Mapping[Key, Assembly], kept: _Kept) -> None:
+    def __init__(self, root: str, tensors: Mapping[Key, Assembly], kept: Kept) -> None:
+        """The file of a tensor is called as `file_of` says."""
         self.root, self._kept = root, kept
-        self._of = {_file(*key): one for key, one in tensors.items()}
+        self._of = {file_of(*key): one for key, one in tensors.items()}
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Any byte range: elements that it begins or ends within are put together beside it."""
@@ -196,7 +197,7 @@ class _Fragments:
         """Holds nothing."""
 
 
-def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kept: _Kept) -> None:
+def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kept: Kept) -> None:
     """Elements [first, stop) of a tensor, row-major, into `view`."""
     if first >= stop:
         return
@@ -213,7 +214,7 @@ def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kep
                 kept.pages.read(found)
 
 
-def _loaded(fragment: Fragment, dtype: torch.dtype, name: str, kept: _Kept) -> torch.Tensor:
+def _loaded(fragment: Fragment, dtype: torch.dtype, name: str, kept: Kept) -> torch.Tensor:
     found = kept.load(fragment) if fragment.keep else fragment.load()
     if tuple(found.shape) != fragment.box.shape or found.dtype != dtype:
         has = f"has shape {tuple(found.shape)} and {found.dtype}"

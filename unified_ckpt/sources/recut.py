@@ -1,30 +1,66 @@
-"""A source's tensors cut up and joined anew, as a Source: other names, experts apart or stacked. No byte moves before it is read.
+"""A source's tensors under other names, cut up, turned and joined, as a Source. No byte moves before it is read.
 
-How wrong bytes could be read: a piece is missing, or pieces differ in dtype. So a tensor that is not wholly there has no name in the view,
-and its pieces keep theirs, which a load reports.
+What stays in order keeps its place in the files, and its digests where blocks are the same; what does not is made a panel at a time, in
+bounded memory.
+
+How wrong bytes could be read: pieces differ in dtype, or have other shapes than was thought. So dtypes and shapes of all pieces are looked
+at before the first byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.recipes import Given, Piece, Recipe, Stored, cut, joined, leaves, panels, pieces_of, reshaped
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.engine.source import Catalog, Location, Said, Source, read_box
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.source import Catalog, Location, Said, Source, fill_box
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.runtime.storage import Buffer, Reader
+from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.sources.assembled import Fragment, Fragments, Kept, assembly, file_of
+from unified_ckpt.sources.making import Read, make
 
-Key = tuple[str, str]
+PANEL_NBYTES = 32 << 20  # of a tensor that is made: so long that the runs that it is read in are long too
+_MAX_PIECES = 4096  # of a tensor that is read run by run
+
+
+class Formula(Protocol):
+    """How a tensor is made, before the shapes of what it is made of are known. Equal formulas make equal tensors."""
+
+    @property
+    def stored(self) -> Collection[Key]: ...
+
+    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        """`shapes`: of all that is `stored`. FormatError where they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Renamed:
+    """A stored tensor as it is."""
+
+    key: Key
+
+    @property
+    def stored(self) -> Collection[Key]:
+        return [self.key]
+
+    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        return Stored(self.key, shapes[self.key])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
     """`count` elements of a stored tensor, row-major, from `first`."""
 
     stored: str
@@ -34,21 +70,63 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor of the view: its shape, and the pieces that are its elements one after another."""
+    """A tensor by its shape, and the spans that are its elements one after another."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...]
+
+    def of(self, part: str) -> Formula:
+        return _Spans(part, self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    part: str
+    made: Made
+
+    @property
+    def stored(self) -> Collection[Key]:
+        return [(self.part, span.stored) for span in self.made.spans]
+
+    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        found = []
+        for span in self.made.spans:
+            shape = shapes[self.part, span.stored]
+            if span.first + span.count > prod(shape):
+                raise FormatError(f"{span.stored} has {prod(shape)} elements; needed {span.first + span.count}")
+            found.append(cut(reshaped(Stored((self.part, span.stored), shape), (-1,)), 0, span.first, span.first + span.count))
+        return reshaped(joined(found, 0), self.made.shape)
+
+
+def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -> Recut:
+    """`made`: the view's tensors by name, the same in each of `parts`; the other parts are not in it.
+
+    A tensor of which not all is stored has no name in the view. A stored tensor that no made one is cut from keeps its name.
+    """
+    found: dict[str, dict[str, Formula]] = {}
+    for part in [part for part in source.parts if part in parts]:
+        stored = set(source.names(part))
+        whole = {name: one for name, one in made.items() if all(span.stored in stored for span in one.spans)}
+        used = {span.stored for one in whole.values() for span in one.spans}
+        found[part] = {name: one.of(part) for name, one in whole.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
+    renamed = {one.spans[0].stored: name for name, one in made.items() if len(one.spans) == 1 and one.spans[0].first == 0}
+    aliases = {part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()} for part in found}
+    return Recut(source, found, aliases=aliases)
 
 
 class Recut:
-    """`made`: the view's tensors by name, the same in each of `parts`. A stored tensor that no made one is cut from keeps its name.
+    """`made`: every tensor of the view, by part and name. `said`: in the view's names, where that matters."""
 
-    Parts that are not named are not in the view.
-    """
-
-    def __init__(self, source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -> None:
-        self._source, self._made, self._parts = source, made, frozenset(parts)
-        self._names: dict[str, dict[str, Made | None]] = {}  # None: as it is stored
+    def __init__(
+        self,
+        source: Source,
+        made: Mapping[str, Mapping[str, Formula]],
+        *,
+        aliases: Mapping[str, Mapping[str, str]],
+        said: Said | None = None,
+    ) -> None:
+        self._source, self._made, self._aliases, self._said = source, made, aliases, said
+        self._known: dict[Key, tuple[Recipe, TensorSpec]] = {}
 
     @property
     def format(self) -> str:
@@ -56,77 +134,58 @@ class Recut:
 
     @property
     def parts(self) -> Sequence[str]:
-        return [part for part in self._source.parts if part in self._parts]
+        return sorted(self._made)
 
     def names(self, part: str) -> Collection[str]:
-        if part not in self.parts:
-            return ()
-        if part not in self._names:
-            stored = set(self._source.names(part))
-            found = {name: made for name, made in self._made.items() if all(piece.stored in stored for piece in made.pieces)}
-            used = {piece.stored for made in found.values() for piece in made.pieces}
-            self._names[part] = {**found, **dict.fromkeys(sorted(stored - used))}
-        return self._names[part].keys()
+        return self._made.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
-        renamed = self._renamed
-        return {renamed.get(alias, alias): renamed.get(name, name) for alias, name in self._source.aliases(part).items()}
-
-    @cached_property
-    def _renamed(self) -> dict[str, str]:
-        """Stored name -> the view's, of tensors that are in one piece."""
-        return {made.pieces[0].stored: name for name, made in self._made.items() if len(made.pieces) == 1 and made.pieces[0].first == 0}
+        return self._aliases.get(part, {})
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
-        made = self._made_of(part, names)
-        stored = self._source.specs(part, {piece.stored for one in made.values() for piece in one.pieces})
-        found = {}
-        for name, one in made.items():
-            dtypes = {stored[piece.stored].dtype for piece in one.pieces}
-            if len(dtypes) > 1:
-                raise FormatError(f"{part}:{name}: its pieces have dtypes {', '.join(sorted(dtypes))}; needed one")
-            for piece in one.pieces:
-                there = prod(stored[piece.stored].shape)
-                if piece.first + piece.count > there:
-                    raise FormatError(f"{part}:{piece.stored}: has {there} elements; needed {piece.first + piece.count} to make {name}")
-            found[name] = TensorSpec(dtypes.pop(), one.shape)
-        return found
+        found = self._recipes([(part, name) for name in names])
+        return {name: found[part, name][1] for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        catalog = self.catalog([(part, name)])
-        return read_box(catalog.storage, catalog.locations[part, name], self.specs(part, [name])[name], box)
+        recipe, spec = self._recipes([(part, name)])[part, name]
+        if not box.numel:
+            return b""
+        try:
+            return bytes(as_bytes(dense(make(recipe, box, self._read, TORCH_DTYPES[spec.dtype]))))
+        except FormatError as error:
+            raise FormatError(f"{part}:{name}: {error}") from error
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
-        made = {(part, name): one for part, names in _by_part(wanted).items() for name, one in self._made_of(part, names).items()}
-        specs = {(part, name): one for part, names in _by_part(wanted).items() for name, one in self.specs(part, names).items()}
-        inner = self._source.catalog({(part, piece.stored) for (part, _), one in made.items() for piece in one.pieces})
-        spans: dict[str, list[tuple[int, Location]]] = {}
-        locations = {}
-        for key, one in made.items():
-            part, item = key[0], itemsize(specs[key].dtype)
-            starts = [inner.locations[part, piece.stored] for piece in one.pieces]
-            found = [
-                (piece.count * item, Location(at.file, at.start + piece.first * item)) for piece, at in zip(one.pieces, starts, strict=True)
-            ]
-            locations[key] = found[0][1] if len(found) == 1 else Location(":".join(key), 0)
-            if len(found) > 1:
-                spans[":".join(key)] = found
-        return Catalog(_Joined(inner.storage, spans), locations, inner.ledger)
+        found = self._recipes(wanted)
+        stored = {leaf.key: leaf.shape for recipe, _ in found.values() for leaf in leaves(recipe) if isinstance(leaf, Stored)}
+        inner = self._source.catalog(stored.keys())
+        mark = f"{inner.storage.mark}@" if isinstance(inner.storage, _Joined) else "@"  # no view's files are called like another's
+        locations, spans, made = {}, {}, {}
+        for key, (recipe, spec) in found.items():
+            pieces, item = pieces_of(recipe), itemsize(spec.dtype)
+            if pieces is None or len(pieces) > _MAX_PIECES:
+                made[key] = recipe, spec
+                locations[key] = Location(mark + file_of(*key), 0)
+                continue
+            runs = [(piece.count * item, _moved(inner.locations[piece.stored], piece.first * item)) for piece in pieces]
+            locations[key] = runs[0][1] if len(runs) == 1 else Location(mark + file_of(*key), 0)
+            if len(runs) > 1:
+                spans[mark + file_of(*key)] = runs
+        return Catalog(_Joined(inner.storage, mark, spans, _panels(inner, made)), locations, inner.ledger)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        """Those of tensors that are stored whole, under whatever name; blocks of the others are cut elsewhere."""
-        kept: dict[Key, Key] = {}
-        for part, names in _by_part(wanted).items():
-            made = self._made_of(part, names)
-            stored = self._source.specs(part, {one.pieces[0].stored for one in made.values()})
-            for name, one in made.items():
-                if len(one.pieces) == 1 and one.pieces[0].count == prod(stored[one.pieces[0].stored].shape):
-                    kept[part, name] = part, one.pieces[0].stored
-        found = self._source.block_digests(set(kept.values()))
-        return {key: found[kept[key]] if key in kept else None for key in wanted}
+        """Of tensors whose blocks are all blocks that are stored."""
+        blocks = {key: _blocks(recipe, spec) for key, (recipe, spec) in self._recipes(wanted).items()}
+        stored = self._source.block_digests({piece.stored for pieces in blocks.values() for piece, _, _ in pieces or ()})
+        found: dict[Key, Sequence[int] | None] = dict.fromkeys(wanted)
+        for key, pieces in blocks.items():
+            digests = [(stored[piece.stored], first, stop) for piece, first, stop in pieces or ()]
+            if digests and all(known is not None for known, _, _ in digests):
+                found[key] = tuple(one for known, first, stop in digests for one in (known or ())[first:stop])
+        return found
 
     def said(self) -> Said:
-        return self._source.said()
+        return self._said or self._source.said()
 
     def rank_extra(self, rank: int) -> Any:
         return self._source.rank_extra(rank)
@@ -134,32 +193,104 @@ class Recut:
     def close(self) -> None:
         self._source.close()
 
-    def _made_of(self, part: str, names: Collection[str]) -> dict[str, Made]:
-        absent = sorted(set(names) - set(self.names(part)))
+    def _recipes(self, wanted: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
+        """Checked, and with what they make."""
+        absent = sorted(name for part, name in wanted if name not in self.names(part))
         if absent:
-            raise NotFoundError(f"{part}:{absent[0]}: is not in the checkpoint")
-        made = {name: self._names[part][name] for name in names}
-        kept = self._source.specs(part, {name for name, one in made.items() if one is None})
-        return {name: one or Made(kept[name].shape, (Piece(name, 0, prod(kept[name].shape)),)) for name, one in made.items()}
+            raise NotFoundError(f"{next(part for part, name in wanted if name == absent[0])}:{absent[0]}: is not in the checkpoint")
+        fresh = {(part, name): self._made[part][name] for part, name in wanted if (part, name) not in self._known}
+        needed: dict[str, set[str]] = {}
+        for formula in fresh.values():
+            for part, name in formula.stored:
+                needed.setdefault(part, set()).add(name)
+        specs = {(part, name): spec for part, names in needed.items() for name, spec in self._source.specs(part, names).items()}
+        for key, formula in fresh.items():
+            try:
+                self._known[key] = _checked(formula, specs)
+            except CheckpointError as error:
+                raise type(error)(f"{':'.join(key)}: {error}") from error
+        return {key: self._known[key] for key in wanted}
+
+    def _read(self, key: Key, box: Box) -> torch.Tensor:
+        dtype = TORCH_DTYPES[self._source.specs(key[0], [key[1]])[key[1]].dtype]
+        return torch.frombuffer(bytearray(self._source.read(*key, box)), dtype=torch.uint8).view(dtype).view(box.shape)
 
 
-def _by_part(wanted: Collection[Key]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for part, name in wanted:
-        found.setdefault(part, []).append(name)
+def _checked(formula: Formula, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, TensorSpec]:
+    recipe = formula.recipe({key: specs[key].shape for key in formula.stored})
+    dtypes = {one.dtype if isinstance(one, Given) else specs[one.key].dtype for one in leaves(recipe)}
+    if len(dtypes) > 1:
+        raise FormatError(f"its pieces have dtypes {', '.join(sorted(dtypes))}; needed one")
+    spec = TensorSpec(dtypes.pop(), recipe.shape)
+    if spec.dtype == "F4" and pieces_of(recipe) is None:
+        raise FormatError("its pieces have dtype F4, two elements in a byte; needed a tensor that is cut at rows and joined, no more")
+    return recipe, spec
+
+
+def _moved(location: Location, nbytes: int) -> Location:
+    return Location(location.file, location.start + nbytes)
+
+
+def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Piece, int, int]] | None:
+    """The half-open range of stored blocks that each piece is; None where one is no whole blocks."""
+    pieces, item, start, found = pieces_of(recipe), itemsize(spec.dtype), 0, []
+    sizes = {one.key: prod(one.shape) * item for one in leaves(recipe) if isinstance(one, Stored)}
+    for piece in pieces or ():
+        first, stop = piece.first * item, (piece.first + piece.count) * item
+        start += stop - first
+        at_end = stop == sizes[piece.stored] and start == spec.nbytes
+        if first % BLOCK_NBYTES or (stop % BLOCK_NBYTES and not at_end):
+            return None
+        found.append((piece, first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)))
+    return found if pieces is not None else None
+
+
+def _panels(inner: Catalog, made: Mapping[Key, tuple[Recipe, TensorSpec]]) -> Fragments:
+    """A storage of the tensors that have to be made, each in panels that are read at once and kept for a while."""
+    tensors = {}
+    for key, (recipe, spec) in made.items():
+        dtype = TORCH_DTYPES[spec.dtype]
+        read = partial(_read_stored, inner, spec.dtype, {one.key: one.shape for one in leaves(recipe) if isinstance(one, Stored)})
+        where = ":".join(key)
+        loads = any(isinstance(one, Given) for one in leaves(recipe))  # whole each time
+        limit = prod(recipe.shape) if loads else PANEL_NBYTES // itemsize(spec.dtype)
+        boxes = panels(recipe.shape, max(limit, 1))
+        tensors[key] = assembly(
+            dtype, recipe.shape, [Fragment(box, partial(_panel, recipe, box, read, dtype, where), where, keep=True) for box in boxes]
+        )
+    return Fragments(inner.storage.root, tensors, Kept())
+
+
+def _panel(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype, where: str) -> torch.Tensor:
+    if not box.numel:
+        return torch.empty(box.shape, dtype=dtype)
+    try:
+        found = dense(make(recipe, box, read, dtype))
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from error
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found  # nothing that is cut off is kept with it
+
+
+def _read_stored(inner: Catalog, dtype: str, shapes: Mapping[Key, tuple[int, ...]], key: Key, box: Box) -> torch.Tensor:
+    found = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype])
+    fill_box(inner.storage, inner.locations[key], TensorSpec(dtype, shapes[key]), box, as_bytes(found))
     return found
 
 
 class _Joined:
-    """A storage in which some files are runs of bytes of others. `spans`: by file, (bytes, where they are), one after another."""
+    """A storage with files of its own, called by a mark and what they are: runs of bytes of others, one after another, or made.
 
-    def __init__(self, inner: Reader, spans: Mapping[str, Sequence[tuple[int, Location]]]) -> None:
-        self._inner, self._spans, self.root = inner, spans, inner.root
+    `spans`: by file, (bytes, where they are).
+    """
+
+    def __init__(self, inner: Reader, mark: str, spans: Mapping[str, Sequence[tuple[int, Location]]], made: Fragments) -> None:
+        self._inner, self.mark, self._spans, self._made, self.root = inner, mark, spans, made, inner.root
         self._starts = {file: [0, *accumulate(nbytes for nbytes, _ in of)] for file, of in spans.items()}
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         if name not in self._spans:
-            self._inner.read_at(name, start, into)
+            storage, file = self._place(name)
+            storage.read_at(file, start, into)
             return
         view = memoryview(into)
         stop = start + view.nbytes
@@ -172,10 +303,18 @@ class _Joined:
         return self._inner.read(name)
 
     def size(self, name: str) -> int | None:
-        return self._starts[name][-1] if name in self._spans else self._inner.size(name)
+        if name in self._spans:
+            return self._starts[name][-1]
+        storage, file = self._place(name)
+        return storage.size(file)
 
     def names(self) -> list[str]:
         return self._inner.names()
 
     def close(self) -> None:
         self._inner.close()
+
+    def _place(self, name: str) -> tuple[Reader, str]:
+        """Whose file it is, and what that calls it. A view under this one has a shorter mark."""
+        own = name.startswith(self.mark)
+        return (self._made, name.removeprefix(self.mark)) if own else (self._inner, name)

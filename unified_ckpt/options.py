@@ -54,16 +54,24 @@ def unless_chosen(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
 
 
 class SourceOptions(_Options):
-    """How to read a checkpoint that others wrote.
+    """How to read a checkpoint: one that others wrote, or any under other names.
 
     `format`: its name, as `unified-ckpt convert --help` lists them, where it is not to be found out. `config`: a Hugging Face
     `config.json`, or a folder that has one, for formats whose names or shapes need the model's. `names`: Hugging Face's names of
     tensors ("huggingface"; an error where the model is not known), the format's own, or the former where that can be.
+
+    What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file with rules. `layers`: the tensors of
+    identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked". `conversion_fn`: "package.module:function" of your own,
+    which is imported and called with {part: {name: tensor, read when indexed}} and gives the same anew.
     """
 
     format: str | None = None
     config: str | None = None
     names: Literal["auto", "huggingface", "own"] = "auto"
+    rename: str | None = None
+    layers: Literal["stacked", "unstacked"] | None = None
+    layer_dim: int = 0
+    conversion_fn: str | None = None
 
 
 class LoadOptions(_Options):

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 from tqdm import tqdm
 
+from unified_ckpt.cli.reading import source_options
 from unified_ckpt.cli.tree import natural, spec_text, table
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.core.sharding import TensorSpec
@@ -17,10 +18,11 @@ from unified_ckpt.sources import open_any
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `first`, `second`, `part`, `match`, `deep` and `json`. Returns 1 where the two differ."""
+    """Takes `first` and how to read it, `second`, `part`, `match`, `deep` and `json`. Returns 1 where the two differ."""
     parts = arguments.part or None
     with ExitStack() as owned:
-        first, second = (owned.enter_context(closing(open_any(path))) for path in (arguments.first, arguments.second))
+        first = owned.enter_context(closing(open_any(arguments.first, source_options(arguments))))
+        second = owned.enter_context(closing(open_any(arguments.second)))
         # disable=None: a bar for a terminal only.
         bar = owned.enter_context(tqdm(total=_total(first), desc="diff", unit="B", unit_scale=True, leave=False, disable=None))
         report = compare(first, second, parts=parts, match=arguments.match, deep=arguments.deep, progress=bar.update)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from unified_ckpt.cli.reading import source_options
 from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tree
 from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
@@ -43,8 +44,8 @@ class _Part:
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `path`, `match`, `all` and `json`."""
-    folder = open_any(arguments.path)
+    """Takes `path`, `match`, `all`, `json`, and how to read it."""
+    folder = open_any(arguments.path, source_options(arguments))
     try:
         parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
         if arguments.json:

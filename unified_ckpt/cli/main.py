@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from unified_ckpt.cli import rules
+from unified_ckpt.cli import reading, rules
 from unified_ckpt.errors import CheckpointError
 
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
     inspect.add_argument("--match", metavar="GLOB", help="only tensors whose name, or part:name, matches")
     inspect.add_argument("--all", action="store_true", help="a line for every tensor, with its file, in place of the tree")
+    reading.add_to(inspect, of="PATH")
 
     verify = verbs.add_parser("verify", help="check a checkpoint", description="Checks sizes and headers against the manifest.")
     verify.add_argument("path", metavar="PATH", help="a checkpoint, a Hugging Face model folder, or an fsspec URL of one")
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given more than once")
     diff.add_argument("--match", metavar="GLOB", help="only tensors whose name, or part:name, matches")
     diff.add_argument("--deep", action="store_true", help="also read tensors whose digests are equal")
+    reading.add_to(diff, of="A")
 
     convert = verbs.add_parser("convert", help="write a checkpoint of any format anew", description="Writes SRC to DST, and proves it.")
     convert.add_argument("source", metavar="SRC", help="a checkpoint in any format that `inspect` takes")

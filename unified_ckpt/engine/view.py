@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, TracebackType
 from typing import Any
@@ -58,6 +58,15 @@ def _range(index: object, size: int, where: str) -> tuple[int, int, bool]:
             raise IndexError(f"{where}: slice step {step}; needed 1")
         return low, max(low, high), True
     raise IndexError(f"{where}: index {index!r}; needed an int, a slice or an ellipsis")
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is not there yet: `load` gives it, of this dtype and shape, whenever it is read. For a `conversion_fn`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

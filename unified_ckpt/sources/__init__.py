@@ -6,6 +6,7 @@ A folder with our manifest, or of Hugging Face's weights alone, is none of these
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from importlib import import_module
 from typing import cast
 
@@ -24,11 +25,25 @@ def format_of(path: str, options: SourceOptions) -> Format | None:
 def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen
     """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where there is none that can be read."""
     found = format_of(local(path), options)
-    if found is None:
-        return open_path(path, hold=True)
+    with ExitStack() as owned:
+        opened = open_path(path, hold=True) if found is None else _open(found, path, options)
+        owned.callback(opened.close)
+        source = changed(opened, options)
+        owned.pop_all()
+    return source
+
+
+def _open(found: Format, path: str, options: SourceOptions) -> Source:
     module, function = found.opener.split(":")
     opener = getattr(import_module(f"{__name__}.{module}"), function)  # only now: what needs torch is not imported for our own folders
     return cast("Source", opener(os.path.abspath(local(path)), options))
+
+
+def changed(source: Source, options: SourceOptions) -> Source:
+    """The source under the names that the options ask for; itself where they ask for none."""
+    if options.rename is None and options.layers is None and options.conversion_fn is None:
+        return source
+    return cast("Source", import_module(f"{__name__}.views").view(source, options))  # only now: it needs torch
 
 
 def local(path: str) -> str:

@@ -11,7 +11,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.probe import everybody
-from unified_ckpt.sources import format_of, local, open_any
+from unified_ckpt.sources import changed, format_of, local, open_any
 
 
 def find_any(
@@ -28,11 +28,13 @@ def find_any(
                 raise FormatError(
                     f"{where}: is {kinds[0] or 'no foreign format'} for rank 0, {kinds[meeting.rank]} here; needed one folder"
                 )
-    if kind is None:
-        return find_source(comm, where, paths, machines, owned, timeout_seconds=options.timeout_seconds)
+    ours = find_source(comm, where, paths, machines, owned, timeout_seconds=options.timeout_seconds) if kind is None else None
+    if isinstance(ours, Exception):
+        return ours
     try:
-        opened = open_any(paths[0], options.source)
+        opened = open_any(paths[0], options.source) if ours is None else changed(ours, options.source)
     except Exception as error:  # told to every rank in the load
         return error
-    owned.callback(opened.close)
+    if ours is None:
+        owned.callback(opened.close)
     return opened

@@ -1,0 +1,331 @@
+"""Rename rules: names, cuts and joins of a source's tensors, with what follows them, against torch's; refused when in doubt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unified_ckpt as uc
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.renames import parse_renames
+from unified_ckpt.options import SourceOptions
+
+QUICK = uc.SaveOptions(fsync=False)
+
+
+class Block(nn.Module):
+    """As its own author calls things: fused, and [in, out]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(width, 3 * width))
+        self.up = nn.Parameter(torch.randn(2 * width, width))
+        self.gate = nn.Parameter(torch.randn(2 * width, width))
+        self.norm = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.qkv).chunk(3, -1)
+        y = torch.tanh(q * k + v) * self.norm
+        return x + (torch.tanh(y @ self.gate.T) * (y @ self.up.T)).sum(-1, keepdim=True)
+
+
+class Theirs(nn.Module):
+    def __init__(self, width: int = 4, depth: int = 3) -> None:
+        super().__init__()
+        self.emb = nn.Parameter(torch.randn(7, width))
+        self.h = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.emb[ids]
+        for block in self.h:
+            x = block(x)
+        return x @ self.emb.T
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.gate_up = nn.Linear(width, 4 * width, bias=False)
+        self.norm = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.q_proj(x) * self.k_proj(x) + self.v_proj(x)) * self.norm
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return x + (torch.tanh(gate) * up).sum(-1, keepdim=True)
+
+
+class Ours(nn.Module):
+    def __init__(self, width: int = 4, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.T
+
+
+RULES = """
+[[rules]]
+match = "emb"
+to = "embed.weight"
+
+[[rules]]
+match = "h.{i}.qkv"
+steps = [{transpose = [0, 1]}]
+split = {dim = 0}
+to = ["layers.{i}.q_proj.weight", "layers.{i}.k_proj.weight", "layers.{i}.v_proj.weight"]
+
+[[rules]]
+match = ["h.{i}.gate", "h.{i}.up"]
+concat = 0
+to = "layers.{i}.gate_up.weight"
+
+[[rules]]
+regex = 'h\\.(\\d+)\\.norm'
+to = "layers.{1}.norm"
+"""
+BACK: dict[str, Any] = {
+    "unmatched": "error",
+    "rules": [
+        {"match": "embed.weight", "to": "emb"},
+        {"match": [f"layers.{{i}}.{one}_proj.weight" for one in "qkv"], "steps": [{"permute": [1, 0]}], "concat": 1, "to": "h.{i}.qkv"},
+        {"match": "layers.{i}.gate_up.weight", "split": {"sizes": [8, 8]}, "to": ["h.{i}.gate", "h.{i}.up"]},
+        {"match": "layers.{i}.norm", "to": "h.{i}.norm"},
+    ],
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {f"{names[id(p)]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {**model.state_dict(), **found}
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> tuple[SourceOptions, SourceOptions]:
+    (tmp_path / "rules.toml").write_text(RULES)
+    (tmp_path / "back.json").write_text(json.dumps(BACK))
+    return SourceOptions(rename=str(tmp_path / "rules.toml")), SourceOptions(rename=str(tmp_path / "back.json"))
+
+
+def test_a_job_goes_on_under_other_names_and_in_other_shapes(tmp_path: Path, rules: tuple[SourceOptions, SourceOptions]) -> None:
+    """Names, fused and split weights, transposed ones, with AdamW's state: the losses are those of the model that was saved."""
+    torch.manual_seed(0)
+    theirs = Theirs()
+    optimizer = adamw(theirs)
+    train(theirs, optimizer, 0, 4)
+    uc.save(tmp_path / "theirs", model=theirs, optimizer=optimizer, step=4, extra={"seen": 20}, options=QUICK)
+    saved = {name: value.clone() for name, value in state_of(theirs, optimizer).items()}
+    expected = train(theirs, optimizer, 4, 4)
+
+    ours = Ours()
+    fresh = torch.optim.AdamW(ours.parameters())
+    report = uc.load(tmp_path / "theirs", model=ours, optimizer=fresh, options=uc.LoadOptions(source=rules[0]))
+    assert (report.step, report.extra) == (4, {"seen": 20})
+    assert fresh.param_groups[0]["lr"] == 0.02
+    assert torch.equal(ours.layers[1].k_proj.weight, saved["h.1.qkv"].T[4:8])
+    uc.save(tmp_path / "ours", model=ours, optimizer=fresh, step=4, options=QUICK)
+    assert train(ours, fresh, 4, 4) == pytest.approx(expected, rel=1e-5)
+
+    again = Theirs()
+    back = torch.optim.AdamW(again.parameters())
+    uc.load(tmp_path / "ours", model=again, optimizer=back, options=uc.LoadOptions(source=rules[1]))
+    check_same(state_of(again, back), saved)
+
+
+def save(path: Path, **parts: dict[str, torch.Tensor]) -> Path:
+    uc.save(path, **parts, options=QUICK)
+    return path
+
+
+def look(path: Path, told: dict[str, Any] | list[dict[str, Any]], part: str = "model") -> dict[str, torch.Tensor]:
+    """A part by the rules."""
+    file = path.parent / "told.json"
+    file.write_text(json.dumps({"rules": told} if isinstance(told, list) else told))
+    with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
+        return {name: view[...] for name, view in opened[part].items()}
+
+
+def test_megatrons_fused_attention_is_taken_apart(tmp_path: Path) -> None:
+    """Per group its queries, then a key and a value: [groups * (queries + 2) * head_dim, hidden]."""
+    groups, queries, head, hidden = 2, 3, 4, 5
+    fused = torch.randn(groups * (queries + 2) * head, hidden)
+    apart = fused.view(groups, queries + 2, head, hidden)
+    shaped = {"reshape": [-1, hidden]}
+    told = {
+        "match": "layers.{i}.linear_qkv.weight",
+        "steps": [{"reshape": [groups, queries + 2, head, hidden]}],
+        "to": [
+            {"name": "layers.{i}.q_proj.weight", "steps": [{"slice": [1, 0, queries]}, shaped]},
+            {"name": "layers.{i}.k_proj.weight", "steps": [{"slice": [1, queries, queries + 1]}, shaped]},
+            {"name": "layers.{i}.v_proj.weight", "steps": [{"slice": [1, queries + 1]}, shaped]},
+        ],
+    }
+    found = look(save(tmp_path / "c", model={"layers.0.linear_qkv.weight": fused}), [told])
+    expected = {"q": apart[:, :queries], "k": apart[:, queries : queries + 1], "v": apart[:, queries + 1 :]}
+    check_same(found, {f"layers.0.{one}_proj.weight": value.reshape(-1, hidden) for one, value in expected.items()})
+
+
+def test_moments_of_scaled_parameters_are_scaled_as_gradients_are(tmp_path: Path) -> None:
+    w = torch.randn(3, 4)
+    state = {"w/exp_avg": torch.randn(3, 4), "w/exp_avg_sq": torch.rand(3, 4), "w/step": torch.tensor(5.0)}
+    path = save(tmp_path / "c", model={"w": w}, optimizer=state)
+    told = [{"match": "w", "steps": [{"scale": 4}], "to": "v"}]
+    check_same(look(path, told), {"v": w * 4})
+    expected = {"v/exp_avg": state["w/exp_avg"] / 4, "v/exp_avg_sq": state["w/exp_avg_sq"] / 16, "v/step": state["w/step"]}
+    check_same(look(path, told, "optimizer"), expected)
+    save(tmp_path / "d", model={"w": w}, optimizer={"w/strange": torch.randn(3, 4)})
+    with pytest.raises(FormatError, match="optimizer:v/strange: its parameter is scaled, and how 'strange' follows that is not known"):
+        look(tmp_path / "d", told, "optimizer")
+
+
+def test_counts_of_joined_parameters_must_be_equal(tmp_path: Path) -> None:
+    def path(name: str, second: float) -> Path:
+        model = {"a": torch.ones(2), "b": torch.ones(2)}
+        return save(tmp_path / name, model=model, optimizer={"a/step": torch.tensor(3.0), "b/step": torch.tensor(second)})
+
+    told = [{"match": ["a", "b"], "concat": 0, "to": "ab"}]
+    check_same(look(path("c", 3.0), told, "optimizer"), {"ab/step": torch.tensor(3.0)})
+    with pytest.raises(FormatError, match="optimizer:ab/step: number 1 of the 2 tensors that become one differs"):
+        look(path("d", 4.0), told, "optimizer")
+
+
+def test_layers_are_stacked_and_unstacked_by_rules(tmp_path: Path) -> None:
+    model = {f"h.{i}.w": torch.randn(2, 3) for i in range(11)}
+    path = save(tmp_path / "c", model=model, optimizer={f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)})
+    told = [{"match": "h.{layer}.w", "stack": {"over": "layer", "dim": 1}, "to": "h.w"}]
+    stacked = look(path, told)
+    check_same(stacked, {"h.w": torch.stack([model[f"h.{i}.w"] for i in range(11)], 1)})
+    check_same(look(path, told, "optimizer"), {"h.w/step": torch.tensor(2.0)})
+    save(tmp_path / "s", model=stacked, optimizer={"h.w/step": torch.tensor(2.0)})
+    back = [{"match": "h.w", "unstack": {"over": "i", "dim": 1}, "to": "h.{i}.w"}]
+    check_same(look(tmp_path / "s", back), model)
+    check_same(look(tmp_path / "s", back, "optimizer"), {f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)})
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    shared = torch.randn(3, 2)
+    path = save(tmp_path / "c", model={"emb": shared, "head": shared})
+    file = tmp_path / "told.json"
+    file.write_text(json.dumps({"rules": [{"match": "emb", "to": "embed"}, {"match": "head", "to": "lm_head"}]}))
+    with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
+        assert list(opened["model"]) == ["embed"]
+        assert torch.equal(opened["model"]["lm_head"][...], shared)
+    turned = look(path, [{"match": "emb", "steps": [{"permute": [1, 0]}], "to": "embed"}])
+    check_same(turned, {"embed": shared.T, "head": shared})  # no more the same
+
+
+def test_parts_and_what_no_rule_has(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model={"a": torch.ones(1), "b": torch.ones(2)}, optimizer={"a/mu": torch.ones(1), "b/mu": torch.ones(2)})
+    own = [{"match": "*/mu", "to": "{1}/exp_avg", "parts": "optimizer"}]
+    assert set(look(path, own, "optimizer")) == {"a/exp_avg", "b/exp_avg"}
+    assert set(look(path, own)) == {"a", "b"}
+    assert set(look(path, {"unmatched": "drop", "rules": [{"match": "a", "to": "c"}]})) == {"c"}
+    assert set(look(path, [{"match": "a", "drop": True}])) == {"b"}
+    assert set(look(path, [{"match": "a", "drop": True}], "optimizer")) == {"b/mu"}
+    assert set(look(path, [{"match": "x", "to": "y", "optional": True}])) == {"a", "b"}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("nothing matches", {"rules": [{"match": "zz*", "to": "y"}]}, r"rule 1 \(zz\*\): matches no tensor"),
+    ("no rule", {"unmatched": "error", "rules": [{"match": "q", "to": "y"}]}, "model:k: no rule has it"),
+    ("one name", {"rules": [{"match": "q", "to": "k"}]}, "model:k: becomes the name of model:k and of model:q"),
+    ("one name by a star", {"rules": [{"match": "?", "to": "k"}]}, "model:k: k and q have one name"),
+    ("no neighbour", {"rules": [{"match": ["q", "v"], "concat": 0, "to": "qv"}]}, "model:qv: nothing matches v beside q"),
+    (
+        "a layer is missing",
+        {"rules": [{"match": "h.{i}", "to": "h", "stack": {"over": "i"}}]},
+        "model:h: number 1 is missing of a stack that has 0, 2",
+    ),
+    ("no number", {"rules": [{"match": "{i}", "to": "h", "stack": {"over": "i"}}]}, "would be number 'k' of a stack; needed a number"),
+    (
+        "rows are lost",
+        {"rules": [{"match": "q", "steps": [{"slice": [0, 0, 3]}], "to": "y"}]},
+        r"makes 12 elements \(y\) of 16; needed all",
+    ),
+    ("uneven", {"rules": [{"match": "q", "split": {}, "to": ["a", "b", "c"]}]}, r"model:a: split of dim 0 of shape \(4, 4\) in 3"),
+    ("sizes", {"rules": [{"match": "q", "split": {"sizes": [3, 2]}, "to": ["a", "b"]}]}, r"slice \[3, 5\) of dim 0 of shape \(4, 4\)"),
+    ("shapes", {"rules": [{"match": ["q", "k"], "concat": 0, "to": "a"}]}, r"shapes \(4, 4\), \(5,\) do not join along dim 0"),
+    ("dtypes", {"rules": [{"match": ["q", "n"], "concat": 0, "to": "a"}]}, "model:a: its pieces have dtypes F32, I64; needed one"),
+    ("whole numbers", {"rules": [{"match": "n", "steps": [{"scale": 2}], "to": "a"}]}, "model:a: has torch.int64, to be scaled by 2"),
+    ("no hole", {"rules": [{"match": "q.*", "to": "a.{i}"}]}, "rules.0: 'a.{i}' asks for i; known are 1"),
+    ("no way", {"rules": [{"match": "q"}]}, "needed either to or drop"),
+    ("two ways", {"rules": [{"match": "q", "regex": "q", "to": "a"}]}, "needed either match or regex"),
+    ("no pattern", {"rules": [{"regex": "(", "to": "a"}]}, r"'\(' is no pattern"),
+    ("a wrong word", {"rules": [{"match": "q", "too": "a"}]}, "rules.0.too"),
+    ("two changes", {"rules": [{"match": "q", "to": "a", "steps": [{"scale": 2, "permute": [0]}]}]}, "needed exactly one change"),
+    ("several patterns", {"rules": [{"match": ["q", "k"], "to": "a"}]}, "needed concat with several"),
+]
+
+
+@pytest.mark.parametrize(("told", "text"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
+def test_what_is_in_doubt_is_refused_by_name(tmp_path: Path, told: dict[str, Any], text: str) -> None:
+    model = {
+        "q": torch.ones(4, 4),
+        "k": torch.ones(5),
+        "n": torch.ones(4, 4, dtype=torch.int64),
+        "h.0": torch.ones(1),
+        "h.2": torch.ones(1),
+    }
+    if told["rules"][0].get("match") == "?":
+        del model["n"]
+    with pytest.raises(FormatError, match=text):
+        look(save(tmp_path / "c", model=model), told)
+
+
+def test_a_load_that_is_refused_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model={"q": torch.ones(4)})
+    target = {"q": torch.zeros(4)}
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "z"\nto = "y"\n')
+    with pytest.raises(FormatError, match="matches no tensor"):
+        uc.load(path, model=target, options=uc.LoadOptions(source=SourceOptions(rename=str(tmp_path / "r.toml"))))
+    with pytest.raises(uc.NotFoundError, match=r"none.toml: cannot be read"):
+        uc.load(path, model=target, options=uc.LoadOptions(source=SourceOptions(rename=str(tmp_path / "none.toml"))))
+    assert not target["q"].any()
+
+
+def test_param_groups_that_become_one_must_agree(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    groups = [{"params": model["a"].parameters(), "lr": 0.1}, {"params": model["b"].parameters(), "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups)
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=QUICK)
+    told = [{"match": ["a.weight", "b.weight"], "concat": 0, "to": "ab.weight"}]
+    with pytest.raises(FormatError, match=r"ab.weight: is made of parameters whose hyperparameters differ"):
+        look(tmp_path / "c", told)
+
+
+def test_toml_and_json_say_the_same() -> None:
+    told = parse_renames(RULES.encode(), file="r.toml")
+    assert parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told
+    with pytest.raises(FormatError, match=r"r.toml: is no TOML"):
+        parse_renames(b"[[rules", file="r.toml")

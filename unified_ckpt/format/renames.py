@@ -1,0 +1,206 @@
+"""Rename rules in a small TOML or JSON file: which stored tensors become which. Patterns and steps; knows no shapes.
+
+A pattern is a glob in which `{name}` stands for text without dots and `*` for any text, or a regular expression. What they stand for may be
+named in `to`: `{name}`, or `{1}` for the first `*` or group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from unified_ckpt.errors import FormatError
+
+_HOLE = re.compile(r"\{(\w+)\}")
+_STAR = "_star"  # the name of a group that a `*` of a glob is, before its number
+_TOKEN = re.compile(r"\{(\w+)\}|(\*)|(\?)")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Step(_Strict):
+    """One change of a tensor: exactly one of these. `slice`: (dim, first row, row after the last, or none of it)."""
+
+    permute: tuple[int, ...] | None = None
+    transpose: tuple[int, int] | None = None
+    reshape: tuple[int, ...] | None = None
+    slice: tuple[int, int] | tuple[int, int, int] | None = None
+    scale: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Step:
+        if len(self.model_fields_set) != 1:
+            raise ValueError(f"a step has {', '.join(sorted(self.model_fields_set)) or 'nothing'}; needed exactly one change")
+        if self.scale == 0:
+            raise ValueError("scale is 0; needed another number")
+        return self
+
+
+class Over(_Strict):
+    """A dim that stands for a number in names: row `k` is the tensor with the number `start + k * step`."""
+
+    over: str
+    dim: int = 0
+    start: Annotated[int, Field(ge=0)] = 0
+    step: Annotated[int, Field(ge=1)] = 1
+
+
+class Split(_Strict):
+    """Along `dim`, in order of `to`: of these sizes, or of equal ones."""
+
+    dim: int = 0
+    sizes: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+
+
+class Target(_Strict):
+    """A tensor that is made, and what is done to it last."""
+
+    name: str
+    steps: tuple[Step, ...] = ()
+
+
+class Rule(_Strict):
+    """What becomes of the tensors that match, in this order: `steps` of each; `concat` along a dim of what several patterns match; `stack`
+    of those that differ in a number; `unstack` or `split`; the steps of each target.
+
+    `parts`: only in these; optimizer state follows the parameters of the model unless "optimizer" is one of them, then the pattern is for
+    "<parameter>/<state>". `partial`: elements may be left out, or used twice. `optional`: it may match nothing.
+    """
+
+    match: tuple[str, ...] = ()
+    regex: tuple[str, ...] = ()
+    to: tuple[Target, ...] = ()
+    drop: bool = False
+    parts: tuple[str, ...] | None = None
+    steps: tuple[Step, ...] = ()
+    concat: int | None = None
+    stack: Over | None = None
+    unstack: Over | None = None
+    split: Split | None = None
+    partial: bool = False
+    optional: bool = False
+
+    @field_validator("match", "regex", "parts", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _targets(cls, value: object) -> object:
+        listed = value if isinstance(value, list | tuple) else [value]
+        return [{"name": one} if isinstance(one, str) else one for one in listed]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Rule:
+        patterns = self.match or self.regex
+        if bool(self.match) == bool(self.regex):
+            raise ValueError("needed either match or regex")
+        if bool(self.to) == self.drop:
+            raise ValueError("needed either to or drop")
+        if self.drop:
+            return self
+        if (len(patterns) > 1) != (self.concat is not None):
+            raise ValueError(f"{len(patterns)} pattern(s) and {'no ' if self.concat is None else ''}concat; needed concat with several")
+        if self.split is not None and (len(self.to) < 2 or len(self.split.sizes or self.to) != len(self.to)):
+            raise ValueError(f"split makes {len(self.split.sizes or self.to)} tensors, to names {len(self.to)}; needed as many, at least 2")
+        if len(self.to) > 1 and self.split is None and not all(target.steps for target in self.to):
+            raise ValueError("several names in to, and no split; needed steps for each, that cut its part out")
+        if self.unstack is not None and (self.split is not None or self.stack is not None):
+            raise ValueError("unstack goes with neither split nor stack; needed one of them")
+        for target in self.to:
+            self._check_holes(target.name)
+        return self
+
+    def _check_holes(self, name: str) -> None:
+        asked = set(_HOLE.findall(name))
+        known = set.intersection(*(_captures(pattern) for pattern in self.patterns()))
+        if self.stack is not None:
+            if self.stack.over not in known:
+                raise ValueError(f"stack over {self.stack.over!r}: the pattern does not have it; needed {{{self.stack.over}}} there")
+            known = known - {self.stack.over}
+        if self.unstack is not None:
+            if self.unstack.over in known:
+                raise ValueError(f"unstack over {self.unstack.over!r}: the pattern has it too; needed another name")
+            if self.unstack.over not in asked:
+                raise ValueError(f"unstack over {self.unstack.over!r}: {name!r} does not have it; needed {{{self.unstack.over}}} there")
+            known = known | {self.unstack.over}
+        if asked - known:
+            raise ValueError(f"{name!r} asks for {', '.join(sorted(asked - known))}; known are {', '.join(sorted(known)) or 'none'}")
+
+    def patterns(self) -> list[re.Pattern[str]]:
+        return [_glob(one) for one in self.match] or [_compiled(one, one) for one in self.regex]
+
+
+class Renames(_Strict):
+    """The file. The first rule that matches a tensor has it; `unmatched`: what becomes of those that none does."""
+
+    rules: tuple[Rule, ...] = ()
+    unmatched: Literal["keep", "drop", "error"] = "keep"
+
+
+def parse_renames(body: bytes, *, file: str) -> Renames:
+    """FormatError saying which rule, and what of it. `file`: its name tells whether it is TOML or JSON."""
+    try:
+        told = json.loads(body) if file.endswith(".json") else tomllib.loads(body.decode())
+        return Renames.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(one) for one in first["loc"])
+        raise FormatError(f"{file}: {where or 'rules'}: {first['msg'].removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise FormatError(f"{file}: is no {'JSON' if file.endswith('.json') else 'TOML'}: {error}") from error
+
+
+def captures(found: re.Match[str]) -> dict[str, str]:
+    """What a pattern stands for in a name: by name, and by number from 1."""
+    named = {name.removeprefix(_STAR): value or "" for name, value in found.groupdict().items()}
+    numbered = {str(number): value or "" for number, value in enumerate(found.groups(), 1)}
+    return named if any(name.startswith(_STAR) for name in found.groupdict()) else numbered | named
+
+
+def filled(name: str, values: Mapping[str, str]) -> str:
+    """A target's name with what its holes stand for; a hole that is not told stays."""
+    return _HOLE.sub(lambda hole: values.get(hole[1], hole[0]), name)
+
+
+def _captures(pattern: re.Pattern[str]) -> set[str]:
+    named = {name.removeprefix(_STAR) for name in pattern.groupindex}
+    return named | (
+        set() if any(name.startswith(_STAR) for name in pattern.groupindex) else {str(number) for number in range(1, pattern.groups + 1)}
+    )
+
+
+def _glob(text: str) -> re.Pattern[str]:
+    return _compiled("".join(_translated(text)), text)
+
+
+def _translated(text: str) -> Iterator[str]:
+    last, stars, seen = 0, 0, set[str]()
+    for token in _TOKEN.finditer(text):
+        yield re.escape(text[last : token.start()])
+        last = token.end()
+        name, star, _ = token.groups()
+        if name is not None:
+            yield f"(?P={name})" if name in seen else f"(?P<{name}>[^.]+)"
+            seen.add(name)
+        elif star:
+            stars += 1
+            yield f"(?P<{_STAR}{stars}>.*)"
+        else:
+            yield "."
+    yield re.escape(text[last:])
+
+
+def _compiled(pattern: str, told: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{told!r} is no pattern: {error}") from error

@@ -1,0 +1,30 @@
+"""What a caller asks to be done to a source before it is read: rules, layers stacked or not, a function of theirs; in this order."""
+
+from __future__ import annotations
+
+from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import NotFoundError
+from unified_ckpt.format.renames import Renames, parse_renames
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.conversion import converted
+from unified_ckpt.sources.layers import stack_layers, unstack_layers
+from unified_ckpt.sources.renaming import renamed
+
+
+def view(source: Source, options: SourceOptions) -> Source:
+    """NotFoundError, FormatError where the file or the function is not there, or does not fit the source."""
+    if options.rename is not None:
+        source = renamed(source, read_renames(options.rename), where=options.rename)
+    if options.layers is not None:
+        change = stack_layers if options.layers == "stacked" else unstack_layers
+        source = change(source, dim=options.layer_dim)
+    return source if options.conversion_fn is None else converted(source, options.conversion_fn)
+
+
+def read_renames(path: str) -> Renames:
+    """The rules of a file."""
+    try:
+        with open(path, "rb") as file:
+            return parse_renames(file.read(), file=path)
+    except OSError as error:
+        raise NotFoundError(f"{path}: cannot be read: {error.strerror}; needed a TOML or JSON file of rename rules") from error

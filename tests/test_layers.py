@@ -88,14 +88,13 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
             stack_layers(opened.source)
 
 
-def test_a_stacked_tensor_taken_apart_again_is_the_stored_bytes(tmp_path: Path) -> None:
+def test_a_stacked_tensor_taken_apart_again_has_the_stored_digests(tmp_path: Path) -> None:
     model = {f"h.{i}.w": torch.randn(512, 512) for i in range(2)}
     uc.save(tmp_path / "c", model=model, options=QUICK)
     with uc.open(tmp_path / "c") as opened:
         again = unstack_layers(stack_layers(opened.source))
         keys = [("model", name) for name in model]
         assert again.block_digests(keys) == opened.source.block_digests(keys)
-        assert again.catalog(keys).locations == opened.source.catalog(keys).locations
 
 
 WRONG = [

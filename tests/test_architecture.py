@@ -136,7 +136,7 @@ def test_some_libraries_have_one_place(trees: dict[str, ast.Module], library: st
 
 
 def test_ranks_talk_in_one_module(trees: dict[str, ast.Module]) -> None:
-    types = re.compile(r"torch\.distributed\.(tensor|device_mesh|fsdp)\b")
+    types = re.compile(r"torch\.distributed\.(tensor|device_mesh|fsdp|checkpoint\.(metadata|filesystem))\b")
     wrong = [
         f"{path} imports {name}"
         for path, tree in trees.items()

@@ -8,16 +8,16 @@ from contextlib import ExitStack
 
 from tqdm import tqdm
 
+from unified_ckpt.cli.reading import source_options
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.engine.convert import ConvertReport
-from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm import join_torchrun
 from unified_ckpt.sources.convert import convert
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `source`, `target`, `to`, `origin`, `config`, `names`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync`
-    and `json`."""
+    """Takes `source` and how to read it, `target`, `to`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync` and
+    `json`."""
     with ExitStack() as owned:
         first = join_torchrun(owned)
         # disable=None: a bar for a terminal only.
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
             arguments.target,
             progress=progress,
             to=arguments.to,
-            source=SourceOptions(format=arguments.origin, config=arguments.config, names=arguments.names),
+            source=source_options(arguments),
             parts=tuple(arguments.part) or None,
             model_dtype=arguments.dtype,
             max_file_bytes=arguments.max_file_size,

@@ -67,16 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     convert = verbs.add_parser("convert", help="write a checkpoint of any format anew", description="Writes SRC to DST, and proves it.")
     convert.add_argument("source", metavar="SRC", help="a checkpoint in any format that `inspect` takes")
     convert.add_argument("target", metavar="DST", help="the folder to write; under torchrun all processes write to it")
-    convert.add_argument("--to", default="unified", metavar="FORMAT", help="unified (the default), or huggingface: the model alone")
-    convert.add_argument("--from", dest="origin", metavar="FORMAT", help="the format of SRC, where it is not to be found out")
-    convert.add_argument("--config", metavar="PATH", help="a Hugging Face config.json, or its folder, for formats that need one")
-    convert.add_argument("--names", choices=("auto", "huggingface", "own"), default="auto", help="whose names the tensors get")
+    convert.add_argument(
+        "--to", default="unified", metavar="FORMAT", help="unified (the default), huggingface (the model alone), torch or dcp"
+    )
     convert.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given more than once")
     convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the model's tensors as written")
     convert.add_argument("--max-file-size", type=rules.size, default=5_000_000_000, metavar="N", help="of one file, as 5GB (the default)")
     convert.add_argument("--if-exists", choices=("error", "keep", "replace"), default="error", help="a checkpoint that DST holds")
     convert.add_argument("--no-compare", action="store_true", help="write also where master weights, cast down, are not the model")
     convert.add_argument("--no-fsync", action="store_true", help="return before everything is on the disk")
+    reading.add_to(convert, of="SRC")
 
     listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
     listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")

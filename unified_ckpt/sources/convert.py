@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.engine.convert import ConvertReport, How
 from unified_ckpt.engine.convert import convert as write_anew
 from unified_ckpt.engine.gather import machine_numbers
+from unified_ckpt.engine.rewrite import sizes_of
 from unified_ckpt.errors import FormatError, StorageError
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-FORMATS = ("unified", "huggingface")
+_EXPORTS = ("torch", "dcp")
+FORMATS = ("unified", "huggingface", *_EXPORTS)
 
 
 def convert(
@@ -72,7 +76,27 @@ def convert(
             attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
             progress=progress or (lambda *_: None),
         )
-        return write_anew(comm, _chosen(source, parts, chosen.model_dtype), storage, name, how, machines=machines)
+        source = _chosen(source, parts, chosen.model_dtype)
+        if chosen.to in _EXPORTS:
+            return _export(comm, source, chosen, storage.path(name), how)
+        return write_anew(comm, source, storage, name, how, machines=machines)
+
+
+def _export(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, path: str, how: How) -> ConvertReport:
+    """One process writes."""
+    if comm.world > 1:
+        raise FormatError(f"{chosen.to}: is written by one process; this is one of {comm.world}")
+    if isinstance(source, Exception):
+        raise source
+    from unified_ckpt.sources.exports import export  # only now: torch.distributed.checkpoint is slow to import
+
+    began, sizes = time.monotonic(), sizes_of(source)
+    total = sum(sizes.values())
+    export(source, chosen.to, path, fsync=chosen.fsync, progress=lambda nbytes: how.progress(nbytes, total))
+    nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
+    for (part, _), size in sizes.items():
+        nbytes[part] += size
+    return ConvertReport(path, source.format, None, source.said().step, time.monotonic() - began, dict(tensors), dict(nbytes))
 
 
 def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, model_dtype: str | None) -> Source | Exception:

@@ -21,7 +21,7 @@ import torch
 from unified_ckpt.errors import FormatError
 
 # Others are stored as bytes, their dtype beside them.
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -114,7 +114,7 @@ class _Tensor(pickle.Unpickler):
             return _rebuild
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module in ("torch", "torch.storage") and name in _STORAGES:
+        if module in ("torch", "torch.storage") and name in STORAGES:
             return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -125,7 +125,7 @@ class _Tensor(pickle.Unpickler):
         kind, name, key, _, count = told
         if kind != "storage":
             raise FormatError(f"asks for a {kind!r}; needed a storage")
-        dtype = _STORAGES[name]
+        dtype = STORAGES[name]
         info = self._entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
             raise FormatError("its storage is compressed; needed one that is stored")

@@ -1,0 +1,179 @@
+"""Checkpoints written in torch's own formats: read back by torch itself, bit for bit, weights and optimizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import unified_ckpt as uc
+from unified_ckpt.cli.main import main
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.sources.exports import export
+
+QUICK = uc.SaveOptions(fsync=False)
+Net = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.Linear(6, 9, bias=False))
+    model[4].weight = model[0].weight
+    groups = [{"params": model[1].parameters(), "lr": 0.1}, {"params": [model[3].weight, model[0].weight], "lr": 0.2, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        ids = torch.randint(0, 9, (4,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids), ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A checkpoint, and the losses that follow it."""
+    model, optimizer = net(0)
+    train(model, optimizer, 0, 3)
+    path = tmp_path_factory.mktemp("exports") / "c"
+    extra = {"scheduler": {"last": (1, 2.5)}, "noise": torch.arange(3)}
+    uc.save(path, model=model, optimizer=optimizer, extra=extra, rank_extra={"seed": 5}, step=3, options=QUICK)
+    return path, train(model, optimizer, 3, 3)
+
+
+def test_a_file_of_torch_save_is_what_torch_would_have_saved(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder, expected = saved
+    report = uc.convert(folder, tmp_path / "c.pt", to="torch")
+    assert (report.step, report.tensors["model"], report.id) == (3, 4, None)
+    told = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
+    assert told["step"] == 3
+    assert told["extra"]["scheduler"] == {"last": (1, 2.5)}
+    assert torch.equal(told["extra"]["noise"], torch.arange(3))
+    assert told["rank_extra"] == [{"seed": 5}]
+    assert told["model"]["0.weight"].data_ptr() == told["model"]["4.weight"].data_ptr()
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in told["model"].values())
+    model, optimizer = net(1)
+    model.load_state_dict(told["model"])
+    optimizer.load_state_dict(told["optimizer"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert train(model, optimizer, 3, 3) == expected
+    with zipfile.ZipFile(tmp_path / "c.pt") as archive:
+        assert archive.testzip() is None
+    assert main(["diff", str(tmp_path / "c.pt"), str(folder), "--part", "model"]) == 0
+
+
+def test_a_folder_of_dcp_is_what_dcp_would_have_saved(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder, expected = saved
+    assert main(["convert", str(folder), str(tmp_path / "d"), "--to", "dcp"]) == 0
+    model, optimizer = net(1)
+    train(model, optimizer, 0, 1)  # so that the state is there to be filled
+    weights, state = get_state_dict(model, optimizer)
+    target: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
+    with warnings.catch_warnings(action="ignore"):  # one process
+        dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    assert target["step"] == 3
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert train(model, optimizer, 3, 3) == expected
+    assert main(["diff", str(tmp_path / "d"), str(folder), "--deep"]) == 0
+    other, fresh = net(2)
+    report = uc.load(tmp_path / "d", model=other, optimizer=fresh)
+    assert report.extra["extra"]["scheduler"] == {"last": (1, 2.5)}
+    assert train(other, fresh, 3, 3) == expected
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"scalar": (), "none": (0, 3), "line": (7,), "block": (3, 5)}
+    model = {
+        f"{name}.{kind}": torch.randint(0, 2, (*shape, dtype.itemsize), generator=draw, dtype=torch.uint8).view(dtype).reshape(shape)
+        for name, dtype in TORCH_DTYPES.items()
+        for kind, shape in shapes.items()
+        if name != "F4"
+    }
+    uc.save(tmp_path / "c", model=model, options=QUICK)
+    path = tmp_path / ("c.pt" if to == "torch" else "d")
+    uc.convert(tmp_path / "c", path, to=to)
+    if to == "torch":
+        found = torch.load(path, weights_only=True)["model"]
+    else:
+        found = {name: torch.empty_like(tensor) for name, tensor in model.items()}
+        with warnings.catch_warnings(action="ignore"):  # one process
+            dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    assert found.keys() == model.keys()
+    for name, tensor in model.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: str) -> None:
+    uc.save(tmp_path / "c", model={"a": torch.ones(3), "b": torch.ones(3)}, options=QUICK)
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(uc.StorageError, match=r"there: is there; needed a free name"):
+        uc.convert(tmp_path / "c", tmp_path / "there", to=to)
+    file = next((tmp_path / "c").glob("model*.safetensors"))
+    with uc.open(tmp_path / "c") as opened:
+        source = opened.source
+        source.specs("model", source.names("model"))
+        os.truncate(file, file.stat().st_size - 8)  # after its size was looked at
+        with pytest.raises(uc.StorageError, match="ends at byte"):
+            export(source, to, str(tmp_path / "new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there"]
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_state_of_a_parameter_in_no_group_is_refused(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "1.bias/*"\nto = "2.bias/{1}"\nparts = "optimizer"\n')
+    with pytest.raises(uc.FormatError, match=r"of parameters that are in no param group \(1\):\n  2.bias"):
+        uc.convert(saved[0], tmp_path / "c.pt", to="torch", source=uc.SourceOptions(rename=str(tmp_path / "r.toml")))
+    assert not (tmp_path / "c.pt").exists()
+
+
+SCRIPT = """
+import resource, sys, torch, unified_ckpt as uc
+from unified_ckpt.sources.convert import convert
+import unified_ckpt.sources.exports
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3], source=uc.SourceOptions(rename=sys.argv[4] if len(sys.argv) > 4 else None), fsync=False)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["torch", "dcp", "unified"])
+def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
+    """A tensor of 1 GiB goes through, and for our own format one that is turned as well."""
+    uc.save(tmp_path / "c", model={"w": torch.arange(1 << 28, dtype=torch.int32).view(1 << 14, 1 << 14)}, options=QUICK)
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "w"\nto = "w"\nsteps = [{permute = [1, 0]}]\n')
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(tmp_path / "c"),
+        str(tmp_path / "d"),
+        to,
+        *([str(tmp_path / "r.toml")] if to == "unified" else []),
+    ]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown < (500 if to == "unified" else 150), f"{grown} MiB"
+    if to == "unified":
+        with uc.open(tmp_path / "d") as opened:
+            w = opened["model"]["w"]
+            assert w[5, 0:3].tolist() == [5, 5 + (1 << 14), 5 + (2 << 14)]

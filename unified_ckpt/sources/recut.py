@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.geometry import Box, runs, whole
 from unified_ckpt.core.recipes import Given, Piece, Recipe, Stored, cut, joined, leaves, panels, pieces_of, reshaped
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.source import Catalog, Location, Said, Source, fill_box
-from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
-from unified_ckpt.format.digests import BLOCK_NBYTES
+from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFoundError
+from unified_ckpt.format.digests import BLOCK_NBYTES, crc
 from unified_ckpt.runtime.storage import Buffer, Reader
-from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense, same_bits
 from unified_ckpt.sources.assembled import Fragment, Fragments, Kept, assembly, file_of
 from unified_ckpt.sources.making import Read, make
 
@@ -106,9 +106,9 @@ def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -
     found: dict[str, dict[str, Formula]] = {}
     for part in [part for part in source.parts if part in parts]:
         stored = set(source.names(part))
-        whole = {name: one for name, one in made.items() if all(span.stored in stored for span in one.spans)}
-        used = {span.stored for one in whole.values() for span in one.spans}
-        found[part] = {name: one.of(part) for name, one in whole.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
+        there = {name: one for name, one in made.items() if all(span.stored in stored for span in one.spans)}
+        used = {span.stored for one in there.values() for span in one.spans}
+        found[part] = {name: one.of(part) for name, one in there.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
     renamed = {one.spans[0].stored: name for name, one in made.items() if len(one.spans) == 1 and one.spans[0].first == 0}
     aliases = {part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()} for part in found}
     return Recut(source, found, aliases=aliases)
@@ -167,11 +167,13 @@ class Recut:
                 made[key] = recipe, spec
                 locations[key] = Location(mark + file_of(*key), 0)
                 continue
-            runs = [(piece.count * item, _moved(inner.locations[piece.stored], piece.first * item)) for piece in pieces]
-            locations[key] = runs[0][1] if len(runs) == 1 else Location(mark + file_of(*key), 0)
-            if len(runs) > 1:
-                spans[mark + file_of(*key)] = runs
-        return Catalog(_Joined(inner.storage, mark, spans, _panels(inner, made)), locations, inner.ledger)
+            places = [(piece.count * item, _moved(inner.locations[piece.stored], piece.first * item)) for piece in pieces]
+            locations[key] = places[0][1] if len(places) == 1 else Location(mark + file_of(*key), 0)
+            if len(places) > 1:
+                spans[mark + file_of(*key)] = places
+        leaf_keys = {one.key for recipe, _ in made.values() for one in leaves(recipe) if isinstance(one, Stored)}
+        proofs = self._source.block_digests(leaf_keys) if inner.ledger is None else {}  # else the storage compares
+        return Catalog(_Joined(inner.storage, mark, spans, _panels(inner, proofs, made)), locations, inner.ledger)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Of tensors whose blocks are all blocks that are stored."""
@@ -245,12 +247,13 @@ def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Piece, int, int]] | 
     return found if pieces is not None else None
 
 
-def _panels(inner: Catalog, made: Mapping[Key, tuple[Recipe, TensorSpec]]) -> Fragments:
-    """A storage of the tensors that have to be made, each in panels that are read at once and kept for a while."""
+def _panels(inner: Catalog, proofs: Mapping[Key, Sequence[int] | None], made: Mapping[Key, tuple[Recipe, TensorSpec]]) -> Fragments:
+    """A storage of the tensors that have to be made, each in panels that are read at once and kept for a while. `proofs`: digests of the
+    stored ones."""
     tensors = {}
     for key, (recipe, spec) in made.items():
         dtype = TORCH_DTYPES[spec.dtype]
-        read = partial(_read_stored, inner, spec.dtype, {one.key: one.shape for one in leaves(recipe) if isinstance(one, Stored)})
+        read = partial(_read_stored, inner, proofs, spec.dtype, {one.key: one.shape for one in leaves(recipe) if isinstance(one, Stored)})
         where = ":".join(key)
         loads = any(isinstance(one, Given) for one in leaves(recipe))  # whole each time
         limit = prod(recipe.shape) if loads else PANEL_NBYTES // itemsize(spec.dtype)
@@ -265,16 +268,42 @@ def _panel(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype, where: str)
     if not box.numel:
         return torch.empty(box.shape, dtype=dtype)
     try:
-        found = dense(make(recipe, box, read, dtype))
+        found = make(recipe, box, read, dtype)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found  # nothing that is cut off is kept with it
+    spare = found.untyped_storage().nbytes() > found.nbytes  # of what is cut off nothing is kept
+    return same_bits(found).clone(memory_format=torch.contiguous_format).view(dtype) if spare else found
 
 
-def _read_stored(inner: Catalog, dtype: str, shapes: Mapping[Key, tuple[int, ...]], key: Key, box: Box) -> torch.Tensor:
-    found = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype])
-    fill_box(inner.storage, inner.locations[key], TensorSpec(dtype, shapes[key]), box, as_bytes(found))
+def _read_stored(
+    inner: Catalog,
+    proofs: Mapping[Key, Sequence[int] | None],
+    dtype: str,
+    shapes: Mapping[Key, tuple[int, ...]],
+    key: Key,
+    box: Box,
+) -> torch.Tensor:
+    """IntegrityError where a block that is read in one run is not what its digest says: the blocks of what is made are others."""
+    found, spec = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), TensorSpec(dtype, shapes[key])
+    fill_box(inner.storage, inner.locations[key], spec, box, as_bytes(found))
+    known = proofs.get(key)
+    if known is not None:
+        _prove(key, known, spec, box, as_bytes(found))
     return found
+
+
+def _prove(key: Key, known: Sequence[int], spec: TensorSpec, box: Box, held: memoryview) -> None:
+    item = itemsize(spec.dtype)
+    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+        start, stop = first * item, (first + count) * item
+        if stop - start < BLOCK_NBYTES and stop - start < spec.nbytes:
+            return  # and so are all others
+        for block in range(-(-start // BLOCK_NBYTES), -(-stop // BLOCK_NBYTES)):
+            low, high = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, spec.nbytes)
+            if high <= stop and crc(held[local * item + low - start : local * item + high - start]) != known[block]:
+                raise IntegrityError(
+                    f"{':'.join(key)}: bytes [{low}, {high}) are not what was saved; needed those of digest {known[block]:016x}"
+                )
 
 
 class _Joined:

@@ -269,6 +269,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("no number", {"rules": [{"match": "{i}", "to": "h", "stack": {"over": "i"}}]}, "would be number 'k' of a stack; needed a number"),
     (
+        "rows twice",
+        {"rules": [{"match": "q", "to": [{"name": "a", "steps": [{"slice": [0, 0, 2]}]}, {"name": "b", "steps": [{"slice": [0, 1, 3]}]}]}]},
+        r"model:a: the rule leaves out box \(3, 0\) \+ \(1, 4\) of model:q, of shape \(4, 4\); needed each element once",
+    ),
+    (
         "rows are lost",
         {"rules": [{"match": "q", "steps": [{"slice": [0, 0, 3]}], "to": "y"}]},
         r"makes 12 elements \(y\) of 16; needed all",

@@ -12,7 +12,7 @@ from itertools import accumulate, islice, product
 from math import prod
 from typing import Any
 
-from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.tables import Key
 from unified_ckpt.errors import FormatError
 
@@ -187,6 +187,33 @@ def alike(of: Sequence[Recipe]) -> Recipe:
     if any(one.shape != of[0].shape for one in of):
         raise FormatError(f"shapes {', '.join(map(str, dict.fromkeys(one.shape for one in of)))} cannot be alike; needed one shape")
     return of[0] if len(set(of)) == 1 else Alike(tuple(of))
+
+
+def shares(of: Joined, box: Box) -> Iterator[tuple[Recipe, Box, Box]]:
+    """What is in the box, of each that has a share in it: the box of that, and where it lies in `box`."""
+    first = 0
+    for one in of.of:
+        start = tuple(first if d == of.dim else 0 for d in range(len(one.shape)))
+        first += one.shape[of.dim]
+        common = intersect(Box(start, one.shape), box)
+        if common is not None:
+            yield one, beside(common, start), beside(common, box.offsets)
+
+
+def beside(box: Box, first: Sequence[int]) -> Box:
+    """The box, counted from element `first`."""
+    return Box(tuple(a - b for a, b in zip(box.offsets, first, strict=True)), box.shape)
+
+
+def unturned(of: Turned, box: Box) -> Box:
+    """The box of `of.of` that a box of it is."""
+    back = [of.dims.index(d) for d in range(len(of.dims))]
+    return Box(tuple(box.offsets[d] for d in back), tuple(box.shape[d] for d in back))
+
+
+def moved(of: Part, box: Box) -> Box:
+    """The same for a part."""
+    return Box(tuple(a + b for a, b in zip(of.box.offsets, box.offsets, strict=True)), box.shape)
 
 
 def leaves(of: Recipe) -> Iterator[Stored | Given]:

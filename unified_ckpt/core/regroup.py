@@ -68,3 +68,13 @@ def widened(shape: Sequence[int], new: Sequence[int], box: Box) -> Box:
                 lows[d], counts[d] = 0, new[d]
     found = Box(tuple(lows), tuple(counts))
     return found if found.numel <= _BETWEEN * box.numel else box
+
+
+def copy_count(shape: Sequence[int], new: Sequence[int], box: Box) -> int:
+    """About how many copies `regroup` gives."""
+    total = 1
+    for inner, outer in groups(shape, new):
+        cut = [d for d in range(len(new))[outer] if box.shape[d] != new[d]]
+        total *= prod(box.shape[outer.start : cut[-1]]) if cut else 1
+        total *= 1 if len(shape[inner]) < 2 else len(shape[inner])
+    return total

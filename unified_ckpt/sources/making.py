@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from unified_ckpt.core.geometry import Box, intersect
-from unified_ckpt.core.recipes import Alike, Given, Joined, Part, Recipe, Reshaped, Scaled, Stored, Turned
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.recipes import Alike, Given, Joined, Part, Recipe, Reshaped, Scaled, Stored, Turned, beside, moved, shares, unturned
 from unified_ckpt.core.regroup import regroup, widened
 from unified_ckpt.core.tables import Key
 from unified_ckpt.errors import FormatError
@@ -32,12 +32,9 @@ def _bits(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype) -> torch.Ten
         case Given():
             return same_bits(_given(recipe, dtype))[slices(box)]
         case Turned():
-            back = [recipe.dims.index(d) for d in range(len(recipe.dims))]
-            inner = Box(tuple(box.offsets[d] for d in back), tuple(box.shape[d] for d in back))
-            return _bits(recipe.of, inner, read, dtype).permute(recipe.dims)
+            return _bits(recipe.of, unturned(recipe, box), read, dtype).permute(recipe.dims)
         case Part():
-            inner = Box(tuple(a + b for a, b in zip(recipe.box.offsets, box.offsets, strict=True)), box.shape)
-            return _bits(recipe.of, inner, read, dtype)
+            return _bits(recipe.of, moved(recipe, box), read, dtype)
         case Joined():
             return _joined(recipe, box, read, dtype)
         case Reshaped():
@@ -62,20 +59,13 @@ def _given(recipe: Given, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _joined(recipe: Joined, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    found = None
-    first = 0
-    for one in recipe.of:
-        here = Box(tuple(first if d == recipe.dim else 0 for d in range(len(one.shape))), one.shape)
-        first += one.shape[recipe.dim]
-        common = intersect(here, box)
-        if common == box:
-            return _bits(one, _beside(box, here), read, dtype)
-        if common is not None:
-            found = _new(box.shape, dtype) if found is None else found
-            found[slices(_beside(common, box))].copy_(_bits(one, _beside(common, here), read, dtype))
-    if found is None:
-        raise AssertionError(f"box {box} of shape {recipe.shape}: is in none of what is joined")
-    return found
+    found = list(shares(recipe, box))
+    if len(found) == 1:
+        return _bits(found[0][0], found[0][1], read, dtype)
+    made = _new(box.shape, dtype)
+    for one, part, place in found:
+        made[slices(place)].copy_(_bits(one, part, read, dtype))
+    return made
 
 
 def _reshaped(recipe: Reshaped, box: Box, read: Read, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +78,7 @@ def _reshaped(recipe: Reshaped, box: Box, read: Read, dtype: torch.dtype) -> tor
         for one in copies:
             place = found[tuple(slice(*at) for at in one.placed)]
             place.copy_(_bits(recipe.of, one.box, read, dtype).reshape(place.shape))
-    return found.reshape(wide.shape)[slices(_beside(box, wide))]
+    return found.reshape(wide.shape)[slices(beside(box, wide.offsets))]
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -107,8 +97,3 @@ def _alike(found: list[torch.Tensor]) -> torch.Tensor:
         if not torch.equal(found[0], other):
             raise FormatError(f"number {number} of the {len(found)} tensors that become one differs from the first; needed equal values")
     return found[0]
-
-
-def _beside(box: Box, at: Box) -> Box:
-    """The box, counted from the first element of `at`."""
-    return Box(tuple(a - b for a, b in zip(box.offsets, at.offsets, strict=True)), box.shape)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from unified_ckpt.core.coverage import check_once
 from unified_ckpt.core.recipes import Recipe, Stored, alike, cut, is_scaled, joined, picked, reshaped, scaled, stacked, swapped, turned
 from unified_ckpt.core.tables import Key
 from unified_ckpt.errors import FormatError
@@ -84,13 +85,19 @@ class Product:
         return _POWERS.get(self.state, 1)
 
     def _check_whole(self, base: Recipe, shapes: Shapes) -> None:
-        """FormatError where the rule's targets together have other than as many elements as what they are made of."""
+        """FormatError where the rule's targets together are not each element of what they are made of, once."""
         there = sum(prod(shapes[key]) for row in self.rows for key in row)
         rows = base.shape[self.rule.unstack.dim] if self.rule.unstack is not None else 1
-        made = rows * sum(prod(self._of(base, target, 1).shape) for target in range(len(self.rule.to)))
+        targets = [self._of(base, target, 1) for target in range(len(self.rule.to))]
+        made = rows * sum(prod(one.shape) for one in targets)
         if made != there:
             names = ", ".join(one.name for one in self.rule.to)
             raise FormatError(f"the rule makes {made} elements ({names}) of {there}; needed all of them, or `partial = true`")
+        if len(targets) > 1 and self.rule.split is None and self.rule.unstack is None:
+            try:
+                check_once(targets)
+            except FormatError as error:
+                raise FormatError(f"the rule {error}; needed each element once, or `partial = true`") from error
 
 
 def made_of(rule: Rule, rows: Sequence[Sequence[Key]], shapes: Shapes, *, power: int) -> Recipe:

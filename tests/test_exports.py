@@ -146,6 +146,49 @@ def test_state_of_a_parameter_in_no_group_is_refused(saved: tuple[Path, list[flo
     assert not (tmp_path / "c.pt").exists()
 
 
+class Counting(nn.Linear):
+    """A module that keeps more than tensors."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_modules_keep_beside_tensors_goes_along(tmp_path: Path) -> None:
+    model = nn.Sequential(Counting(2, 3))
+    model[0].seen = 4
+    uc.save(tmp_path / "c", model=model, options=QUICK)
+    uc.convert(tmp_path / "c", tmp_path / "c.pt", to="torch")
+    uc.convert(tmp_path / "c", tmp_path / "d", to="dcp")
+    one, other = nn.Sequential(Counting(2, 3)), nn.Sequential(Counting(2, 3))
+    one.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True)["model"])
+    target = {"model": other.state_dict()}
+    with warnings.catch_warnings(action="ignore"):  # one process
+        dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
+    other.load_state_dict(target["model"])
+    assert one[0].seen == other[0].seen == 4
+
+    renamed = nn.ModuleDict({"head": Counting(2, 3)})
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "0.*"\nto = "head.{1}"\n')
+    uc.load(tmp_path / "c", model=renamed, options=uc.LoadOptions(source=uc.SourceOptions(rename=str(tmp_path / "r.toml"))))
+    assert renamed["head"].seen == 4
+    (tmp_path / "s.toml").write_text('[[rules]]\nmatch = "{i}.*"\nstack = {over = "i"}\nto = "h.{1}"\n')
+    with pytest.raises(uc.FormatError, match=r"0._extra_state: is a module's own state, no tensor"):
+        uc.open(tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "s.toml")))
+
+
+def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
+    tensors = {"state.w.b/c": torch.ones(1), "state.w/b.c": torch.zeros(1)}
+    uc.save(tmp_path / "c", model={"w": torch.ones(1)}, optimizer=tensors, options=QUICK)
+    with pytest.raises(uc.FormatError, match=r"several entries have one name .*\n  optimizer.state.state.w.b.c"):
+        uc.convert(tmp_path / "c", tmp_path / "d", to="dcp")
+    assert not (tmp_path / "d").exists()
+
+
 SCRIPT = """
 import resource, sys, torch, unified_ckpt as uc
 from unified_ckpt.sources.convert import convert

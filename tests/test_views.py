@@ -17,8 +17,8 @@ from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.assembled import Assembled, Fragment, assembly
-from unified_ckpt.sources.recut import PANEL_NBYTES
 from unified_ckpt.sources.renaming import renamed
+from unified_ckpt.sources.woven import PANEL_NBYTES
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 QUICK = uc.SaveOptions(fsync=False)
@@ -139,3 +139,22 @@ def test_every_dtype_is_turned_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     uc.load(tmp_path / "c", model={"v": target}, options=options)
     bits = w.view(torch.uint8).view(6, 10, kind.itemsize)
     assert torch.equal(target.view(torch.uint8).view(10, 6, kind.itemsize), bits.transpose(0, 1))
+
+
+def test_a_checkpoint_that_is_open_is_loaded_as_the_options_ask(tmp_path: Path) -> None:
+    w = torch.randn(3, 2)
+    uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
+    target = torch.zeros(2, 3)
+    with uc.open(tmp_path / "c") as opened:
+        uc.load(opened, model={"v": target}, options=through(tmp_path / "r.toml", TURN))
+    assert torch.equal(target, w.T)
+
+
+def test_an_optimizer_without_state_stays_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3, bias=False)
+    uc.save(tmp_path / "c", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), options=QUICK)
+    other = torch.nn.ParameterDict({"v": torch.zeros(2, 3)})
+    fresh = torch.optim.SGD(other.parameters(), lr=0.1)
+    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=through(tmp_path / "r.toml", TURN.replace('"w"', '"weight"')))
+    assert torch.equal(other["v"], model.weight.T)
+    assert fresh.param_groups[0]["lr"] == 0.5

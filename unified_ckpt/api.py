@@ -30,7 +30,7 @@ from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 from unified_ckpt.sources import open_any
-from unified_ckpt.sources.find import find_any
+from unified_ckpt.sources.find import find_any, try_changed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -224,7 +224,7 @@ class Checkpointer:
         where = f"an opened checkpoint ({path.format})" if isinstance(path, SourceView) else ", ".join(os.fspath(one) for one in paths)
         with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            given = path.source if isinstance(path, SourceView) else None
+            given = try_changed(path.source, options.source) if isinstance(path, SourceView) else None
             source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, options)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             request = try_load_request(comm, source, targets, strict=strict, options=options)

@@ -61,7 +61,8 @@ class SourceOptions(_Options):
     tensors ("huggingface"; an error where the model is not known), the format's own, or the former where that can be.
 
     What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file with rules. `layers`: the tensors of
-    identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked". `conversion_fn`: "package.module:function" of your own,
+    identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked", in lists called `layer_lists` where they are not to be
+    found out. `conversion_fn`: "package.module:function" of your own,
     which is imported and called with {part: {name: tensor, read when indexed}} and gives the same anew.
     """
 
@@ -71,6 +72,7 @@ class SourceOptions(_Options):
     rename: str | None = None
     layers: Literal["stacked", "unstacked"] | None = None
     layer_dim: int = 0
+    layer_lists: tuple[str, ...] | None = None
     conversion_fn: str | None = None
 
 

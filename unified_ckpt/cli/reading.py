@@ -16,6 +16,7 @@ def add_to(parser: ArgumentParser, *, of: str) -> None:
     group.add_argument("--rename", metavar="FILE", help="rename its tensors by the rules of a TOML or JSON file")
     group.add_argument("--layers", choices=("stacked", "unstacked"), help="its identical layers in one tensor each, or one by one")
     group.add_argument("--layer-dim", type=int, default=0, metavar="D", help="the dim that stands for the layer (0)")
+    group.add_argument("--layer-list", action="append", metavar="NAME", help="of which list, as model.layers; may be given more than once")
     group.add_argument("--conversion-fn", metavar="MODULE:FUNCTION", help="a function of yours that gives its tensors anew")
 
 
@@ -28,5 +29,6 @@ def source_options(arguments: Namespace) -> SourceOptions:
         rename=arguments.rename,
         layers=arguments.layers,
         layer_dim=arguments.layer_dim,
+        layer_lists=tuple(arguments.layer_list) if arguments.layer_list else None,
         conversion_fn=arguments.conversion_fn,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from unified_ckpt.core.tables import listed
+from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.archives import Tensor, write_archive
 from unified_ckpt.sources.marks import DCP_METADATA
 
@@ -39,7 +42,10 @@ class Entry:
 
 
 def write_entries(folder: str, entries: Sequence[Entry], flush: Callable[[Any], None]) -> None:
-    """A tensor that several entries have is written once."""
+    """A tensor that several entries have is written once. FormatError where two have one key."""
+    twice = sorted(key for key, count in Counter(one.key for one in entries).items() if count > 1)
+    if twice:
+        raise FormatError(listed("several entries have one name in torch.distributed.checkpoint", twice))
     written: dict[int, _StorageInfo] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     with open(os.path.join(folder, _FILE), "xb") as file:

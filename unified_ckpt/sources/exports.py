@@ -123,6 +123,8 @@ def _pieces(catalog: Catalog, location: Location, nbytes: int, progress: Progres
 def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
     said = source.said()
     told: dict[str, Any] = {part: _tensors(source, part, progress) for part in source.parts if part != OPTIMIZER}
+    if MODEL in told:
+        told[MODEL] |= said.modules
     if OPTIMIZER in source.parts or said.groups:
         told[OPTIMIZER] = _optimizer(said, _tensors(source, OPTIMIZER, progress))
     return told | _beside(source, said)
@@ -167,6 +169,7 @@ def _entries(source: Source, progress: Progress) -> list[Entry]:
         if part != OPTIMIZER
         for name, tensor in _tensors(source, part, progress).items()
     ]
+    found += [Entry((MODEL, name), value) for name, value in said.modules.items() if MODEL in source.parts]
     for fqn, states in _states(said, _tensors(source, OPTIMIZER, progress)).items():
         found += [Entry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()]
     for number, group in enumerate(said.groups):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from unified_ckpt.engine.gather import find_source
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError
-from unified_ckpt.options import LoadOptions
+from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.probe import everybody
 from unified_ckpt.sources import changed, format_of, local, open_any
@@ -28,13 +28,20 @@ def find_any(
                 raise FormatError(
                     f"{where}: is {kinds[0] or 'no foreign format'} for rank 0, {kinds[meeting.rank]} here; needed one folder"
                 )
-    ours = find_source(comm, where, paths, machines, owned, timeout_seconds=options.timeout_seconds) if kind is None else None
-    if isinstance(ours, Exception):
-        return ours
+    if kind is None:
+        ours = find_source(comm, where, paths, machines, owned, timeout_seconds=options.timeout_seconds)
+        return ours if isinstance(ours, Exception) else try_changed(ours, options.source)
     try:
-        opened = open_any(paths[0], options.source) if ours is None else changed(ours, options.source)
+        opened = open_any(paths[0], options.source)
     except Exception as error:  # told to every rank in the load
         return error
-    if ours is None:
-        owned.callback(opened.close)
+    owned.callback(opened.close)
     return opened
+
+
+def try_changed(source: Source, options: SourceOptions) -> Source | Exception:
+    """The source under the names that the options ask for, or the error that this rank met, to be told to every rank."""
+    try:
+        return changed(source, options)
+    except Exception as error:
+        return error

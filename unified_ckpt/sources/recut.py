@@ -11,27 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box, runs, whole
-from unified_ckpt.core.recipes import Given, Piece, Recipe, Stored, cut, joined, leaves, panels, pieces_of, reshaped
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.recipes import Given, Piece, Recipe, Stored, cut, joined, leaves, pieces_of, reshaped
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.source import Catalog, Location, Said, Source, fill_box
-from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFoundError
-from unified_ckpt.format.digests import BLOCK_NBYTES, crc
-from unified_ckpt.runtime.storage import Buffer, Reader
-from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense, same_bits
-from unified_ckpt.sources.assembled import Fragment, Fragments, Kept, assembly, file_of
-from unified_ckpt.sources.making import Read, make
+from unified_ckpt.engine.source import Catalog, Location, Said, Source
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.format.digests import BLOCK_NBYTES
+from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.sources.assembled import file_of
+from unified_ckpt.sources.making import make
+from unified_ckpt.sources.woven import Woven, mark_over, panels_of
 
-PANEL_NBYTES = 32 << 20  # of a tensor that is made: so long that the runs that it is read in are long too
 _MAX_PIECES = 4096  # of a tensor that is read run by run
 
 
@@ -159,7 +156,7 @@ class Recut:
         found = self._recipes(wanted)
         stored = {leaf.key: leaf.shape for recipe, _ in found.values() for leaf in leaves(recipe) if isinstance(leaf, Stored)}
         inner = self._source.catalog(stored.keys())
-        mark = f"{inner.storage.mark}@" if isinstance(inner.storage, _Joined) else "@"  # no view's files are called like another's
+        mark = mark_over(inner.storage)
         locations, spans, made = {}, {}, {}
         for key, (recipe, spec) in found.items():
             pieces, item = pieces_of(recipe), itemsize(spec.dtype)
@@ -173,7 +170,7 @@ class Recut:
                 spans[mark + file_of(*key)] = places
         leaf_keys = {one.key for recipe, _ in made.values() for one in leaves(recipe) if isinstance(one, Stored)}
         proofs = self._source.block_digests(leaf_keys) if inner.ledger is None else {}  # else the storage compares
-        return Catalog(_Joined(inner.storage, mark, spans, _panels(inner, proofs, made)), locations, inner.ledger)
+        return Catalog(Woven(inner.storage, mark, spans, panels_of(inner, proofs, made)), locations, inner.ledger)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Of tensors whose blocks are all blocks that are stored."""
@@ -245,105 +242,3 @@ def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Piece, int, int]] | 
             return None
         found.append((piece, first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)))
     return found if pieces is not None else None
-
-
-def _panels(inner: Catalog, proofs: Mapping[Key, Sequence[int] | None], made: Mapping[Key, tuple[Recipe, TensorSpec]]) -> Fragments:
-    """A storage of the tensors that have to be made, each in panels that are read at once and kept for a while. `proofs`: digests of the
-    stored ones."""
-    tensors = {}
-    for key, (recipe, spec) in made.items():
-        dtype = TORCH_DTYPES[spec.dtype]
-        read = partial(_read_stored, inner, proofs, spec.dtype, {one.key: one.shape for one in leaves(recipe) if isinstance(one, Stored)})
-        where = ":".join(key)
-        loads = any(isinstance(one, Given) for one in leaves(recipe))  # whole each time
-        limit = prod(recipe.shape) if loads else PANEL_NBYTES // itemsize(spec.dtype)
-        boxes = panels(recipe.shape, max(limit, 1))
-        tensors[key] = assembly(
-            dtype, recipe.shape, [Fragment(box, partial(_panel, recipe, box, read, dtype, where), where, keep=True) for box in boxes]
-        )
-    return Fragments(inner.storage.root, tensors, Kept())
-
-
-def _panel(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype, where: str) -> torch.Tensor:
-    if not box.numel:
-        return torch.empty(box.shape, dtype=dtype)
-    try:
-        found = make(recipe, box, read, dtype)
-    except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error
-    spare = found.untyped_storage().nbytes() > found.nbytes  # of what is cut off nothing is kept
-    return same_bits(found).clone(memory_format=torch.contiguous_format).view(dtype) if spare else found
-
-
-def _read_stored(
-    inner: Catalog,
-    proofs: Mapping[Key, Sequence[int] | None],
-    dtype: str,
-    shapes: Mapping[Key, tuple[int, ...]],
-    key: Key,
-    box: Box,
-) -> torch.Tensor:
-    """IntegrityError where a block that is read in one run is not what its digest says: the blocks of what is made are others."""
-    found, spec = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), TensorSpec(dtype, shapes[key])
-    fill_box(inner.storage, inner.locations[key], spec, box, as_bytes(found))
-    known = proofs.get(key)
-    if known is not None:
-        _prove(key, known, spec, box, as_bytes(found))
-    return found
-
-
-def _prove(key: Key, known: Sequence[int], spec: TensorSpec, box: Box, held: memoryview) -> None:
-    item = itemsize(spec.dtype)
-    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-        start, stop = first * item, (first + count) * item
-        if stop - start < BLOCK_NBYTES and stop - start < spec.nbytes:
-            return  # and so are all others
-        for block in range(-(-start // BLOCK_NBYTES), -(-stop // BLOCK_NBYTES)):
-            low, high = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, spec.nbytes)
-            if high <= stop and crc(held[local * item + low - start : local * item + high - start]) != known[block]:
-                raise IntegrityError(
-                    f"{':'.join(key)}: bytes [{low}, {high}) are not what was saved; needed those of digest {known[block]:016x}"
-                )
-
-
-class _Joined:
-    """A storage with files of its own, called by a mark and what they are: runs of bytes of others, one after another, or made.
-
-    `spans`: by file, (bytes, where they are).
-    """
-
-    def __init__(self, inner: Reader, mark: str, spans: Mapping[str, Sequence[tuple[int, Location]]], made: Fragments) -> None:
-        self._inner, self.mark, self._spans, self._made, self.root = inner, mark, spans, made, inner.root
-        self._starts = {file: [0, *accumulate(nbytes for nbytes, _ in of)] for file, of in spans.items()}
-
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        if name not in self._spans:
-            storage, file = self._place(name)
-            storage.read_at(file, start, into)
-            return
-        view = memoryview(into)
-        stop = start + view.nbytes
-        for begin, (nbytes, location) in zip(self._starts[name], self._spans[name], strict=False):
-            low, high = max(start, begin), min(stop, begin + nbytes)
-            if low < high:
-                self._inner.read_at(location.file, location.start + low - begin, view[low - start : high - start])
-
-    def read(self, name: str) -> bytes:
-        return self._inner.read(name)
-
-    def size(self, name: str) -> int | None:
-        if name in self._spans:
-            return self._starts[name][-1]
-        storage, file = self._place(name)
-        return storage.size(file)
-
-    def names(self) -> list[str]:
-        return self._inner.names()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _place(self, name: str) -> tuple[Reader, str]:
-        """Whose file it is, and what that calls it. A view under this one has a shorter mark."""
-        own = name.startswith(self.mark)
-        return (self._made, name.removeprefix(self.mark)) if own else (self._inner, name)

@@ -78,6 +78,8 @@ def renamed(source: Source, renames: Renames, *, where: str = "rules") -> Recut:
     plans = {part: _part_plan(source, part, renames) for part in source.parts}
     problems = [problem for plan in plans.values() for problem in plan.problems]
     used = {number for plan in plans.values() for number in plan.used}
+    rules = _rules_of(renames, MODEL)
+    used |= {match.number for match in map(rules.match, source.said().modules) if match is not None}
     for number, rule in enumerate(renames.rules):
         if number not in used and not rule.optional:
             problems.append(
@@ -85,7 +87,7 @@ def renamed(source: Source, renames: Renames, *, where: str = "rules") -> Recut:
             )
     if problems:
         raise FormatError(listed(f"{where}: does not fit the checkpoint", problems))
-    settled = {part: _settled(plan) for part, plan in plans.items() if plan.made}
+    settled = {part: _settled(plan) for part, plan in plans.items() if plan.made or not source.names(part)}
     made, aliases = {part: made for part, (made, _) in settled.items()}, {part: aliases for part, (_, aliases) in settled.items()}
     return Recut(source, made, aliases=aliases, said=_said(source, renames))
 
@@ -195,9 +197,8 @@ def _rows(rule: Rule, members: Sequence[tuple[_Match, str]], what: str) -> tuple
 
 def _formulas(source: Source, product: Product, targets: Sequence[str], leaders: Sequence[Sequence[Key]]) -> Iterator[tuple[str, Formula]]:
     rule = product.rule
-    plain = not rule.steps and rule.concat is None and rule.stack is None and rule.unstack is None and rule.split is None
     for number, target in enumerate(targets):
-        if plain and not rule.to[number].steps:
+        if _only_renames(rule):
             yield target, Renamed(product.rows[0][0])
         elif rule.unstack is None:
             yield target, replace(product, target=number)
@@ -243,8 +244,6 @@ def _settled(plan: _Plan) -> tuple[dict[str, Formula], dict[str, str]]:
 def _said(source: Source, renames: Renames) -> Said:
     """Param groups and plain optimizer state under the new names. FormatError where parameters that become one differ in them."""
     said = source.said()
-    if not said.groups and not said.scalars:
-        return said
     leaders, rules = _leaders(source), _rules_of(renames, MODEL)
 
     def become(fqn: str) -> list[str]:
@@ -272,4 +271,22 @@ def _said(source: Source, renames: Renames) -> Said:
         for name in become(fqn):
             if scalars.setdefault(name, state) != state:
                 raise FormatError(f"{name}: is made of parameters whose optimizer state {', '.join(state)} differs; needed equal values")
-    return replace(said, groups=groups, scalars=scalars)
+    modules = {name: value for fqn, value in said.modules.items() for name in _module_names(fqn, rules, renames)}
+    return replace(said, groups=groups, scalars=scalars, modules=modules)
+
+
+def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:
+    """What becomes of the state that a module keeps beside tensors. FormatError where more than its name would change."""
+    match = rules.match(fqn)
+    if match is None:
+        return [] if renames.unmatched == "drop" else [fqn]
+    if not match.rule.drop and not _only_renames(match.rule):
+        raise FormatError(
+            f"{fqn}: is a module's own state, no tensor, and a rule does more than rename it; needed one before that drops it"
+        )
+    return match.targets
+
+
+def _only_renames(rule: Rule) -> bool:
+    joins = rule.concat is not None or rule.stack is not None or rule.unstack is not None or rule.split is not None
+    return not joins and not rule.steps and not any(target.steps for target in rule.to)

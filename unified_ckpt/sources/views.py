@@ -17,7 +17,7 @@ def view(source: Source, options: SourceOptions) -> Source:
         source = renamed(source, read_renames(options.rename), where=options.rename)
     if options.layers is not None:
         change = stack_layers if options.layers == "stacked" else unstack_layers
-        source = change(source, dim=options.layer_dim)
+        source = change(source, dim=options.layer_dim, lists=options.layer_lists)
     return source if options.conversion_fn is None else converted(source, options.conversion_fn)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unified_ckpt.core import recipes
 from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.recipes import Alike, Recipe, Stored, pieces_of
+from unified_ckpt.core.recipes import Alike, Recipe, Stored, runs_of
 from unified_ckpt.core.regroup import regroup, widened
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.making import make, slices
@@ -78,7 +78,7 @@ def test_any_box_of_any_recipe_is_numpys(made: tuple[Recipe, np.ndarray, Values]
     box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
     found = make(of, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32)
     assert np.array_equal(found.numpy(), value[slices(box)])
-    pieces = pieces_of(of)
+    pieces = runs_of(of)
     if pieces is not None:
         runs = [stored[piece.stored].reshape(-1)[piece.first : piece.first + piece.count] for piece in pieces]
         assert np.array_equal(np.concatenate(runs).reshape(value.shape), value)
@@ -103,11 +103,11 @@ def test_every_other_element_of_a_line_is_read_as_a_line() -> None:
 
 def test_what_stays_in_order_is_runs_of_bytes() -> None:
     w = Stored(("model", "w"), (4, 6))
-    assert pieces_of(recipes.stacked([w, w], 1)) is None
-    assert pieces_of(recipes.turned(recipes.reshaped(w, (1, 24)), [1, 0])) == pieces_of(w)
+    assert runs_of(recipes.stacked([w, w], 1)) is None
+    assert runs_of(recipes.turned(recipes.reshaped(w, (1, 24)), [1, 0])) == runs_of(w)
     stacked = recipes.stacked([Stored(("model", name), (4, 6)) for name in "ab"], 0)
-    assert [(p.stored[1], p.first, p.count) for p in pieces_of(recipes.picked(stacked, 0, 1)) or ()] == [("b", 0, 24)]
-    assert pieces_of(recipes.joined([recipes.cut(w, 0, 0, 1), recipes.cut(w, 0, 1, 4)], 0)) == pieces_of(w)
+    assert [(p.stored[1], p.first, p.count) for p in runs_of(recipes.picked(stacked, 0, 1)) or ()] == [("b", 0, 24)]
+    assert runs_of(recipes.joined([recipes.cut(w, 0, 0, 1), recipes.cut(w, 0, 1, 4)], 0)) == runs_of(w)
 
 
 W, V = Stored(("model", "w"), (4, 6)), Stored(("model", "v"), (5,))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import unified_ckpt as uc
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.sources.recut import Made, Span, recut
+from unified_ckpt.sources.recut import Made, Piece, recut
 
 QUICK = uc.SaveOptions(fsync=False)
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
@@ -49,7 +49,7 @@ def test_any_slice_of_any_tensor_made_of_pieces(
     kind = str(dtype).removeprefix("torch.")
     count = sum(stop - start for _, start, stop in pieces)
     width = cut.draw(st.sampled_from([n for n in (1, 2, 3, 5) if count % n == 0]))
-    made = Made((count // width, width), tuple(Span(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces))
+    made = Made((count // width, width), tuple(Piece(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces))
     with uc.open(folder) as opened:
         needed = torch.cat([opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]).reshape(made.shape)
         view = SourceView(recut(opened.source, {"made": made}, parts=["model"]))
@@ -64,8 +64,8 @@ def test_any_slice_of_any_tensor_made_of_pieces(
 
 def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None:
     made = {
-        "joined": Made((8, 6), (Span("float32/0", 0, 24), Span("float32/1", 0, 24))),
-        "not there": Made((2,), (Span("float32/9", 0, 1), Span("float32/2", 0, 1))),
+        "joined": Made((8, 6), (Piece("float32/0", 0, 24), Piece("float32/1", 0, 24))),
+        "not there": Made((2,), (Piece("float32/9", 0, 1), Piece("float32/2", 0, 1))),
     }
     with uc.open(folder) as opened:
         view = SourceView(recut(opened.source, made, parts=["model", "master_weights"]))
@@ -77,7 +77,7 @@ def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None
 
 
 def test_whole_tensors_keep_their_digests(folder: Path) -> None:
-    made = {"renamed": Made((24,), (Span("float32/0", 0, 24),)), "half": Made((12,), (Span("float32/1", 12, 12),))}
+    made = {"renamed": Made((24,), (Piece("float32/0", 0, 24),)), "half": Made((12,), (Piece("float32/1", 12, 12),))}
     with uc.open(folder) as opened:
         view = recut(opened.source, made, parts=["model"])
         wanted = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
@@ -87,8 +87,8 @@ def test_whole_tensors_keep_their_digests(folder: Path) -> None:
 
 
 def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
-    mixed = Made((48,), (Span("float32/0", 0, 24), Span("uint8/0", 0, 24)))
-    long = Made((30,), (Span("float32/0", 0, 30),))
+    mixed = Made((48,), (Piece("float32/0", 0, 24), Piece("uint8/0", 0, 24)))
+    long = Made((30,), (Piece("float32/0", 0, 30),))
     with uc.open(folder) as opened:
         view = SourceView(recut(opened.source, {"mixed": mixed, "long": long}, parts=["model"]))
         with pytest.raises(uc.FormatError, match="mixed: its pieces have dtypes F32, U8; needed one"):

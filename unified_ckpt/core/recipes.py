@@ -242,7 +242,7 @@ def is_scaled(of: Recipe) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Run:
     """`count` elements of a stored tensor, row-major, from `first`."""
 
     stored: Key
@@ -250,33 +250,33 @@ class Piece:
     count: int
 
 
-def pieces_of(of: Recipe) -> tuple[Piece, ...] | None:
+def runs_of(of: Recipe) -> tuple[Run, ...] | None:
     """The runs of stored elements that it is, row-major, one after another; None where it is more than cut at rows and joined."""
-    found = _pieces(of)
+    found = _runs_in(of)
     return None if found is None else tuple(_merged(found))
 
 
-def _pieces(of: Recipe) -> list[Piece] | None:
+def _runs_in(of: Recipe) -> list[Run] | None:
     match of:
         case Stored():
-            return [Piece(of.key, 0, prod(of.shape))]
+            return [Run(of.key, 0, prod(of.shape))]
         case Reshaped():
-            return _pieces(of.of)
+            return _runs_in(of.of)
         case Turned():
             kept = [dim for dim in of.dims if of.of.shape[dim] != 1]
-            return _pieces(of.of) if kept == sorted(kept) else None
+            return _runs_in(of.of) if kept == sorted(kept) else None
         case Part():
-            inner = _pieces(of.of)
+            inner = _runs_in(of.of)
             first = list(islice(runs(of.box, of.of.shape, local=whole(of.shape), local_shape=of.shape), 2))
             return _between(inner, first[0][0] if first else 0, of.box.numel) if inner is not None and len(first) <= 1 else None
         case Joined() if prod(of.shape[: of.dim]) == 1:
-            parts = [_pieces(one) for one in of.of]
+            parts = [_runs_in(one) for one in of.of]
             return None if None in parts else [piece for part in parts if part is not None for piece in part]
         case _:
             return None
 
 
-def _between(pieces: Sequence[Piece], first: int, count: int) -> list[Piece]:
+def _between(pieces: Sequence[Run], first: int, count: int) -> list[Run]:
     """Elements [first, first + count) of what the pieces make up."""
     found = []
     ends = list(accumulate(piece.count for piece in pieces))
@@ -284,16 +284,16 @@ def _between(pieces: Sequence[Piece], first: int, count: int) -> list[Piece]:
         begin = end - piece.count
         low, high = max(begin, first), min(end, first + count)
         if low < high:
-            found.append(Piece(piece.stored, piece.first + low - begin, high - low))
-    return found or [Piece(pieces[0].stored, 0, 0)]
+            found.append(Run(piece.stored, piece.first + low - begin, high - low))
+    return found or [Run(pieces[0].stored, 0, 0)]
 
 
-def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _merged(pieces: Sequence[Run]) -> Iterator[Run]:
     """Neighbours that are neighbours in one stored tensor too are one."""
-    last: Piece | None = None
+    last: Run | None = None
     for piece in pieces:
         if last is not None and last.stored == piece.stored and last.first + last.count == piece.first:
-            last = Piece(last.stored, last.first, last.count + piece.count)
+            last = Run(last.stored, last.first, last.count + piece.count)
             continue
         if last is not None:
             yield last

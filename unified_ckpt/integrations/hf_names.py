@@ -22,7 +22,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.state import MASTER, MODEL
-from unified_ckpt.sources.recut import Made, Span, recut
+from unified_ckpt.sources.recut import Made, Piece, recut
 
 _PARTS = (MODEL, MASTER)
 
@@ -65,7 +65,7 @@ def hub_tensors(model: torch.nn.Module) -> dict[str, Made]:
                 "renaming; needed a model whose hub tensors are parts of its own; save_pretrained writes any"
             )
         if name != of or tensor.shape != own[of].shape:
-            made[name] = Made(tuple(tensor.shape), (Span(of, int(tensor.storage_offset()), tensor.numel()),))
+            made[name] = Made(tuple(tensor.shape), (Piece(of, int(tensor.storage_offset()), tensor.numel()),))
     return made
 
 
@@ -74,8 +74,8 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Made]:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     parts: dict[str, list[tuple[int, str, int]]] = {}
     for name, one in hub_tensors(model).items():
-        (span,) = one.spans
-        parts.setdefault(span.stored, []).append((span.first, name, span.count))
+        (piece,) = one.pieces
+        parts.setdefault(piece.stored, []).append((piece.first, name, piece.count))
     made = {}
     for name, found in parts.items():
         found.sort()
@@ -86,7 +86,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Made]:
             ends.append(first + count)
         if ends[-1] != prod(shapes[name]):
             raise FormatError(f"{name}: the hub's tensors of it end at element {ends[-1]} of {prod(shapes[name])}; needed all of it, once")
-        made[name] = Made(shapes[name], tuple(Span(part, 0, count) for _, part, count in found))
+        made[name] = Made(shapes[name], tuple(Piece(part, 0, count) for _, part, count in found))
     return made
 
 

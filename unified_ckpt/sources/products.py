@@ -60,7 +60,7 @@ class Product:
         if not self.rule.partial:
             self._check_whole(base, shapes)
         power = self._power(base)
-        return self._of(made_of(self.rule, self.rows, shapes, power=power), self.target, power)
+        return self._of(base if power == 1 else made_of(self.rule, self.rows, shapes, power=power), self.target, power)
 
     def _is_count(self, shapes: Shapes) -> bool:
         shape = shapes[self.rows[0][0]]

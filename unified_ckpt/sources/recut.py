@@ -18,7 +18,7 @@ import torch
 
 from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.recipes import Given, Piece, Recipe, Stored, cut, joined, leaves, pieces_of, reshaped
+from unified_ckpt.core.recipes import Given, Recipe, Run, Stored, cut, joined, leaves, reshaped, runs_of
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.source import Catalog, Location, Said, Source
@@ -57,7 +57,7 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Piece:
     """`count` elements of a stored tensor, row-major, from `first`."""
 
     stored: str
@@ -67,31 +67,31 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor by its shape, and the spans that are its elements one after another."""
+    """A tensor by its shape, and the pieces that are its elements one after another."""
 
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    pieces: tuple[Piece, ...]
 
     def of(self, part: str) -> Formula:
-        return _Spans(part, self)
+        return _Pieces(part, self)
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
+class _Pieces:
     part: str
     made: Made
 
     @property
     def stored(self) -> Collection[Key]:
-        return [(self.part, span.stored) for span in self.made.spans]
+        return [(self.part, piece.stored) for piece in self.made.pieces]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
         found = []
-        for span in self.made.spans:
-            shape = shapes[self.part, span.stored]
-            if span.first + span.count > prod(shape):
-                raise FormatError(f"{span.stored} has {prod(shape)} elements; needed {span.first + span.count}")
-            found.append(cut(reshaped(Stored((self.part, span.stored), shape), (-1,)), 0, span.first, span.first + span.count))
+        for piece in self.made.pieces:
+            shape = shapes[self.part, piece.stored]
+            if piece.first + piece.count > prod(shape):
+                raise FormatError(f"{piece.stored} has {prod(shape)} elements; needed {piece.first + piece.count}")
+            found.append(cut(reshaped(Stored((self.part, piece.stored), shape), (-1,)), 0, piece.first, piece.first + piece.count))
         return reshaped(joined(found, 0), self.made.shape)
 
 
@@ -103,10 +103,10 @@ def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -
     found: dict[str, dict[str, Formula]] = {}
     for part in [part for part in source.parts if part in parts]:
         stored = set(source.names(part))
-        there = {name: one for name, one in made.items() if all(span.stored in stored for span in one.spans)}
-        used = {span.stored for one in there.values() for span in one.spans}
+        there = {name: one for name, one in made.items() if all(piece.stored in stored for piece in one.pieces)}
+        used = {piece.stored for one in there.values() for piece in one.pieces}
         found[part] = {name: one.of(part) for name, one in there.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
-    renamed = {one.spans[0].stored: name for name, one in made.items() if len(one.spans) == 1 and one.spans[0].first == 0}
+    renamed = {one.pieces[0].stored: name for name, one in made.items() if len(one.pieces) == 1 and one.pieces[0].first == 0}
     aliases = {part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()} for part in found}
     return Recut(source, found, aliases=aliases)
 
@@ -159,7 +159,7 @@ class Recut:
         mark = mark_over(inner.storage)
         locations, spans, made = {}, {}, {}
         for key, (recipe, spec) in found.items():
-            pieces, item = pieces_of(recipe), itemsize(spec.dtype)
+            pieces, item = runs_of(recipe), itemsize(spec.dtype)
             if pieces is None or len(pieces) > _MAX_PIECES:
                 made[key] = recipe, spec
                 locations[key] = Location(mark + file_of(*key), 0)
@@ -221,7 +221,7 @@ def _checked(formula: Formula, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe,
     if len(dtypes) > 1:
         raise FormatError(f"its pieces have dtypes {', '.join(sorted(dtypes))}; needed one")
     spec = TensorSpec(dtypes.pop(), recipe.shape)
-    if spec.dtype == "F4" and pieces_of(recipe) is None:
+    if spec.dtype == "F4" and runs_of(recipe) is None:
         raise FormatError("its pieces have dtype F4, two elements in a byte; needed a tensor that is cut at rows and joined, no more")
     return recipe, spec
 
@@ -230,9 +230,9 @@ def _moved(location: Location, nbytes: int) -> Location:
     return Location(location.file, location.start + nbytes)
 
 
-def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Piece, int, int]] | None:
+def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Run, int, int]] | None:
     """The half-open range of stored blocks that each piece is; None where one is no whole blocks."""
-    pieces, item, start, found = pieces_of(recipe), itemsize(spec.dtype), 0, []
+    pieces, item, start, found = runs_of(recipe), itemsize(spec.dtype), 0, []
     sizes = {one.key: prod(one.shape) * item for one in leaves(recipe) if isinstance(one, Stored)}
     for piece in pieces or ():
         first, stop = piece.first * item, (piece.first + piece.count) * item

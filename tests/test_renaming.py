@@ -267,6 +267,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rules": [{"match": "h.{i}", "to": "h", "stack": {"over": "i"}}]},
         "model:h: number 1 is missing of a stack that has 0, 2",
     ),
+    (
+        "a last layer that lacks a tensor",
+        {"rules": [{"regex": r"(h|n)\.(?P<i>\d+)", "to": "{1}", "stack": {"over": "i"}}]},
+        "model: n is stacked of 1, h of 2; needed both of 1, or `partial = true`",
+    ),
     ("no number", {"rules": [{"match": "{i}", "to": "h", "stack": {"over": "i"}}]}, "would be number 'k' of a stack; needed a number"),
     (
         "rows twice",
@@ -302,6 +307,8 @@ def test_what_is_in_doubt_is_refused_by_name(tmp_path: Path, told: dict[str, Any
         "h.0": torch.ones(1),
         "h.2": torch.ones(1),
     }
+    if "is stacked of" in text:
+        model |= {"h.1": model.pop("h.2"), "n.0": torch.ones(2)}
     if told["rules"][0].get("match") == "?":
         del model["n"]
     with pytest.raises(FormatError, match=text):
@@ -334,3 +341,24 @@ def test_toml_and_json_say_the_same() -> None:
     assert parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told
     with pytest.raises(FormatError, match=r"r.toml: is no TOML"):
         parse_renames(b"[[rules", file="r.toml")
+
+
+def test_a_count_of_one_element_is_not_stacked(tmp_path: Path) -> None:
+    """Older optimizers keep `step` as a tensor of shape (1,)."""
+    model = {f"h.{i}": torch.randn(2) for i in range(2)}
+    path = save(tmp_path / "c", model=model, optimizer={f"h.{i}/step": torch.tensor([3.0]) for i in range(2)})
+    told = [{"match": "h.{i}", "stack": {"over": "i"}, "to": "h"}]
+    check_same(look(path, told, "optimizer"), {"h/step": torch.tensor([3.0])})
+
+
+def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
+    """As converters of others have done: an expert that one layer lacks, or that is called otherwise, is an error that names it."""
+    model = {f"layers.{i}.experts.{e}.w1": torch.randn(2, 3) for i in range(2) for e in range(4)}
+    rule = {"match": "layers.{i}.experts.{e}.w1", "stack": {"over": "e"}, "to": "layers.{i}.experts.w1"}
+    found = look(save(tmp_path / "c", model=model), [rule])
+    check_same(found, {f"layers.{i}.experts.w1": torch.stack([model[f"layers.{i}.experts.{e}.w1"] for e in range(4)]) for i in range(2)})
+    last = model.pop("layers.1.experts.3.w1")
+    with pytest.raises(FormatError, match=r"layers.1.experts.w1 is stacked of 3, layers.0.experts.w1 of 4; needed both of 3"):
+        look(save(tmp_path / "d", model=model), [rule])
+    with pytest.raises(FormatError, match=r"layers.1.local_experts.3.w1: no rule has it"):
+        look(save(tmp_path / "e", model=model | {"layers.1.local_experts.3.w1": last}), {"unmatched": "error", "rules": [rule]})

@@ -63,8 +63,10 @@ class Product:
         return self._of(base if power == 1 else made_of(self.rule, self.rows, shapes, power=power), self.target, power)
 
     def _is_count(self, shapes: Shapes) -> bool:
-        shape = shapes[self.rows[0][0]]
-        return self.state is not None and shape == () and (self.state == COUNT or self.leader is None or shapes[self.leader] != ())
+        """Whether it is one number for a parameter of more than one element, or a count whatever the parameter is."""
+        if self.state is None or prod(shapes[self.rows[0][0]]) != 1:
+            return False
+        return self.state == COUNT or self.leader is None or prod(shapes[self.leader]) != 1
 
     def _of(self, base: Recipe, target: int, power: int) -> Recipe:
         rule = self.rule

@@ -145,9 +145,23 @@ def _assign(plan: _Plan, source: Source, members: _Members, rules: _Rules, renam
             _put(plan, members.part, members.stored(name), Renamed(key), foreign=is_alias)
         elif renames.unmatched == "error":
             plan.problems.append(f"{members.part}:{members.stored(name)}: no rule has it")
+    plan.problems += [f"{members.part}: {problem}" for problem in _uneven(found)]
     for (_, targets), matched in found.items():
         if not matched[0][0].rule.drop:
             _produce(plan, source, members, targets, matched)
+
+
+def _uneven(found: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]]) -> Iterator[str]:
+    """Stacks of one rule that have not the same numbers: a layer at the end that lacks a tensor is seen by nothing else."""
+    first: dict[int, tuple[str, set[str]]] = {}
+    for (number, targets), matched in found.items():
+        rule, layers = matched[0][0].rule, {match.layer for match, _ in matched}
+        if rule.stack is None or rule.partial or rule.drop:
+            continue
+        other, known = first.setdefault(number, (targets[0], layers))
+        if layers != known:
+            apart = ", ".join(sorted(layers ^ known))
+            yield f"{targets[0]} is stacked of {len(layers)}, {other} of {len(known)}; needed both of {apart}, or `partial = true`"
 
 
 def _produce(plan: _Plan, source: Source, members: _Members, targets: Sequence[str], matched: Sequence[tuple[_Match, str]]) -> None:

@@ -358,7 +358,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
 
 
 def test_a_full_disk_leaves_nothing(ours: Path, tmp_path: Path) -> None:
-    found = convert_by(2, ours, tmp_path / "many", storages=lambda rank: FullStorage(str(tmp_path / "many"), 10_000 if rank else 1 << 40))
+    found = convert_by(2, ours, tmp_path / "many", storages=lambda rank: FullStorage(str(tmp_path / "many"), 3 if rank else 1 << 40))
     same_error(found, uc.StorageError, "No space left")
     assert os.listdir(tmp_path / "many") == []
 

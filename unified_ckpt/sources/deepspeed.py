@@ -1,0 +1,202 @@
+"""DeepSpeed: a folder that `save_checkpoint` wrote, of ZeRO 1, 2, 3 or BF16_Optimizer, with fp32 weights and the optimizer's state.
+
+Read: the step that `latest` names, or the step's folder itself; what the Trainer and Lightning write is such a folder. The names are the
+module's. Not read: models cut by tensor or pipeline parallelism, or with experts spread over ranks.
+
+How wrong bytes could be read: a rank's file is missing, or left from another save; the order of the parameters is not the flat groups'.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.source import Said
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.state import MODEL
+from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment
+from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, in_parts, scattered
+from unified_ckpt.sources.deepspeed_model import ModelFile, read_model_file
+from unified_ckpt.sources.deepspeed_ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
+from unified_ckpt.sources.deepspeed_universal import UNIVERSAL, universal_parameters
+from unified_ckpt.sources.deepspeed_values import Run, Trained, flat_tensor, trained_tensors, whole_tensor
+from unified_ckpt.sources.marks import DEEPSPEED_LATEST, DEEPSPEED_MODEL
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SPREAD = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
+
+
+def open_deepspeed(root: str, _options: SourceOptions) -> Assembled:
+    """FormatError for a folder that is damaged or of a kind that is not read, IncompleteError naming files that are missing or cut."""
+    folder = step_folder(root)
+    try:
+        return _open(root, folder)
+    except CheckpointError as error:
+        raise error if folder in str(error) else type(error)(f"{folder}: {error}") from error
+
+
+def _open(root: str, folder: str) -> Assembled:
+    entries = frozenset(os.listdir(folder))
+    spread = sorted(name for name in entries if _SPREAD.fullmatch(name))
+    if spread:
+        raise FormatError(listed("is of a model cut by tensor or pipeline parallelism, or with experts, which is not read", spread))
+    models = _model_paths(folder, entries)
+    check_whole(models)
+    model = read_model_file(models[0])
+    close = _nothing
+    trained: Mapping[str, Trained] = {}
+    owners: Owners = ()
+    extra = dict(model.extra)
+    if UNIVERSAL in entries:
+        trained, owners = universal_parameters(os.path.join(folder, UNIVERSAL), model)
+    elif model.groups:
+        first, paths = _optimizer_files(folder, entries)
+        layout = _layout(model, first)
+        ranks = Ranks(first, paths, layout)
+        trained = {name: _trained(model, first, layout, ranks, name) for group in model.groups for name in group}
+        owners, close = first.owners, ranks.close
+        extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
+    tensors: dict[Key, Assembly] = {}
+    for name, one in trained.items():
+        held = model.held.get(name)
+        full = held if held is not None and tuple(held.shape) == one.shape else None
+        dtype = held.dtype if held is not None else one.dtype
+        tensors |= trained_tensors(name, one, full, dtype=dtype, where=model.path)
+    tensors |= _others(model, models, trained)
+    said = Said(step=model.step, extra=extra or None, groups=_groups(model, owners))
+    return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)
+
+
+def _nothing() -> None:
+    """Nothing is open."""
+
+
+# ---- files
+
+
+def step_folder(root: str) -> str:
+    """The folder of one step: the one that `latest` names, or `root` itself. IncompleteError where it is not there."""
+    entries = frozenset(os.listdir(root))
+    if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
+        return root
+    mark = next((name for name in DEEPSPEED_LATEST if name in entries), None)
+    if mark is None:
+        raise FormatError(f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's")
+    with open(os.path.join(root, mark), encoding="utf-8", errors="replace") as file:
+        tag = file.read().strip()
+    folder = os.path.normpath(os.path.join(root, tag))
+    if not tag or not folder.startswith(os.path.join(root, "")):
+        raise FormatError(f"{root}/{mark}: names {tag!r}; needed a folder in {root}")
+    if not os.path.isdir(folder):
+        raise IncompleteError(f"{root}/{mark}: names {tag!r}, and there is no such folder; give the folder of a step that is there")
+    return folder
+
+
+def _model_paths(folder: str, entries: frozenset[str]) -> list[str]:
+    """One file, or one a rank under stage 3, by rank."""
+    plain = "mp_rank_00_model_states.pt"
+    if plain in entries:
+        return [os.path.join(folder, plain)]
+    found = {int(match[1]) for name in entries if (match := re.fullmatch(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt", name))}
+    return [os.path.join(folder, f"zero_pp_rank_{rank}_{plain}") for rank in range(max(found, default=0) + 1)]
+
+
+def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[str]]:
+    """Rank 0's, read, and the paths of all. IncompleteError naming those that are missing."""
+    found: dict[int, list[str]] = {}
+    for name in sorted(entries):
+        if match := _OPTIMIZER.fullmatch(name):
+            found.setdefault(int(match[1]), []).append(name)
+    double = [name for names in found.values() if len(names) > 1 for name in names]
+    if double:
+        raise FormatError(listed("has files of two saves", double))
+    if 0 not in found:
+        raise IncompleteError("rank 0's file of the optimizer, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing")
+    first = read_shard(os.path.join(folder, found[0][0]))
+    named = [found.get(rank, [found[0][0].replace("rank_0", f"rank_{rank}", 1)])[0] for rank in range(first.world)]
+    more = sorted(set(found) - set(range(first.world)))
+    if more:
+        raise FormatError(f"has files of ranks {more}, and {first.path} is of {first.world} ranks; needed files of one save")
+    paths = [os.path.join(folder, name) for name in named]
+    check_whole(paths)
+    return first, paths
+
+
+# ---- tensors
+
+
+def _layout(model: ModelFile, first: Shard) -> Layout:
+    groups = [{name: prod(shape) for name, shape in group.items()} for group in model.groups]
+    partitions = [flats[FP32].numel() + padding for flats, padding in zip(first.flats, first.paddings, strict=True)]
+    try:
+        if first.stage == 3:
+            return scattered(groups, partitions, world=first.world)
+        gaps = first.gaps if first.gaps is not None else [(0,) * len(group) for group in groups]
+        return chained(groups, gaps, partitions, world=first.world)
+    except FormatError as error:
+        raise FormatError(f"{first.path}: {error}") from error
+
+
+def _trained(model: ModelFile, first: Shard, layout: Layout, ranks: Ranks, name: str) -> Trained:
+    number = next(number for number, group in enumerate(model.groups) if name in group)
+    flats = first.flats[number]
+    states = {key: one.dtype for key, one in flats.items() if key != FP32}
+    runs = tuple(Run(span.first, span.count, partial(_part, ranks, span), ranks.where(span.rank)) for span in layout.spans[name])
+    return Trained(model.groups[number][name], flats[FP32].dtype, runs, states, first.scalars[number])
+
+
+def _part(ranks: Ranks, span: Span, key: str) -> torch.Tensor:
+    return ranks.flat(span.rank, span.group, key)[span.start : span.start + span.count]
+
+
+def _groups(model: ModelFile, owners: Owners) -> list[dict[str, Any]]:
+    return [{"names": [name for one in numbers for name in model.groups[one]], "options": options} for options, numbers in owners]
+
+
+def _others(model: ModelFile, models: Sequence[str], trained: Mapping[str, Trained]) -> dict[Key, Assembly]:
+    """Buffers, and parameters without an optimizer. IncompleteError for one whose elements are nowhere."""
+    found: dict[Key, Assembly] = {}
+    parts = _Parts(model, models)
+    lost = []
+    for name, one in model.held.items():
+        shape = model.frozen.get(name, tuple(one.shape))
+        if name in trained or name in model.aliases:
+            continue
+        if tuple(one.shape) != shape and name in model.cut:
+            found[MODEL, name] = parts.tensor(name, shape)
+        elif tuple(one.shape) == shape and (one.numel() or name in model.buffers or name in model.frozen or len(models) == 1):
+            found[MODEL, name] = whole_tensor(one, model.path)
+        else:
+            lost.append(name)
+    if lost:
+        raise IncompleteError(listed(f"{model.path}: has no elements of", lost))
+    return found
+
+
+class _Parts:
+    """Frozen parameters that stage 3 has cut: each rank's model file has a part."""
+
+    def __init__(self, model: ModelFile, models: Sequence[str]) -> None:
+        self._paths = models
+        self._open = {0: model.cut}
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Assembly:
+        spans = in_parts(prod(shape), world=len(self._paths), group=0, start=0)
+        fragments = [Fragment(Box((one.first,), (one.count,)), partial(self._load, name, one), self._paths[one.rank]) for one in spans]
+        return flat_tensor(name, shape, self._open[0][name].dtype, fragments)
+
+    def _load(self, name: str, span: Span) -> torch.Tensor:
+        if span.rank not in self._open:
+            self._open[span.rank] = read_model_file(self._paths[span.rank]).cut
+        if name not in self._open[span.rank]:
+            raise IncompleteError(f"{self._paths[span.rank]}: has no part of {name}; needed {span.count} elements of it")
+        return self._open[span.rank][name][span.start : span.start + span.count]

@@ -100,6 +100,7 @@ def _compare(name: str, run: Run, held: torch.Tensor, where: str) -> None:
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise IntegrityError(
-            f"{run.where}: {name}: element {run.first + at} of the fp32 weights is {float(master[at])} in {held.dtype}, the model's in {where} "
-            f"is {float(mine[at])}, and {int(wrong.sum())} of {run.count} differ; needed the same: files of two saves, or a wrong order"
+            f"{run.where}: {name}: element {run.first + at} of the fp32 weights is {float(master[at])} in {held.dtype}, the model's in "
+            f"{where} is {float(mine[at])}, and {int(wrong.sum())} of {run.count} differ; needed the same: these are files of two saves, "
+            "or were put together in a wrong order"
         )

@@ -1,7 +1,8 @@
 """torchrun script: DeepSpeed trains and saves in each of its ways; from what it saved, plain PyTorch goes on beside it.
 
 ROOT/<case> is DeepSpeed's folder, ROOT/<case>.pt all that its live engine holds, whole: {"part:name": tensor}, and the losses that
-followed. Tensors of the engine are found by where its parameters lie in its flat buffers, not by any list of names.
+followed; step 6 is saved as well, and not named by `latest`. Tensors of the engine are found by where its parameters lie in its flat
+buffers, not by any list of names.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm.torch
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from worker import started
 
 import unified_ckpt as uc
@@ -46,6 +49,7 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {  # b
         "3": (3, {"sub_group_size": 20}, BF16),
     },
 }
+RESUMED = ("1", "2-robin", "bf16-optimizer", "3", "3-whole")
 CONVERTED = ("2", "3", "2-robin")  # by DeepSpeed's own converter as well
 
 
@@ -132,7 +136,7 @@ def truth(engine: Any) -> dict[str, torch.Tensor]:
         for flat, whole in flat_groups(engine):
             for name, one in trained:
                 at = (one.data_ptr() - flat.data_ptr()) // one.element_size()
-                if 0 <= at and at + one.numel() <= flat.numel():
+                if at >= 0 and at + one.numel() <= flat.numel():
                     for key, value in whole.items():
                         part = "master_weights:" + name if key == "fp32" else f"optimizer:{name}/{key}"
                         found[part] = value[at : at + one.numel()].view(one.shape).clone()
@@ -142,23 +146,52 @@ def truth(engine: Any) -> dict[str, torch.Tensor]:
     return found | {f"model:{name}": one for name, one in held.items()}
 
 
-def plain_losses(folder: Path, first: int, count: int) -> list[float]:
-    """The same training by hand, on replicas, begun anew from DeepSpeed's folder."""
+def plain_losses(folder: Path, first: int, count: int, dtype: torch.dtype) -> list[float]:
+    """The same training by hand, on replicas, begun anew from DeepSpeed's folder: low-precision weights, an optimizer of fp32 weights."""
     model = build()
     for one in model.parameters():
-        one.data.zero_()
-    optimizer = torch.optim.AdamW(grouped(model))
-    report = uc.load(folder, model=model, optimizer=optimizer)
+        one.data = one.data.to(dtype)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    masters = {name: torch.zeros_like(one, dtype=torch.float32).requires_grad_() for name, one in trained.items()}
+    optimizer = torch.optim.AdamW([{"params": [one]} for one in masters.values()])
+    state = {f"{name}/{key}": torch.zeros_like(one).detach() for name, one in masters.items() for key in ("exp_avg", "exp_avg_sq")}
+    state |= {f"{name}/step": torch.tensor(0.0) for name in masters}
+    low = dtype != torch.float32
+    report = uc.load(folder, model=model, master_weights={n: one.detach() for n, one in masters.items()} if low else None, optimizer=state)
     assert report.step == first
+    options = {name: group["options"] for group in uc.open(folder).source.said().groups for name in group["names"]}
+    for (name, master), group in zip(masters.items(), optimizer.param_groups, strict=True):
+        group |= options[name]
+        optimizer.state[master] = {key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        master.data.copy_(master if low else trained[name])
+    losses = []
+    for step in range(first, first + count):
+        loss = loss_of(model, step)
+        model.zero_grad()
+        loss.backward()
+        for name, one in trained.items():
+            assert one.grad is not None
+            dist.all_reduce(one.grad)
+            masters[name].grad = (one.grad / dist.get_world_size()).float()
+        optimizer.step()
+        for name, one in trained.items():
+            one.data.copy_(masters[name])
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sharded_losses(folder: Path, first: int, count: int) -> list[float]:
+    """FSDP2 in fp32 goes on from it, whatever it was trained in."""
+    model = build()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(grouped(model))
+    options = uc.LoadOptions(cast=True)  # frozen weights have no fp32 copy
+    assert uc.load(folder, model=model, optimizer=optimizer, options=options).step == first
     losses = []
     for step in range(first, first + count):
         loss = loss_of(model, step)
         optimizer.zero_grad()
         loss.backward()
-        for one in model.parameters():
-            if one.grad is not None:
-                dist.all_reduce(one.grad)
-                one.grad /= dist.get_world_size()
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
@@ -181,21 +214,39 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
     found: dict[str, Any] = truth(engine)
     found["optimizer's class"] = type(engine.optimizer).__name__
     found["losses"] = train(engine, 3, 3)
+    engine.save_checkpoint(str(root / name), save_latest=False)
     engine.destroy()
     if dist.get_rank() == 0:
         torch.save(found, root / f"{name}.pt")
         if name in CONVERTED and dist.get_world_size() == 2:
             convert(root / name, root / f"{name}-universal")
     dist.barrier()
-    if not more and name in ("1", "3-whole"):  # fp32 throughout: the same arithmetic
-        mine = plain_losses(root / name, 3, 3)
-        assert mine == found["losses"], (mine, found["losses"])
+    if dist.get_world_size() == 2 and name in RESUMED:
+        dtype = torch.bfloat16 if more else torch.float32
+        assert plain_losses(root / name, 3, 3, dtype) == found["losses"]
+        near = found["losses"] if dtype == torch.float32 else pytest.approx(found["losses"], rel=0.01)
+        assert sharded_losses(root / name, 3, 3) == near
 
 
 def convert(source: Path, target: Path) -> None:
-    arguments = ["ds_to_universal", "--input_folder", str(source / "global_step3"), "--output_folder", str(target), "--inject_missing_state"]
-    sys.argv = [*arguments, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    sys.argv = ["ds_to_universal", "--input_folder", str(source / "global_step3"), "--output_folder", str(target)]
+    sys.argv += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
     ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
+def refused(root: Path) -> None:
+    """What is wrong is one error on every rank, and none waits for another."""
+    with pytest.raises(uc.IntegrityError, match=r"fp32 weights(.|\n)*target .* unusable"):
+        sharded_losses(root / "2-robin-universal", 3, 1)
+    file = root / "2" / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if dist.get_rank() == 0:
+        file.rename(root / "aside")
+    dist.barrier()
+    with pytest.raises(uc.IncompleteError, match=r"bf16_zero_pp_rank_1_mp_rank_00"):
+        sharded_losses(root / "2", 3, 1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / "aside").rename(file)
 
 
 def main() -> None:
@@ -204,6 +255,8 @@ def main() -> None:
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes with it on the CPU; DeepSpeed refuses to
     for name, (stage, zero, more) in CASES[dist.get_world_size()].items():
         run(root, name, stage, zero, more)
+    if dist.get_world_size() == 2:
+        refused(root)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment
-from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, in_parts, scattered
-from unified_ckpt.sources.deepspeed_model import ModelFile, read_model_file
+from unified_ckpt.sources.assembled import Assembled, Assembly
+from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, scattered
+from unified_ckpt.sources.deepspeed_model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
 from unified_ckpt.sources.deepspeed_ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
 from unified_ckpt.sources.deepspeed_universal import UNIVERSAL, universal_parameters
-from unified_ckpt.sources.deepspeed_values import Run, Trained, flat_tensor, trained_tensors, whole_tensor
+from unified_ckpt.sources.deepspeed_values import Run, Trained, trained_tensors, whole_tensor
 from unified_ckpt.sources.marks import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -49,10 +48,8 @@ def _open(root: str, folder: str) -> Assembled:
     spread = sorted(name for name in entries if _SPREAD.fullmatch(name))
     if spread:
         raise FormatError(listed("is of a model cut by tensor or pipeline parallelism, or with experts, which is not read", spread))
-    models = _model_paths(folder, entries)
-    check_whole(models)
-    model = read_model_file(models[0])
-    close = _nothing
+    model = read_model_file(_model_path(folder, entries))
+    close, world = _nothing, model.world
     trained: Mapping[str, Trained] = {}
     owners: Owners = ()
     extra = dict(model.extra)
@@ -63,15 +60,13 @@ def _open(root: str, folder: str) -> Assembled:
         layout = _layout(model, first)
         ranks = Ranks(first, paths, layout)
         trained = {name: _trained(model, first, layout, ranks, name) for group in model.groups for name in group}
-        owners, close = first.owners, ranks.close
+        owners, close, world = first.owners, ranks.close, first.world
         extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
     tensors: dict[Key, Assembly] = {}
     for name, one in trained.items():
-        held = model.held.get(name)
-        full = held if held is not None and tuple(held.shape) == one.shape else None
-        dtype = held.dtype if held is not None else one.dtype
-        tensors |= trained_tensors(name, one, full, dtype=dtype, where=model.path)
-    tensors |= _others(model, models, trained)
+        held = model.held[name]
+        tensors |= trained_tensors(name, one, None if model.lacks(name) else held, dtype=held.dtype, where=model.path)
+    tensors |= _others(model, trained, world)
     said = Said(step=model.step, extra=extra or None, groups=_groups(model, owners))
     return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)
 
@@ -101,13 +96,14 @@ def step_folder(root: str) -> str:
     return folder
 
 
-def _model_paths(folder: str, entries: frozenset[str]) -> list[str]:
-    """One file, or one a rank under stage 3, by rank."""
-    plain = "mp_rank_00_model_states.pt"
-    if plain in entries:
-        return [os.path.join(folder, plain)]
-    found = {int(match[1]) for name in entries if (match := re.fullmatch(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt", name))}
-    return [os.path.join(folder, f"zero_pp_rank_{rank}_{plain}") for rank in range(max(found, default=0) + 1)]
+def _model_path(folder: str, entries: frozenset[str]) -> str:
+    """Rank 0's; under stage 3 the others have one each."""
+    names = [name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if name in entries]
+    if len(names) > 1:
+        raise FormatError(listed("has files of two saves", names))
+    path = os.path.join(folder, names[0] if names else MODEL_FILE)
+    check_whole([path])
+    return path
 
 
 def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[str]]:
@@ -162,41 +158,13 @@ def _groups(model: ModelFile, owners: Owners) -> list[dict[str, Any]]:
     return [{"names": [name for one in numbers for name in model.groups[one]], "options": options} for options, numbers in owners]
 
 
-def _others(model: ModelFile, models: Sequence[str], trained: Mapping[str, Trained]) -> dict[Key, Assembly]:
+def _others(model: ModelFile, trained: Mapping[str, Trained], world: int) -> dict[Key, Assembly]:
     """Buffers, and parameters without an optimizer. IncompleteError for one whose elements are nowhere."""
-    found: dict[Key, Assembly] = {}
-    parts = _Parts(model, models)
-    lost = []
-    for name, one in model.held.items():
-        shape = model.frozen.get(name, tuple(one.shape))
-        if name in trained or name in model.aliases:
-            continue
-        if tuple(one.shape) != shape and name in model.cut:
-            found[MODEL, name] = parts.tensor(name, shape)
-        elif tuple(one.shape) == shape and (one.numel() or name in model.buffers or name in model.frozen or len(models) == 1):
-            found[MODEL, name] = whole_tensor(one, model.path)
-        else:
-            lost.append(name)
+    rest = [name for name in model.held if name not in trained and name not in model.aliases]
+    frozen = [name for name in rest if model.lacks(name)]
+    lost = [name for name in frozen if name not in model.parts]
     if lost:
         raise IncompleteError(listed(f"{model.path}: has no elements of", lost))
-    return found
-
-
-class _Parts:
-    """Frozen parameters that stage 3 has cut: each rank's model file has a part."""
-
-    def __init__(self, model: ModelFile, models: Sequence[str]) -> None:
-        self._paths = models
-        self._open = {0: model.cut}
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Assembly:
-        spans = in_parts(prod(shape), world=len(self._paths), group=0, start=0)
-        fragments = [Fragment(Box((one.first,), (one.count,)), partial(self._load, name, one), self._paths[one.rank]) for one in spans]
-        return flat_tensor(name, shape, self._open[0][name].dtype, fragments)
-
-    def _load(self, name: str, span: Span) -> torch.Tensor:
-        if span.rank not in self._open:
-            self._open[span.rank] = read_model_file(self._paths[span.rank]).cut
-        if name not in self._open[span.rank]:
-            raise IncompleteError(f"{self._paths[span.rank]}: has no part of {name}; needed {span.count} elements of it")
-        return self._open[span.rank][name][span.start : span.start + span.count]
+    parts = FrozenParts(model, world) if frozen else None
+    found = {(MODEL, name): whole_tensor(model.held[name], model.path) for name in rest if name not in frozen}
+    return found | {(MODEL, name): parts.tensor(name) for name in frozen if parts is not None}

@@ -11,11 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 from typing import Any
-
-import torch
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
@@ -23,11 +20,11 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly
-from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, scattered
+from unified_ckpt.sources.deepspeed_layout import Layout, chained, scattered
 from unified_ckpt.sources.deepspeed_model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
 from unified_ckpt.sources.deepspeed_ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
 from unified_ckpt.sources.deepspeed_universal import UNIVERSAL, universal_parameters
-from unified_ckpt.sources.deepspeed_values import Run, Trained, trained_tensors, whole_tensor
+from unified_ckpt.sources.deepspeed_values import Trained, trained_tensors, whole_tensor
 from unified_ckpt.sources.marks import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -146,12 +143,8 @@ def _trained(model: ModelFile, first: Shard, layout: Layout, ranks: Ranks, name:
     number = next(number for number, group in enumerate(model.groups) if name in group)
     flats = first.flats[number]
     states = {key: one.dtype for key, one in flats.items() if key != FP32}
-    runs = tuple(Run(span.first, span.count, partial(_part, ranks, span), ranks.where(span.rank)) for span in layout.spans[name])
-    return Trained(model.groups[number][name], flats[FP32].dtype, runs, states, first.scalars[number])
-
-
-def _part(ranks: Ranks, span: Span, key: str) -> torch.Tensor:
-    return ranks.flat(span.rank, span.group, key)[span.start : span.start + span.count]
+    shape, spans = model.groups[number][name], layout.spans[name]
+    return Trained(shape, flats[FP32].dtype, spans, ranks.elements, ranks.where, states, first.scalars[number])
 
 
 def _groups(model: ModelFile, owners: Owners) -> list[dict[str, Any]]:

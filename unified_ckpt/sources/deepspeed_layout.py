@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unified_ckpt.errors import FormatError
 
 CUT_NUMEL = 4 << 20  # elements of one span: what is compared at once with the other copy
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements [first, first + count) of a flattened parameter: those from `start` of a rank's share of a group."""
+class Span(NamedTuple):
+    """Elements [first, first + numel) of a flattened parameter: those from `start` of a rank's share of a group."""
 
     first: int
-    count: int
+    numel: int
     rank: int
     group: int
     start: int

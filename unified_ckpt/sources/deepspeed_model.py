@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.assembled import Assembly, Fragment
+from unified_ckpt.sources.assembled import Assembly
 from unified_ckpt.sources.deepspeed_layout import Span, in_parts
 from unified_ckpt.sources.deepspeed_ranks import STUBS, check_whole
-from unified_ckpt.sources.deepspeed_values import flat_tensor
+from unified_ckpt.sources.deepspeed_values import spans_tensor
 from unified_ckpt.sources.pickles import load_torch
 
 MODEL_FILE = "mp_rank_00_model_states.pt"  # without stage 3; with it "zero_pp_rank_<rank>_" stands before
@@ -120,13 +119,13 @@ class FrozenParts:
         if part.numel() != -(-prod(shape) // world):
             needed = f"needed {-(-prod(shape) // world)} of shape {shape} on {world} ranks"
             raise FormatError(f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {needed}")
-        spans = in_parts(prod(shape), world=world, group=0, start=0)
-        fragments = [Fragment(Box((one.first,), (one.count,)), partial(self._load, name, one), self._paths[one.rank]) for one in spans]
-        return flat_tensor(name, shape, part.dtype, fragments)
+        spans = tuple(in_parts(prod(shape), world=world, group=0, start=0))
+        return spans_tensor(shape, part.dtype, spans, partial(self._load, name, spans), lambda span: self._paths[span.rank])
 
-    def _load(self, name: str, span: Span) -> torch.Tensor:
+    def _load(self, name: str, spans: Sequence[Span], number: int) -> torch.Tensor:
+        span = spans[number]
         if span.rank not in self._open:
             self._open[span.rank] = read_model_file(self._paths[span.rank]).parts
         if name not in self._open[span.rank]:
-            raise FormatError(f"{self._paths[span.rank]}: has no part of {name}; needed {span.count} elements of it")
-        return self._open[span.rank][name][span.start : span.start + span.count]
+            raise FormatError(f"{self._paths[span.rank]}: has no part of {name}; needed {span.numel} elements of it")
+        return self._open[span.rank][name][span.start : span.start + span.numel]

@@ -17,7 +17,7 @@ import torch
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.sources.deepspeed_layout import Layout
+from unified_ckpt.sources.deepspeed_layout import Layout, Span
 from unified_ckpt.sources.pickles import Stub, load_torch
 
 FP32 = "fp32"  # our key for the weights, among the keys of the optimizer's state
@@ -130,17 +130,18 @@ class Ranks:
         self._open: dict[int, Shard] = {0: first}
         self._check(first, 0)
 
-    def where(self, rank: int) -> str:
-        return self._paths[rank]
+    def where(self, span: Span) -> str:
+        return self._paths[span.rank]
 
-    def flat(self, rank: int, group: int, key: str) -> torch.Tensor:
-        """A rank's share of a group, an alias of its file."""
+    def elements(self, span: Span, key: str) -> torch.Tensor:
+        """An alias of the file of the span's rank."""
+        rank = span.rank
         with self._lock:
             if rank not in self._open:
                 found = read_shard(self._paths[rank])
                 self._check(found, rank)
                 self._open[rank] = found
-            return self._open[rank].flats[group][key]
+            return self._open[rank].flats[span.group][key][span.start : span.start + span.numel]
 
     def _check(self, one: Shard, rank: int) -> None:
         first = self._first

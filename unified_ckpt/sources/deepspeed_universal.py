@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from math import prod
 
 import torch
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.sources.deepspeed_layout import in_parts
+from unified_ckpt.sources.deepspeed_layout import Span, in_parts
 from unified_ckpt.sources.deepspeed_model import ModelFile
 from unified_ckpt.sources.deepspeed_ranks import FP32, STUBS, Owners, as_number, owners_of
-from unified_ckpt.sources.deepspeed_values import Run, Trained
+from unified_ckpt.sources.deepspeed_values import Trained
 from unified_ckpt.sources.pickles import load_torch
 
 UNIVERSAL = "zero"
@@ -61,12 +60,13 @@ def _trained(folder: str, shape: tuple[int, ...], scalars: Mapping[str, torch.Te
     told = {key: _tensor(path, key) for key, path in files.items()}
     numbers = {key: one for key, one in told.items() if key == "step" or (not one.dim() and shape)}
     flats = {key: _flat(files[key], one, shape) for key, one in told.items() if key not in numbers}
-    runs = tuple(
-        Run(span.first, span.count, partial(_part, flats, span.first, span.first + span.count), files[FP32])
-        for span in in_parts(prod(shape), world=1, group=0, start=0)
-    )
+
+    def load(span: Span, key: str) -> torch.Tensor:
+        return flats[key][span.first : span.first + span.numel]
+
+    spans = tuple(in_parts(prod(shape), world=1, group=0, start=0))
     states = {key: one.dtype for key, one in flats.items() if key != FP32}
-    return Trained(shape, flats[FP32].dtype, runs, states, {**scalars, **numbers})
+    return Trained(shape, flats[FP32].dtype, spans, load, lambda _: files[FP32], states, {**scalars, **numbers})
 
 
 def _tensor(path: str, key: str) -> torch.Tensor:
@@ -79,10 +79,6 @@ def _flat(path: str, one: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(one.shape) != shape and not (one.dim() == 1 and one.numel() >= numel):
         raise FormatError(f"{path}: has shape {tuple(one.shape)}; needed {shape}")
     return one.reshape(-1)[:numel]
-
-
-def _part(flats: Mapping[str, torch.Tensor], start: int, stop: int, key: str) -> torch.Tensor:
-    return flats[key][start:stop]
 
 
 def _check_alike(folder: str, trained: Mapping[str, Trained]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from launch import torchrun
+from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
@@ -119,7 +120,7 @@ def test_what_the_job_said_beside_its_tensors(two: Path, capsys: pytest.CaptureF
         assert source.source.said().extra["loss_scaler"]["cur_scale"] == 256
     assert main(["inspect", str(two / "2")]) == 0
     shown = capsys.readouterr().out
-    assert "DeepSpeed" in shown
+    assert "deepspeed" in shown.lower()
     assert "BF16 [11, 7]" in shown
 
 
@@ -132,6 +133,38 @@ def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) 
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(uc.FormatError, match=r"names '\.\./elsewhere'; needed a folder in"):
         uc.open(folder)
+
+
+def test_lightnings_folder(folder: Path, two: Path) -> None:
+    """Lightning's strategy calls every step's folder "checkpoint"."""
+    (folder / "global_step3").rename(folder / "checkpoint")
+    (folder / "latest").write_text("checkpoint")
+    shutil.rmtree(folder / "global_step6")
+    path = folder.rename(folder.with_name("epoch=0-step=3.ckpt"))
+    check_equal(path, two / "2.pt")
+
+
+@pytest.mark.slow  # imports all of the Trainer on each rank
+def test_the_trainers_folder(tmp_path: Path) -> None:
+    torchrun(2, "worker_deepspeed_trainer.py", tmp_path, timeout_seconds=240)
+    path = tmp_path / "run" / "checkpoint-3"
+    truth = load_file(path / "model.safetensors")
+    with uc.open(path) as source:
+        assert source.format == "deepspeed"
+        assert source.source.said().step == 3
+        assert {name: str(one.dtype) for name, one in truth.items()} == dict.fromkeys(source["model"], "torch.bfloat16")
+        for name, one in truth.items():
+            assert torch.equal(source["model"][name][...], one)
+            assert torch.equal(source["master_weights"][name][...].bfloat16(), one)
+        assert torch.equal(source["model"]["lm_head.weight"][...], truth["model.embed_tokens.weight"])
+    truth["model.norm.weight"][0] += 1
+    save_file(truth, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(uc.IntegrityError, match=r"model.norm.weight: element 0 of the fp32 weights(.|\n)*model.safetensors is"):
+        read_all(path)
+    (path / "model.safetensors").unlink()  # the weights are then made from the fp32 ones
+    truth["model.norm.weight"][0] -= 1
+    with uc.open(path) as source:
+        assert torch.equal(source["model"]["model.layers.1.mlp.up_proj.weight"][...], truth["model.layers.1.mlp.up_proj.weight"])
 
 
 # ---- folders of many ranks, of two saves, and with parts missing

@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+import torch
+
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly
+from unified_ckpt.sources.deepspeed_beside import weights_beside
 from unified_ckpt.sources.deepspeed_layout import Layout, chained, scattered
 from unified_ckpt.sources.deepspeed_model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
 from unified_ckpt.sources.deepspeed_ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
@@ -60,9 +63,10 @@ def _open(root: str, folder: str) -> Assembled:
         owners, close, world = first.owners, ranks.close, first.world
         extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
     tensors: dict[Key, Assembly] = {}
+    beside = weights_beside(root) if model.is_cut and root != folder else {}
     for name, one in trained.items():
-        held = model.held[name]
-        tensors |= trained_tensors(name, one, None if model.lacks(name) else held, dtype=held.dtype, where=model.path)
+        held, where = _held(model, beside, name, one.shape)
+        tensors |= trained_tensors(name, one, held, dtype=model.held[name].dtype, where=where)
     tensors |= _others(model, trained, world)
     said = Said(step=model.step, extra=extra or None, groups=_groups(model, owners))
     return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)
@@ -125,6 +129,20 @@ def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[
 
 
 # ---- tensors
+
+
+def _held(
+    model: ModelFile, beside: Mapping[str, tuple[torch.Tensor, str]], name: str, shape: tuple[int, ...]
+) -> tuple[torch.Tensor | None, str]:
+    """The model's own weights of a trained parameter, and their file. FormatError where those beside the folder are of another shape."""
+    if not model.lacks(name):
+        return model.held[name], model.path
+    if name not in beside:
+        return None, model.path
+    found, where = beside[name]
+    if tuple(found.shape) != shape:
+        raise FormatError(f"{where}: {name}: has shape {tuple(found.shape)}; {model.path} says {shape}")
+    return (found, where) if found.dtype == model.held[name].dtype else (None, model.path)
 
 
 def _layout(model: ModelFile, first: Shard) -> Layout:

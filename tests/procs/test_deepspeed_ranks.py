@@ -21,7 +21,7 @@ from unified_ckpt.cli.main import main
 from unified_ckpt.sources.deepspeed_ranks import STUBS
 from unified_ckpt.sources.pickles import load_torch
 
-TWO = ["1", "1-robin", "2", "2-robin", "2-elastic", "2-aligned", "2-half", "bf16-optimizer", "3", "3-whole"]
+TWO = ["1", "1-robin", "2", "2-robin", "2-elastic", "2-aligned", "2-unzipped", "2-half", "bf16-optimizer", "3", "3-whole"]
 THREE = ["2", "2-robin", "bf16-optimizer", "3"]
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -133,6 +133,23 @@ def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) 
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(uc.FormatError, match=r"names '\.\./elsewhere'; needed a folder in"):
         uc.open(folder)
+
+
+@pytest.mark.parametrize("case", ["2", "3"])
+def test_frozen_parameters_that_were_left_out(two: Path, case: str) -> None:
+    with uc.open(two / case) as full, uc.open(two / case / "unfrozen") as source:
+        assert set(full["model"]) - set(source["model"]) == {"frozen.weight", "frozen.bias"}
+        for part in full.parts:
+            assert all(torch.equal(source[part][name][...], full[part][name][...]) for name in source[part])
+
+
+@pytest.mark.parametrize("case", ["2", "3"])
+def test_a_job_that_has_not_begun(two: Path, case: str) -> None:
+    with uc.open(two / case / "fresh") as source:
+        assert source.source.said().step == 0
+        assert torch.equal(source["master_weights"]["gain"][...], torch.ones(1))
+        assert source.parts == ("master_weights", "model")
+    read_all(two / case / "fresh")
 
 
 def test_lightnings_folder(folder: Path, two: Path) -> None:

@@ -1,8 +1,8 @@
 """torchrun script: DeepSpeed trains and saves in each of its ways; from what it saved, plain PyTorch goes on beside it.
 
 ROOT/<case> is DeepSpeed's folder, ROOT/<case>.pt all that its live engine holds, whole: {"part:name": tensor}, and the losses that
-followed; step 6 is saved as well, and not named by `latest`. Tensors of the engine are found by where its parameters lie in its flat
-buffers, not by any list of names.
+followed; steps 0 and 6, and 3 without frozen parameters, are saved as well, and not named by `latest`. Tensors of the engine are found by
+where its parameters lie in its flat buffers, not by any list of names.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {  # b
         "2-robin": (2, {"round_robin_gradients": True}, {}),
         "2-elastic": (2, {"elastic_checkpoint": True}, BF16),
         "2-aligned": (2, {"parameter_alignment": True}, BF16),
+        "2-unzipped": (2, {}, BF16 | {"checkpoint": {"checkpoint_serialization": False}}),
         "2-half": (2, {}, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
         "bf16-optimizer": (1, {}, BF16 | FP32_GRADS),
         "3": (3, {"sub_group_size": 40}, BF16),
@@ -209,8 +210,12 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
     optimizer = torch.optim.AdamW(grouped(model), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5) if name == "2" else None
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
+    if name in CONVERTED:
+        engine.save_checkpoint(str(root / name), tag="fresh", save_latest=False)
     train(engine, 0, 3)
     engine.save_checkpoint(str(root / name), client_state={"mine": {"seen": (1, 2)}})
+    if name in CONVERTED:
+        engine.save_checkpoint(str(root / name), tag="unfrozen", save_latest=False, exclude_frozen_parameters=True)
     found: dict[str, Any] = truth(engine)
     found["optimizer's class"] = type(engine.optimizer).__name__
     found["losses"] = train(engine, 3, 3)

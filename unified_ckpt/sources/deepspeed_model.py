@@ -77,7 +77,7 @@ def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
     held = {name: one.detach() for name, one in told["module"].items() if isinstance(one, torch.Tensor)}
     groups = [_shapes(group) for group in told.get("param_shapes") or ()]
     shapes = {name: shape for group in groups for name, shape in group.items()} | _shapes(told.get("frozen_param_shapes") or {})
-    shared = {alias: name for alias, name in (told.get("shared_params") or {}).items() if alias not in shapes}
+    shared = {alias: name for alias, name in (told.get("shared_params") or {}).items() if alias not in shapes and name in held}
     step = told.get("global_steps")
     return ModelFile(
         path,

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
+from unified_ckpt.sources import deepspeed, deepspeed_ranks
 from unified_ckpt.sources.deepspeed_ranks import STUBS
 from unified_ckpt.sources.pickles import load_torch
 
@@ -88,6 +89,8 @@ def test_the_classes_that_were_meant_have_written_them(two: Path) -> None:
     classes = {case: torch.load(two / f"{case}.pt")["optimizer's class"] for case in TWO}
     assert set(classes.values()) == {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
     assert classes["bf16-optimizer"] == "BF16_Optimizer"
+    starts = {case: (two / case / "global_step3" / MODEL).read_bytes()[:2] for case in ("2", "2-unzipped")}
+    assert starts == {"2": b"PK", "2-unzipped": b"\x80\x02"}
 
 
 @pytest.mark.parametrize("case", ["2", "3"])
@@ -228,6 +231,43 @@ def test_files_of_ten_and_more_ranks_are_in_the_order_of_their_numbers(two: Path
     check_equal(folder, two / "2.pt")
 
 
+def test_a_count_of_steps_among_the_options(two: Path, folder: Path) -> None:
+    """As DeepSpeed's own optimizers keep it: an int, in the group or in the state."""
+    dealt(folder, 2)
+    for path in shards(folder):
+        told = torch.load(path, weights_only=True)
+        for number, state in told["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
+            group = told["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][number]
+            if number == 0:
+                del state["step"]
+                group["step"] = 3
+            else:
+                state["step"] = 3
+        torch.save(told, path)
+    check_equal(folder, two / "2.pt")
+    with uc.open(folder) as source:
+        assert all("step" not in group["options"] for group in source.source.said().groups)
+
+
+def test_a_job_opens_the_files_that_it_reads_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rank 0's: thousands of ranks open one folder."""
+    dealt(folder, 12)
+    opened = []
+
+    def note(path: str) -> deepspeed_ranks.Shard:
+        opened.append(int(Path(path).name.split("_")[3]))
+        return read_shard(path)
+
+    read_shard = deepspeed_ranks.read_shard
+    monkeypatch.setattr(deepspeed_ranks, "read_shard", note)
+    monkeypatch.setattr(deepspeed, "read_shard", note)
+    with uc.open(folder) as source:
+        assert opened == [0]
+        source["optimizer"]["embed.weight/exp_avg"][2:4]  # elements [14, 28) of partitions of 14
+        source["optimizer"]["embed.weight/exp_avg_sq"][2:4]
+    assert opened == [0, 1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_file_is_missing_is_named(folder: Path, rank: int) -> None:
     """As where each machine has the files of its own ranks only."""
@@ -252,9 +292,10 @@ def test_the_models_file_is_missing(folder: Path) -> None:
 
 def test_a_frozen_part_of_another_rank_is_missing(two: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(two / "3", tmp_path / "ds"))
-    (copy / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(uc.IncompleteError, match=r"zero_pp_rank_1_mp_rank_00_model_states.pt"):
-        uc.open(copy)
+    for rank in (1, 0):
+        (copy / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+        with pytest.raises(uc.CheckpointError, match=rf"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
+            uc.open(copy)
 
 
 @pytest.mark.parametrize("which", [0, 1])

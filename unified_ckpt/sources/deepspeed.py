@@ -18,7 +18,7 @@ import torch
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly
@@ -81,6 +81,8 @@ def _nothing() -> None:
 
 def step_folder(root: str) -> str:
     """The folder of one step: the one that `latest` names, or `root` itself. IncompleteError where it is not there."""
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{root}: there is no such folder")
     entries = frozenset(os.listdir(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
         return root
@@ -102,7 +104,8 @@ def _model_path(folder: str, entries: frozenset[str]) -> str:
     names = [name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if name in entries]
     if len(names) > 1:
         raise FormatError(listed("has files of two saves", names))
-    path = os.path.join(folder, names[0] if names else MODEL_FILE)
+    cut = any(name.startswith("zero_pp_rank_") and name.endswith(MODEL_FILE) for name in entries)
+    path = os.path.join(folder, f"zero_pp_rank_0_{MODEL_FILE}" if cut else MODEL_FILE)
     check_whole([path])
     return path
 

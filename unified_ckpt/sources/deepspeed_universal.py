@@ -17,7 +17,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.deepspeed_layout import Span, in_parts
 from unified_ckpt.sources.deepspeed_model import ModelFile
-from unified_ckpt.sources.deepspeed_ranks import FP32, STUBS, Owners, as_number, owners_of
+from unified_ckpt.sources.deepspeed_ranks import FP32, STUBS, Owners, as_number, check_whole, owners_of
 from unified_ckpt.sources.deepspeed_values import Trained
 from unified_ckpt.sources.pickles import load_torch
 
@@ -43,6 +43,7 @@ def universal_parameters(folder: str, model: ModelFile) -> tuple[dict[str, Train
 
 def _said(path: str, count: int) -> tuple[Owners, dict[int, dict[str, torch.Tensor]]]:
     """The param groups, and, of stage 3, the numbers of each flat group, which are in no parameter's folder."""
+    check_whole([path])
     told = load_torch(path, stubs=STUBS)
     try:
         states = told.get("optimizer_state_dict", {}).get("state", {})

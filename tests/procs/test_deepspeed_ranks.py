@@ -127,6 +127,26 @@ def test_what_the_job_said_beside_its_tensors(two: Path, capsys: pytest.CaptureF
     assert "BF16 [11, 7]" in shown
 
 
+@pytest.mark.parametrize("case", ["1", "2", "2-robin", "3"])
+def test_converted_to_a_unified_folder(two: Path, tmp_path: Path, case: str) -> None:
+    report = uc.convert(two / case, tmp_path / "ours")
+    assert report.compared == (0 if case in ("1", "2-robin") else 8)  # pairs of model and master_weights
+    assert uc.verify(tmp_path / "ours", deep=True).ok
+    held = {key: one for key, one in torch.load(two / f"{case}.pt").items() if isinstance(one, torch.Tensor)}
+    with uc.open(tmp_path / "ours") as source:
+        for key, one in held.items():
+            part, _, name = key.partition(":")
+            assert torch.equal(source[part if part in source.parts else "model"][name][...], one), key
+        assert source.source.said().groups[2]["options"]["lr"] == (0.003 if case != "2" else 0.0015)
+        assert source.source.said().extra["mine"] == {"seen": (1, 2)}
+
+
+def test_a_corrupt_universal_checkpoint_is_not_converted(two: Path, tmp_path: Path) -> None:
+    with pytest.raises(uc.IntegrityError, match="wrong order"):
+        uc.convert(two / "2-robin-universal", tmp_path / "ours")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) -> None:
     with uc.open(folder / "global_step6") as source:
         assert source.source.said().step == 6
@@ -290,12 +310,13 @@ def test_the_models_file_is_missing(folder: Path) -> None:
         uc.open(folder)
 
 
-def test_a_frozen_part_of_another_rank_is_missing(two: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_models_file_of_stage_3_is_missing(two: Path, tmp_path: Path, rank: int) -> None:
+    """Another rank's has its parts of frozen parameters."""
     copy = Path(shutil.copytree(two / "3", tmp_path / "ds"))
-    for rank in (1, 0):
-        (copy / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
-        with pytest.raises(uc.CheckpointError, match=rf"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
-            uc.open(copy)
+    (copy / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(uc.IncompleteError, match=rf"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
+        uc.open(copy)
 
 
 @pytest.mark.parametrize("which", [0, 1])

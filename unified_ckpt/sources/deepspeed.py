@@ -20,6 +20,7 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.mapped import Pages
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly
 from unified_ckpt.sources.deepspeed_beside import weights_beside
@@ -62,11 +63,11 @@ def _open(root: str, folder: str) -> Assembled:
         trained = {name: _trained(model, first, layout, ranks, name) for group in model.groups for name in group}
         owners, close, world = first.owners, ranks.close, first.world
         extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
-    tensors: dict[Key, Assembly] = {}
+    tensors, pages = dict[Key, Assembly](), Pages()
     beside = weights_beside(root) if model.is_cut and root != folder else {}
     for name, one in trained.items():
         held, where = _held(model, beside, name, one.shape)
-        tensors |= trained_tensors(name, one, held, dtype=model.held[name].dtype, where=where)
+        tensors |= trained_tensors(name, one, held, dtype=model.held[name].dtype, where=where, pages=pages)
     tensors |= _others(model, trained, world)
     said = Said(step=model.step, extra=extra or None, groups=_groups(model, owners))
     return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)

@@ -18,6 +18,7 @@ from unified_ckpt.core.geometry import Box, whole
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.runtime.mapped import Pages
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
@@ -78,9 +79,11 @@ def spans_tensor(
     return Assembly(spec, _Fragments(spans, load, where), (prod(shape),))
 
 
-def trained_tensors(name: str, one: Trained, held: torch.Tensor | None, *, dtype: torch.dtype, where: str) -> dict[Key, Assembly]:
+def trained_tensors(
+    name: str, one: Trained, held: torch.Tensor | None, *, dtype: torch.dtype, where: str, pages: Pages
+) -> dict[Key, Assembly]:
     """`held`: the model's own weights, from the file `where`, None where nothing has them: they are made from the fp32 weights then, in
-    `dtype`.
+    `dtype`. `pages`: of files that were read for this.
 
     fp32 weights of a model in that very dtype are the model's, and no part of their own.
     """
@@ -88,14 +91,17 @@ def trained_tensors(name: str, one: Trained, held: torch.Tensor | None, *, dtype
     @cache  # each span once; an error is not kept
     def compare(number: int) -> None:
         if held is not None:
-            _compare(name, one, one.spans[number], held, where)
+            _compare(name, one, one.spans[number], held, where, pages)
 
     def load(key: str, number: int) -> torch.Tensor:
         compare(number)
         return one.load(one.spans[number], key)
 
     def cast(number: int) -> torch.Tensor:
-        return one.load(one.spans[number], FP32).to(dtype)
+        master = one.load(one.spans[number], FP32)
+        found = master.to(dtype)
+        pages.read(master)
+        return found
 
     def joined(key: str, of: torch.dtype) -> Assembly:
         return spans_tensor(one.shape, of, one.spans, partial(load, key), one.where)
@@ -108,10 +114,13 @@ def trained_tensors(name: str, one: Trained, held: torch.Tensor | None, *, dtype
     return found
 
 
-def _compare(name: str, one: Trained, span: Span, held: torch.Tensor, where: str) -> None:
+def _compare(name: str, one: Trained, span: Span, held: torch.Tensor, where: str, pages: Pages) -> None:
     mine = held.reshape(-1)[span.first : span.first + span.numel]
-    master = one.load(span, FP32).to(held.dtype)
+    precise = one.load(span, FP32)
+    master = precise.to(held.dtype)
     wrong = (master != mine) & ~(master.isnan() & mine.isnan())
+    for read in (precise, mine):
+        pages.read(read)
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise IntegrityError(

@@ -5,6 +5,7 @@ The workers go on from the folders too, by hand and under FSDP2, with DeepSpeed'
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Callable
@@ -125,6 +126,32 @@ def test_what_the_job_said_beside_its_tensors(two: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "deepspeed" in shown.lower()
     assert "BF16 [11, 7]" in shown
+
+
+def test_a_clone_of_a_hub_without_the_steps_folder_is_the_model_that_it_has(folder: Path) -> None:
+    with uc.open(folder) as source:
+        model = {name: source["model"][name][...] for name in source["model"]}
+    shutil.rmtree(folder / "global_step3")
+    with pytest.raises(uc.IncompleteError, match="'global_step3', and there is no such folder"):
+        uc.open(folder)
+    for step in ("global_step6", "fresh", "unfrozen"):
+        shutil.rmtree(folder / step)
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    with uc.open(folder) as source:
+        assert source.format != "deepspeed"
+        assert set(source["model"]) == set(model)
+
+
+def test_weights_that_are_not_numbers_are_equal_to_themselves(two: Path, folder: Path) -> None:
+    """A job that has diverged is read as it is."""
+    dealt(folder, 1)
+    told = torch.load(shards(folder)[0], weights_only=True)
+    told["optimizer_state_dict"]["single_partition_of_fp32_groups"][2].detach()[0] = torch.nan
+    torch.save(told, shards(folder)[0])
+    with pytest.raises(uc.IntegrityError, match="gain: element 0 of the fp32 weights is nan"):
+        read_all(folder)
+    edit(folder, lambda told: told["module"]["gain"].fill_(torch.nan))
+    read_all(folder)
 
 
 @pytest.mark.parametrize("case", ["1", "2", "2-robin", "3"])
@@ -286,6 +313,13 @@ def test_a_job_opens_the_files_that_it_reads_of(folder: Path, monkeypatch: pytes
         source["optimizer"]["embed.weight/exp_avg"][2:4]  # elements [14, 28) of partitions of 14
         source["optimizer"]["embed.weight/exp_avg_sq"][2:4]
     assert opened == [0, 1]
+
+
+def test_a_scripts_arguments_in_the_client_state(folder: Path) -> None:
+    path = folder / "global_step3" / MODEL
+    torch.save(torch.load(path, weights_only=True) | {"args": argparse.Namespace(lr=0.1)}, path)
+    with uc.open(folder) as source:
+        assert source.source.said().extra["args"] == {"lr": 0.1}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

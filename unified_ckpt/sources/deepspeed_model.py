@@ -18,7 +18,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.assembled import Assembly
 from unified_ckpt.sources.deepspeed_layout import Span, in_parts
-from unified_ckpt.sources.deepspeed_ranks import STUBS, check_whole
+from unified_ckpt.sources.deepspeed_ranks import STUBS, check_whole, unstubbed
 from unified_ckpt.sources.deepspeed_values import spans_tensor
 from unified_ckpt.sources.pickles import load_torch
 
@@ -89,7 +89,7 @@ def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
         shared if groups else _one_memory(held),
         step if isinstance(step, int) else None,
         int(told.get("dp_world_size") or 1),
-        {key: value for key, value in told.items() if key not in _OURS and value is not None},
+        {key: unstubbed(value) for key, value in told.items() if key not in _OURS and value is not None},
     )
 
 

@@ -28,6 +28,7 @@ STUBS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "argparse.Namespace",  # scripts put their arguments into the client state
 )
 
 
@@ -84,7 +85,7 @@ def _shard(path: str, told: Mapping[str, Any]) -> Shard:
         owners_of(path, groups, len(weights)),
         tuple(told.get("group_paddings") or [0] * len(weights)) if stripped else (0,) * len(weights),
         tuple(map(tuple, gaps)) if gaps is not None else None,
-        told["loss_scaler"].state if isinstance(told.get("loss_scaler"), Stub) else told.get("loss_scaler"),
+        unstubbed(told.get("loss_scaler")),
     )
 
 
@@ -107,6 +108,11 @@ def as_number(path: str, key: str, one: Any) -> torch.Tensor:
     if isinstance(one, int | float):
         return torch.tensor(float(one))
     raise FormatError(f"{path}: optimizer state {key!r} is a {type(one).__name__}; needed a tensor or a number")
+
+
+def unstubbed(one: Any) -> Any:
+    """An object's fields in place of it."""
+    return one.state if isinstance(one, Stub) and isinstance(one.state, dict) else one
 
 
 def plain_int(told: Any) -> int:

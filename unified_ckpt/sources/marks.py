@@ -46,11 +46,12 @@ def has_safetensors(at: Looked) -> bool:
 
 
 def _is_deepspeed(at: Looked) -> bool:
-    """The folder of a step; or one with `latest` and what DeepSpeed puts beside it, for others have a `latest` too."""
+    """The folder of a step; or one with `latest` and a step's folder. A copy without the latter, as on hubs, may still be a model's."""
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in at.entries):
         return True
-    beside = "zero_to_fp32.py" in at.entries or any(name.startswith("global_step") for name in at.entries)
-    return beside and not at.entries.isdisjoint(DEEPSPEED_LATEST)
+    steps = "checkpoint" in at.entries or any(name.startswith("global_step") for name in at.entries)
+    alone = "zero_to_fp32.py" in at.entries and not has_safetensors(at) and not at.entries & {BIN, BIN_INDEX}
+    return (steps or alone) and not at.entries.isdisjoint(DEEPSPEED_LATEST)
 
 
 # The first that knows a path has it: what is special stands before what is general.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.assembled import Assembled
 from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, scattered
 from unified_ckpt.sources.deepspeed_values import spans_tensor
+from unified_ckpt.sources.marks import find_format
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3)
 
@@ -122,3 +124,26 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
     assert found.tolist() == [2, 2, 2, 3, 3, 3]
     assert sorted(set(loaded)) == [2, 3]
     assert prod(made.grid) == 24
+
+
+@pytest.mark.parametrize(
+    ("entries", "known"),
+    [
+        (["latest", "global_step3", "zero_to_fp32.py"], True),
+        (["latest", "checkpoint", "zero_to_fp32.py"], True),  # Lightning's
+        (["latest_universal", "global_step3_universal"], True),
+        (["mp_rank_00_model_states.pt"], True),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], True),
+        (["latest", "epoch-5", "zero_to_fp32.py"], True),  # a name of the caller's
+        (["latest", "zero_to_fp32.py", "model.safetensors"], False),
+        (["latest", "step-5"], False),
+        (["global_step3"], False),
+        (["iter_0000001", "latest_checkpointed_iteration.txt"], False),
+        (["mp_rank_00"], False),
+    ],
+)
+def test_what_is_taken_for_a_folder_of_deepspeeds(tmp_path: Path, entries: list[str], known: bool) -> None:
+    for name in entries:
+        (tmp_path / name).touch()
+    found = find_format(str(tmp_path), told=None)
+    assert (found is not None and found.name == "deepspeed") == known

@@ -399,6 +399,66 @@ def test_files_of_more_ranks_than_wrote_the_last_save(folder: Path) -> None:
         uc.open(folder)
 
 
+def shorten(state: dict[str, Any]) -> None:
+    state["single_partition_of_fp32_groups"][0] = state["single_partition_of_fp32_groups"][0][:-3].detach().clone()
+
+
+def narrow(state: dict[str, Any]) -> None:
+    moments = state["base_optimizer_state"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"].bfloat16()
+
+
+def forget(state: dict[str, Any]) -> None:
+    del state["base_optimizer_state"]["state"][0]["exp_avg_sq"]
+
+
+def spread(state: dict[str, Any]) -> None:
+    state["partition_count"] = [5, 5, 1]
+
+
+OTHERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (shorten, r"rank_1\S*.pt: has \(27,\) elements of torch.float32 for fp32 of group 0; needed 30 to 30 of torch.float32"),
+    (narrow, r"rank_1\S*.pt: has \(30,\) elements of torch.bfloat16 for exp_avg of group 0; needed 30 to 30 of torch.float32"),
+    (forget, r"rank_1\S*.pt: has other groups or states than \S*rank_0"),
+    (spread, r"rank_1\S*.pt: its groups are spread over \[1, 5\] ranks"),
+    (lambda state: state.update(partition_count=[4, 4, 4]), r"rank_1\S*.pt: is of ZeRO stage 2 on 4 ranks, \S*rank_0\S*.pt of 2 on 5"),
+    (lambda state: state.pop("base_optimizer_state"), r"rank_1\S*.pt: is not what DeepSpeed's ZeRO writes: KeyError"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), OTHERS)
+def test_a_ranks_file_that_does_not_go_with_the_others(folder: Path, change: Callable[[dict[str, Any]], None], text: str) -> None:
+    dealt(folder, 5)
+    path = shards(folder)[1]
+    told = torch.load(path, weights_only=True)
+    change(told["optimizer_state_dict"])
+    torch.save(told, path)
+    with pytest.raises(uc.FormatError, match=text):
+        read_all(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "text"),
+    [
+        ("embed.weight/fp32.pt", uc.IncompleteError, r"fp32.pt is missing of(.|\n)*embed.weight"),
+        ("gain/exp_avg.pt", uc.IncompleteError, r"optimizer states are missing(.|\n)*gain/exp_avg"),
+        ("optimizer_state.pt", uc.IncompleteError, r"optimizer_state.pt"),
+    ],
+)
+def test_a_file_of_a_universal_checkpoint_is_missing(two: Path, tmp_path: Path, file: str, error: type[Exception], text: str) -> None:
+    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
+    (copy / "zero" / file).unlink()
+    with pytest.raises(error, match=text):
+        uc.open(copy)
+
+
+def test_a_file_of_a_universal_checkpoint_is_another_parameters(two: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
+    shutil.copy(copy / "zero" / "up.weight" / "exp_avg.pt", copy / "zero" / "embed.weight")
+    with pytest.raises(uc.FormatError, match=r"embed.weight/exp_avg.pt: has shape \(5, 7\); needed \(11, 7\)"):
+        uc.open(copy)
+
+
 # ---- what the model's file says
 
 

@@ -202,13 +202,20 @@ def test_a_job_that_has_not_begun(two: Path, case: str) -> None:
     read_all(two / case / "fresh")
 
 
-def test_lightnings_folder(folder: Path, two: Path) -> None:
-    """Lightning's strategy calls every step's folder "checkpoint"."""
-    (folder / "global_step3").rename(folder / "checkpoint")
-    (folder / "latest").write_text("checkpoint")
-    shutil.rmtree(folder / "global_step6")
-    path = folder.rename(folder.with_name("epoch=0-step=3.ckpt"))
-    check_equal(path, two / "2.pt")
+@pytest.mark.slow  # imports all of Lightning on each rank
+def test_lightnings_folder(tmp_path: Path) -> None:
+    torchrun(2, "worker_deepspeed_lightning.py", tmp_path, timeout_seconds=240)
+    truth = torch.load(tmp_path / "model.pt")
+    with uc.open(tmp_path / "last.ckpt") as source:
+        assert source.format == "deepspeed"
+        said = source.source.said()
+        assert said.step == 3
+        assert said.extra["hyper_parameters"] == {"hidden": 6}
+        assert {name for group in said.groups for name in group["names"]} == {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+        assert set(source["model"]) == set(truth)
+        assert all(torch.equal(source["model"][name][...], one) for name, one in truth.items())
+        assert source["optimizer"]["net.0.weight/exp_avg"].shape == (6, 5)
+    read_all(tmp_path / "last.ckpt")
 
 
 @pytest.mark.slow  # imports all of the Trainer on each rank

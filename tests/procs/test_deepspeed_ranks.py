@@ -128,6 +128,16 @@ def test_what_the_job_said_beside_its_tensors(two: Path, capsys: pytest.CaptureF
     assert "BF16 [11, 7]" in shown
 
 
+def test_without_zero_the_weights_are_read(two: Path) -> None:
+    truth = torch.load(two / "0.pt")
+    with uc.open(two / "0") as source:
+        assert source.parts == ("model",)
+        assert source.source.aliases("model") == {"head.weight": "embed.weight"}
+        assert {*source["model"], "head.weight"} == set(truth)
+        assert all(torch.equal(source["model"][name][...], one) for name, one in truth.items())
+        assert source.source.said().step == 1
+
+
 def test_a_clone_of_a_hub_without_the_steps_folder_is_the_model_that_it_has(folder: Path) -> None:
     with uc.open(folder) as source:
         model = {name: source["model"][name][...] for name in source["model"]}

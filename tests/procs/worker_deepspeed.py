@@ -239,6 +239,18 @@ def convert(source: Path, target: Path) -> None:
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
+def without_zero(root: Path) -> None:
+    """Stage 0, whose optimizer is the caller's: one file, with its state by position."""
+    model = build()
+    settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(grouped(model), lr=0.01), config=settings)
+    train(engine, 0, 1)
+    engine.save_checkpoint(str(root / "0"))
+    if dist.get_rank() == 0:
+        torch.save(engine.module.state_dict(), root / "0.pt")
+    engine.destroy()
+
+
 def refused(root: Path) -> None:
     """What is wrong is one error on every rank, and none waits for another."""
     with pytest.raises(uc.IntegrityError, match=r"fp32 weights(.|\n)*target .* unusable"):
@@ -262,6 +274,7 @@ def main() -> None:
         run(root, name, stage, zero, more)
     if dist.get_world_size() == 2:
         refused(root)
+        without_zero(root)
 
 
 if __name__ == "__main__":

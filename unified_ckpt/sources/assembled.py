@@ -49,7 +49,7 @@ class Assembly:
     its own shape, or (numel,) for flat ranges, or a dim in two."""
 
     spec: TensorSpec
-    fragments: tuple[Fragment, ...]
+    fragments: Sequence[Fragment]
     grid: tuple[int, ...]
 
 

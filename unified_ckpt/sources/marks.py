@@ -6,6 +6,7 @@ A new format is a line in `FORMATS` and a module with its opener.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from unified_ckpt.format import names
 
 DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DEEPSPEED_LATEST = ("latest", "latest_universal")
+DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -42,8 +45,18 @@ def has_safetensors(at: Looked) -> bool:
     return bool(at.entries & {names.index_name("model"), names.file_name("model", number=1, count=1)})
 
 
+def _is_deepspeed(at: Looked) -> bool:
+    """The folder of a step; or one with `latest` and a step's folder. A copy without the latter, as on hubs, may still be a model's."""
+    if any(DEEPSPEED_MODEL.fullmatch(name) for name in at.entries):
+        return True
+    steps = "checkpoint" in at.entries or any(name.startswith("global_step") for name in at.entries)
+    alone = "zero_to_fp32.py" in at.entries and not has_safetensors(at) and not at.entries & {BIN, BIN_INDEX}
+    return (steps or alone) and not at.entries.isdisjoint(DEEPSPEED_LATEST)
+
+
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
+    Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(

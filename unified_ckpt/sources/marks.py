@@ -6,7 +6,7 @@ A new format is a line in `FORMATS` and a module with its opener.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unified_ckpt.core.tables import listed
@@ -15,6 +15,7 @@ from unified_ckpt.format import names
 
 DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -42,9 +43,27 @@ def has_safetensors(at: Looked) -> bool:
     return bool(at.entries & {names.index_name("model"), names.file_name("model", number=1, count=1)})
 
 
+def orbax_items(path: str, entries: Collection[str]) -> list[str]:
+    """The folders in a step of Orbax that hold a tree of arrays."""
+    return sorted(name for name in entries if os.path.isfile(os.path.join(path, name, ORBAX_TREE)))
+
+
+def has_orbax(at: Looked) -> bool:
+    """Whether it is an item, a step, or a root of steps."""
+    if at.entries & {ORBAX_TREE, ORBAX_STEP} or orbax_items(at.path, [name for name in at.entries if "." not in name]):
+        return True
+    steps = [name for name in at.entries if name[-1:].isdigit() or ".orbax-checkpoint-tmp" in name]
+    return any(os.path.isfile(os.path.join(at.path, name, ORBAX_STEP)) or _has_items(os.path.join(at.path, name)) for name in steps)
+
+
+def _has_items(path: str) -> bool:
+    return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
+
+
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
+    Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(
         "huggingface-bin",

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
@@ -204,9 +205,10 @@ def _dump(tensorstore: Any, store: Any, at: str | None, where: str) -> Any:
 
 
 def _place(location: str) -> tuple[str, int]:
-    """The file and the end of "kind::file:start:length", as OCDBT says where something lies."""
-    rest, start, length = location.partition("::")[2].rsplit(":", 2)
-    return rest, int(start) + int(length)
+    """The file and the end of "kind:folder/:file:start:length", as OCDBT says where something lies."""
+    rest, start, length = location.rsplit(":", 2)
+    _, folder, file = rest.split(":")
+    return unquote(folder + file), int(start) + int(length)
 
 
 class _Sizes:

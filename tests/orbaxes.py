@@ -28,7 +28,12 @@ def write(jobs: Sequence[Mapping[str, Any]], scratch: Path) -> None:
     """In another process: JAX is none of ours."""
     scratch.write_bytes(pickle.dumps(list(jobs)))
     done = subprocess.run(
-        [sys.executable, str(HERE / "orbax_writer.py"), str(scratch)], capture_output=True, text=True, env=environment(), timeout=300, check=False
+        [sys.executable, str(HERE / "orbax_writer.py"), str(scratch)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

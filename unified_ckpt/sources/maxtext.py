@@ -17,8 +17,8 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, N
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
 from unified_ckpt.sources.maxtext_names import LAYER_AXIS, Link, links, sizes_of
-from unified_ckpt.sources.maxtext_turns import box_of_ours, pieces, spread, to_ours, turn_of
-from unified_ckpt.sources.orbax_arrays import Array
+from unified_ckpt.sources.maxtext_turns import axes_of, box_of_ours, spread, to_ours, turn_of
+from unified_ckpt.sources.orbax_arrays import PIECE_NBYTES, Array, cells
 
 EMBEDDING = "token_embedder.embedding"
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -149,7 +149,7 @@ def _assembly(array: Array, link: Link, state: str | None) -> Assembly:
     chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.at]
     found = [
         Fragment(box_of_ours(turn, piece), partial(_load, array, link, state, piece), array.where, keep=True)
-        for piece in pieces(turn, chunk, array.dtype.itemsize)
+        for piece in cells(turn.theirs, chunk, array.dtype.itemsize, axes=axes_of(turn), nbytes=PIECE_NBYTES)
     ]
     try:
         return assembly(array.dtype, turn.ours, found)

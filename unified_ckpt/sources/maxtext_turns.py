@@ -5,7 +5,7 @@ A piece is a box of MaxText's slice of a layer: cut along whole heads only, so t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -13,7 +13,6 @@ import torch
 
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.sources.maxtext_names import Turn
-from unified_ckpt.sources.orbax_arrays import cells
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each is of
 
@@ -26,10 +25,11 @@ def turn_of(turn: Turn, state: str | None) -> Turn:
     return replace(turn, times=turn.over**power, over=turn.times**power, plus=0.0)
 
 
-def pieces(turn: Turn, chunk: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Boxes of MaxText's slice that are boxes of ours. `chunk`: as it is stored, of the slice."""
-    axes = range(len(turn.theirs)) if turn.plain else {0, len(turn.inputs)}
-    return cells(turn.theirs, chunk, itemsize, axes=axes)
+def axes_of(turn: Turn) -> tuple[int, ...]:
+    """Along which MaxText's slice may be cut: those that are rows of our tensor first."""
+    if turn.plain:
+        return tuple(range(len(turn.theirs)))
+    return (len(turn.inputs), 0) if turn.inputs else (0,)
 
 
 def box_of_ours(turn: Turn, piece: Box) -> Box:

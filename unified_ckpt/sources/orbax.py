@@ -19,7 +19,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.maxtext import config_of, huggingface, is_maxtext
-from unified_ckpt.sources.orbax_arrays import Array, cells, open_arrays
+from unified_ckpt.sources.orbax_arrays import PIECE_NBYTES, Array, cells, open_arrays
 from unified_ckpt.sources.orbax_folders import Step, find_step, read_json, read_tree
 from unified_ckpt.sources.orbax_tree import Path, Places, places
 
@@ -64,7 +64,7 @@ def _own(array: Array) -> Assembly:
     """As it is stored."""
     found = [
         Fragment(box, partial(array.read, box.offsets, box.shape), array.where, keep=True)
-        for box in cells(array.shape, array.chunk, array.dtype.itemsize, axes=range(len(array.shape)))
+        for box in cells(array.shape, array.chunk, array.dtype.itemsize, axes=range(len(array.shape)), nbytes=PIECE_NBYTES)
     ]
     try:
         return assembly(array.dtype, array.shape, found)

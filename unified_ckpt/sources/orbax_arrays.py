@@ -234,15 +234,15 @@ class _Sizes:
 # ---- how it is read
 
 
-def cells(shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Collection[int]) -> Iterator[Box]:
-    """Boxes that tile a tensor of `shape`, of up to PIECE_NBYTES, along `axes` only, and along the borders of chunks where that can be:
-    so that few chunks are decoded twice."""
+def cells(shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Sequence[int], nbytes: int) -> Iterator[Box]:
+    """Boxes that tile a tensor of `shape`, of up to `nbytes`, along `axes` only: the first of them is cut first and joined last. They
+    are whole chunks where that can be, so that few are decoded twice."""
     sizes = [min(chunk[axis], size) if axis in axes else size for axis, size in enumerate(shape)]
-    while prod(sizes) * itemsize > PIECE_NBYTES and any(sizes[axis] > 1 for axis in axes):
-        widest = max(axes, key=lambda axis: sizes[axis])
-        sizes[widest] = -(-sizes[widest] // 2)
-    for axis in sorted(axes, reverse=True):
-        while sizes[axis] < shape[axis] and prod(sizes) * itemsize * 2 <= PIECE_NBYTES:
+    for axis in axes:
+        while sizes[axis] > 1 and prod(sizes) * itemsize > nbytes:
+            sizes[axis] = -(-sizes[axis] // 2)
+    for axis in reversed(axes):
+        while sizes[axis] < shape[axis] and prod(sizes) * itemsize * 2 <= nbytes:
             sizes[axis] = min(sizes[axis] * 2, shape[axis])
     starts = [range(0, size, max(1, step)) for size, step in zip(shape, sizes, strict=True)]
     for offsets in product(*starts):

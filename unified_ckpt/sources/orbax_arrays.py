@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.runtime.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 1 << 30  # of decoded chunks: one of a stacked tensor has parts of many layers
 PIECE_NBYTES = 64 << 20  # that are read at once
@@ -63,7 +63,8 @@ def _as_torch(found: Any, dtype: torch.dtype) -> torch.Tensor:
 def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool) -> dict[str, Array]:
     """The arrays of a tree by name. `filled`: chunks that are all zeros may be missing.
 
-    FormatError for one that is damaged or whose dtype torch lacks; IncompleteError naming files and arrays that are missing or cut short.
+    FormatError for one that is damaged or whose dtype safetensors lacks; IncompleteError naming files and arrays that are missing or
+    cut short.
     """
     tensorstore = _tensorstore()
     outside = sorted(name for name in names if not name or ".." in name.split("/"))
@@ -99,7 +100,6 @@ def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool)
     return found
 
 
-@cache
 def _tensorstore() -> Any:
     try:
         import tensorstore
@@ -116,8 +116,8 @@ def _kvstore(root: str, name: str, *, ocdbt: bool) -> dict[str, Any]:
 
 def _array(store: Any, where: str) -> Array:
     dtype = getattr(torch, store.dtype.name, None)
-    if not isinstance(dtype, torch.dtype) or store.dtype.numpy_dtype.itemsize != dtype.itemsize:
-        raise FormatError(f"{where}: has dtype {store.dtype.name}, which torch has not")
+    if dtype not in DTYPE_NAMES:
+        raise FormatError(f"{where}: has dtype {store.dtype.name}, which has no name in safetensors")
     shape = tuple(store.shape)
     chunk = tuple(max(1, size or 1) for size in store.chunk_layout.read_chunk.shape or ())
     return Array(store, dtype, shape, chunk, where)

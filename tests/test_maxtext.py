@@ -230,11 +230,25 @@ def test_a_job_goes_on_from_it(models: dict[str, Made], written: Path, tmp_path:
     assert uc.verify(tmp_path / "ours", deep=True).ok
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_converted_it_is_a_model_folder(models: dict[str, Made], written: Path, tmp_path: Path, kind: str) -> None:
+    made = models[kind]
+    report = uc.convert(written / f"{kind}-stacked-training", tmp_path / "new", source=SourceOptions(config=str(made.folder)))
+    assert report.format == "orbax"
+    assert report.tensors == {"model": len(made.state), "optimizer": 3 * len(made.state)}
+    assert uc.verify(tmp_path / "new", deep=True).ok
+    with uc.open(tmp_path / "new") as source:
+        assert all(torch.equal(source["optimizer"][name][...], tensor) for name, tensor in made.moments.items())
+    one, other = (transformers.AutoModelForCausalLM.from_pretrained(path).eval() for path in (made.folder, tmp_path / "new"))
+    with torch.no_grad():
+        assert torch.equal(other(IDS).logits, one(IDS).logits)
+
+
 # ---- which model it is
 
 
 def test_names_of_several_models_need_a_configuration(written: Path) -> None:
-    with pytest.raises(uc.FormatError, match=r"names are those of several models(.|\n)*needed SourceOptions\(config=...\)"):
+    with pytest.raises(uc.FormatError, match=r"names are those of several models(.|\n)*needed the model's config.json"):
         uc.open(written / "llama3-stacked-training")
 
 

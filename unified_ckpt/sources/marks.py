@@ -16,6 +16,7 @@ from unified_ckpt.format import names
 DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
+ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -52,7 +53,7 @@ def has_orbax(at: Looked) -> bool:
     """Whether it is an item, a step, or a root of steps."""
     if at.entries & {ORBAX_TREE, ORBAX_STEP} or orbax_items(at.path, [name for name in at.entries if "." not in name]):
         return True
-    steps = [name for name in at.entries if name[-1:].isdigit() or ".orbax-checkpoint-tmp" in name]
+    steps = [name for name in at.entries if name[-1:].isdigit() or ORBAX_UNFINISHED in name]
     return any(os.path.isfile(os.path.join(at.path, name, ORBAX_STEP)) or _has_items(os.path.join(at.path, name)) for name in steps)
 
 

@@ -40,7 +40,7 @@ def config_of(path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where:
     if kind is None:
         raise FormatError(
             f"{where}: is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; "
-            "needed SourceOptions(config=...) with the model's config.json, or names='own'"
+            "needed the model's config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
         )
     return _config(kind, shapes)
 
@@ -140,7 +140,7 @@ def _check(weights: Mapping[str, Array], wanted: Iterable[Link], *, where: str) 
         raise IncompleteError(listed(f"{where}: the model has tensors that the checkpoint lacks", lost))
     if other:
         raise FormatError(
-            listed(f"{where}: the checkpoint has tensors that the model has not; needed names='own', or another config", other)
+            listed(f"{where}: the checkpoint has tensors that the model has not; needed another config.json, or its own names", other)
         )
 
 

@@ -22,7 +22,8 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.tensors import DTYPE_NAMES
 
-CACHE_NBYTES = 1 << 30  # of decoded chunks: one of a stacked tensor has parts of many layers
+CACHE_NBYTES = 512 << 20  # of decoded chunks: one may be larger than a piece
+FILES_AT_ONCE = 16  # each is a chunk in memory
 PIECE_NBYTES = 64 << 20  # that are read at once
 _MANIFEST = "manifest.ocdbt"
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -78,7 +79,7 @@ def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool)
     lost = sorted(name for name in names if mark not in parts.get(name, ()))
     if lost:
         raise IncompleteError(listed(f"{root}: arrays are missing that its tree names", lost))
-    limits = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_NBYTES}})
+    limits = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_NBYTES}, "file_io_concurrency": {"limit": FILES_AT_ONCE}})
     kvstores = {name: _kvstore(root, name, ocdbt=ocdbt) for name in names}
     opening = {
         name: tensorstore.open(

@@ -15,9 +15,8 @@ from typing import Any
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.sources.marks import ORBAX_STEP, ORBAX_TREE, orbax_items
+from unified_ckpt.sources.marks import ORBAX_STEP, ORBAX_TREE, ORBAX_UNFINISHED, orbax_items
 
-UNFINISHED = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)$")
 _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
@@ -70,7 +69,7 @@ def _newest(root: str) -> Step:
     """Of a root of steps. IncompleteError where no step is complete, with what is wrong with each."""
     names = sorted(os.listdir(root))
     numbered = {name: int(found[1]) for name in names if (found := _NUMBER.search(name)) and os.path.isdir(os.path.join(root, name))}
-    wrong = [f"{os.path.join(root, name)}: was not finished" for name in names if UNFINISHED in name]
+    wrong = [f"{os.path.join(root, name)}: was not finished" for name in names if ORBAX_UNFINISHED in name]
     for name in sorted(numbered, key=lambda one: numbered[one], reverse=True):
         path = os.path.join(root, name)
         try:
@@ -82,8 +81,8 @@ def _newest(root: str) -> Step:
 
 def _step(path: str, items: Mapping[str, str]) -> Step:
     for folder in (path, *items.values()):
-        if UNFINISHED in _last(folder):
-            raise IncompleteError(f"{folder}: was not finished: its name has {UNFINISHED}; needed a checkpoint that was committed")
+        if ORBAX_UNFINISHED in _last(folder):
+            raise IncompleteError(f"{folder}: was not finished: its name has {ORBAX_UNFINISHED}; needed a checkpoint that was committed")
     if not os.path.isfile(os.path.join(path, COMMITTED)):
         done = [name for name, folder in items.items() if folder != path and os.path.isfile(os.path.join(folder, COMMITTED))]
         if done:

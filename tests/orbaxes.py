@@ -6,6 +6,7 @@ Shares no line with what reads them.
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +25,24 @@ def job(path: Path, tree: Any, *, api: str = "manager", ocdbt: bool = True, zarr
     return {"path": str(path), "tree": tree, "api": api, "ocdbt": ocdbt, "zarr3": zarr3, "steps": [7], **more}
 
 
-def write(jobs: Sequence[Mapping[str, Any]], scratch: Path) -> None:
-    """In another process: JAX is none of ours."""
+def write(jobs: Sequence[Mapping[str, Any]], scratch: Path, *, processes: int = 1) -> None:
+    """In other processes: JAX is none of ours."""
     scratch.write_bytes(pickle.dumps(list(jobs)))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "orbax_writer.py"), str(scratch)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, str(HERE / "orbax_writer.py"), str(scratch)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    places = [[str(number), str(processes), str(port)] if processes > 1 else [] for number in range(processes)]
+    running = [
+        subprocess.Popen([*command, *place], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+        for place in places
+    ]
+    try:
+        said = [one.communicate(timeout=300)[0] for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    assert [one.returncode for one in running] == [0] * processes, "\n".join(said)
 
 
 def as_numpy(tensor: torch.Tensor) -> Any:

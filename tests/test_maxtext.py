@@ -144,12 +144,15 @@ def test_it_is_the_model_bitwise_with_its_moments(models: dict[str, Made], writt
     assert "jax" not in sys.modules
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kept"), [("stacked", 1 << 20), ("stacked", 1), ("unstacked", 1 << 20)])
 @pytest.mark.parametrize("kind", ["llama3", "mixtral", "gemma2"])
 def test_tensors_cut_into_many_pieces(
-    models: dict[str, Made], written: Path, kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Made], written: Path, kind: str, form: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified_ckpt.sources.maxtext.PIECE_NBYTES", 3000)
+    """Along chunks where all pieces of a tensor are kept together, else into rows."""
+    monkeypatch.setattr("unified_ckpt.sources.orbax_arrays.PIECE_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax_arrays.LARGEST_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.maxtext.KEPT_NBYTES", kept)
     made = models[kind]
     with opened(written / f"{kind}-{form}-training", made) as source:
         for name, tensor in made.state.items():

@@ -141,6 +141,19 @@ def test_shown_by_inspect(written: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "F32 [8, 12]" in shown
 
 
+def test_written_by_two_processes(tmp_path: Path) -> None:
+    """Each has a file of its own, which the tree points into."""
+    write([job(tmp_path / "c", {"params": {"wide": WEIGHTS["wide"]}, "step": np.int32(7)})], tmp_path / "jobs", processes=2)
+    files = list((tmp_path / "c" / "7" / "items").glob("ocdbt.process_*/d/*"))
+    assert {path.parts[-3] for path in files} == {"ocdbt.process_0", "ocdbt.process_1"}
+    with uc.open(tmp_path / "c") as source:
+        assert source.step == 7
+        assert equal(source["model"]["wide"][...], WEIGHTS["wide"])
+    shutil.rmtree(tmp_path / "c" / "7" / "items" / "ocdbt.process_1")
+    with pytest.raises(uc.IncompleteError, match=r"ocdbt.process_1/d/\w+ is missing; lost are params.wide/c/"):
+        uc.open(tmp_path / "c")
+
+
 # ---- which folder
 
 

@@ -1,4 +1,5 @@
-"""Writes trees of numpy arrays as checkpoints with Orbax itself, on four devices of JAX. Takes a pickled list of jobs."""
+"""Writes trees of numpy arrays as checkpoints with Orbax itself, on four devices of JAX. Takes a pickled list of jobs; of several
+processes, also the number of this one, how many there are, and a port."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+
+if len(sys.argv) > 2:
+    jax.distributed.initialize(f"localhost:{sys.argv[4]}", int(sys.argv[3]), int(sys.argv[2]))
+
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,12 +33,12 @@ MESH = Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def on_devices(leaf: Any) -> Any:
-    """Sharded on the last dim that four devices divide, so that an array has several chunks; whole where there is none."""
+    """Sharded on the last dim that the devices divide, so that an array has several chunks; whole where there is none."""
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
-    dims = [dim for dim, size in enumerate(leaf.shape) if size % 4 == 0 and size]
+    dims = [dim for dim, size in enumerate(leaf.shape) if size % len(jax.devices()) == 0 and size]
     spec = PartitionSpec(*["fsdp" if dims and dim == dims[-1] else None for dim in range(leaf.ndim)])
-    return jax.device_put(leaf, NamedSharding(MESH, spec))
+    return jax.make_array_from_callback(leaf.shape, NamedSharding(MESH, spec), lambda index: leaf[index])
 
 
 def adam(tree: Any) -> Any:

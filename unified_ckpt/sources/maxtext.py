@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
-from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
+from unified_ckpt.sources.assembled import KEPT_NBYTES, Assembly, Fragment, assembly
 from unified_ckpt.sources.maxtext_names import LAYER_AXIS, Link, links, sizes_of
 from unified_ckpt.sources.maxtext_turns import axes_of, box_of_ours, spread, to_ours, turn_of
-from unified_ckpt.sources.orbax_arrays import PIECE_NBYTES, Array, cells
+from unified_ckpt.sources.orbax_arrays import Array, cells
 
 EMBEDDING = "token_embedder.embedding"
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -147,9 +148,11 @@ def _check(weights: Mapping[str, Array], wanted: Iterable[Link], *, where: str) 
 def _assembly(array: Array, link: Link, state: str | None) -> Assembly:
     turn = turn_of(link.turn, state)
     chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.at]
+    nbytes = prod(turn.ours) * array.dtype.itemsize
+    axes = axes_of(turn) if nbytes <= KEPT_NBYTES else axes_of(turn)[:1]  # else pieces are whole rows: not all of a row's would be kept
     found = [
         Fragment(box_of_ours(turn, piece), partial(_load, array, link, state, piece), array.where, keep=True)
-        for piece in cells(turn.theirs, chunk, array.dtype.itemsize, axes=axes_of(turn), nbytes=PIECE_NBYTES)
+        for piece in cells(turn.theirs, chunk, array.dtype.itemsize, axes=axes, nbytes=array.piece_nbytes)
     ]
     try:
         return assembly(array.dtype, turn.ours, found)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.geometry import whole
+from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.maxtext import config_of, huggingface, is_maxtext
-from unified_ckpt.sources.orbax_arrays import PIECE_NBYTES, Array, cells, open_arrays
+from unified_ckpt.sources.orbax_arrays import Array, cells, open_arrays
 from unified_ckpt.sources.orbax_folders import Step, find_step, read_json, read_tree
 from unified_ckpt.sources.orbax_tree import Path, Places, places
 
@@ -32,14 +33,15 @@ def open_orbax(root: str, options: SourceOptions) -> Assembled:
     placed = places({path: one.shape for path, one in arrays.items()})
     held = {key: arrays[path] for path, key in placed.tensors.items()}
     weights = {name: one.shape for (part, name), one in held.items() if part == MODEL}
-    tensors = {key: _own(one) for key, one in held.items()}
+    tensors: dict[Key, Assembly] = {}
     aliases: dict[str, str] = {}
     names = {name: [name] for name in weights}
     if options.names == "huggingface" and not is_maxtext(weights):
         raise FormatError(f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'")
     if options.names != "own" and is_maxtext(weights):
-        found, aliases, names = huggingface(held, config_of(options.config, weights, where=step.path), where=step.path)
-        tensors = {key: one for key, one in tensors.items() if key[0] not in (MODEL, OPTIMIZER)} | found
+        tensors, aliases, names = huggingface(held, config_of(options.config, weights, where=step.path), where=step.path)
+        held = {key: one for key, one in held.items() if key[0] not in (MODEL, OPTIMIZER)}
+    tensors |= {key: _own(one) for key, one in held.items()}
     for count, owners in placed.counts.items():
         counted = _count(arrays[count])
         tensors |= {(OPTIMIZER, f"{ours}/step"): counted for theirs in owners for ours in names[theirs]}
@@ -64,7 +66,7 @@ def _own(array: Array) -> Assembly:
     """As it is stored."""
     found = [
         Fragment(box, partial(array.read, box.offsets, box.shape), array.where, keep=True)
-        for box in cells(array.shape, array.chunk, array.dtype.itemsize, axes=range(len(array.shape)), nbytes=PIECE_NBYTES)
+        for box in cells(array.shape, array.chunk, array.dtype.itemsize, axes=range(len(array.shape)), nbytes=array.piece_nbytes)
     ]
     try:
         return assembly(array.dtype, array.shape, found)

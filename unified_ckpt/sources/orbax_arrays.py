@@ -24,7 +24,8 @@ from unified_ckpt.runtime.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 512 << 20  # of decoded chunks: one may be larger than a piece
 FILES_AT_ONCE = 16  # each is a chunk in memory
-PIECE_NBYTES = 64 << 20  # that are read at once
+PIECE_NBYTES = 64 << 20  # that are read at once,
+LARGEST_NBYTES = 1 << 30  # or up to so many where a chunk is larger: it is decoded whole for every piece
 _MANIFEST = "manifest.ocdbt"
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
@@ -38,6 +39,11 @@ class Array:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     where: str
+
+    @property
+    def piece_nbytes(self) -> int:
+        """That are read at once: no fewer than a chunk has, as far as memory goes."""
+        return max(PIECE_NBYTES, min(prod(self.chunk) * self.dtype.itemsize, LARGEST_NBYTES))
 
     def read(self, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """A box of it, in new memory. FormatError where its chunks are damaged, IncompleteError where one is missing."""

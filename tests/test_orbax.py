@@ -18,6 +18,7 @@ import torch
 import unified_ckpt as uc
 from tests.orbaxes import job, train_state, write
 from unified_ckpt.cli.main import main
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.marks import find_format
 from unified_ckpt.sources.orbax_arrays import cells, open_arrays
 from unified_ckpt.sources.orbax_tree import places
@@ -65,6 +66,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(root / "bare", state(), api="bare"),
         job(root / "linen", train_state({"layer_0": MOMENTS}, {"layer_0": MOMENTS}, {"layer_0": MOMENTS})),
         job(root / "plain", {"a": {"b": MOMENTS["kernel"]}, "step": np.int32(5)}, api="bare"),
+        job(root / "apart" / "params", {"layer_0": MOMENTS}, api="bare"),
+        job(root / "apart" / "opt_state", [{"adam": (np.int32(3), {"layer_0": MOMENTS}, {"layer_0": MOMENTS})}], api="bare"),
         job(root / "steps", {"params": MOMENTS}, steps=[5, 9, 10]),
         job(root / "cut", {"params": {"wide": RANDOM.standard_normal((512, 512), np.float32)}}, steps=[1], file_nbytes=100_000),
     ]
@@ -132,6 +135,18 @@ def test_a_tree_without_params_is_all_model(written: Path) -> None:
         assert source.parts == ("model",)
         assert list(source["model"]) == ["a.b"]
         assert source.step == 5
+
+
+def test_a_tree_in_several_items(written: Path) -> None:
+    with uc.open(written / "apart") as source:
+        assert source.parts == ("model", "optimizer")
+        assert set(source["model"]) == {"layer_0.kernel", "layer_0.bias"}
+        assert equal(source["optimizer"]["layer_0.kernel/exp_avg"][...], MOMENTS["kernel"])
+
+
+def test_names_of_other_models_are_their_own(written: Path) -> None:
+    with pytest.raises(uc.FormatError, match=r"is not of MaxText(.|\n)*needed names='own', or 'auto'"):
+        uc.open(written / "linen", options=SourceOptions(names="huggingface"))
 
 
 def test_shown_by_inspect(written: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,8 @@ def _step(path: str, items: Mapping[str, str]) -> Step:
         if ORBAX_UNFINISHED in _last(folder):
             raise IncompleteError(f"{folder}: was not finished: its name has {ORBAX_UNFINISHED}; needed a checkpoint that was committed")
     if not os.path.isfile(os.path.join(path, COMMITTED)):
-        done = [name for name, folder in items.items() if folder != path and os.path.isfile(os.path.join(folder, COMMITTED))]
+        inner = {name: os.listdir(folder) for name, folder in items.items() if folder != path}
+        done = [name for name, files in inner.items() if COMMITTED in files and ORBAX_STEP not in files]  # else it was saved by itself
         if done:
             raise IncompleteError(f"{path}: was not committed: {COMMITTED} is in {', '.join(done)}, and not in the step's folder")
     told = read_json(os.path.join(path, ORBAX_STEP)) if os.path.isfile(os.path.join(path, ORBAX_STEP)) else {}

@@ -21,6 +21,7 @@ from unified_ckpt.sources import open_any
 
 _FORMATS = {
     "dcp": "torch.distributed.checkpoint",
+    "orbax": "Orbax",
     "torch": "a file of torch.save: weights, and what is plain beside them",
     "huggingface-bin": "Hugging Face model folder of pickles: weights only",
 }

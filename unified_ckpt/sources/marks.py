@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unified_ckpt.core.tables import listed
@@ -18,6 +18,8 @@ DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
+ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -54,10 +56,28 @@ def _is_deepspeed(at: Looked) -> bool:
     return (steps or alone) and not at.entries.isdisjoint(DEEPSPEED_LATEST)
 
 
+def orbax_items(path: str, entries: Collection[str]) -> list[str]:
+    """The folders in a step of Orbax that hold a tree of arrays."""
+    return sorted(name for name in entries if os.path.isfile(os.path.join(path, name, ORBAX_TREE)))
+
+
+def has_orbax(at: Looked) -> bool:
+    """Whether it is an item, a step, or a root of steps."""
+    if at.entries & {ORBAX_TREE, ORBAX_STEP} or orbax_items(at.path, [name for name in at.entries if "." not in name]):
+        return True
+    steps = [name for name in at.entries if name[-1:].isdigit() or ORBAX_UNFINISHED in name]
+    return any(os.path.isfile(os.path.join(at.path, name, ORBAX_STEP)) or _has_items(os.path.join(at.path, name)) for name in steps)
+
+
+def _has_items(path: str) -> bool:
+    return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
+
+
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
+    Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(
         "huggingface-bin",

@@ -7,7 +7,6 @@ for all ranks (`core/plan_merge.py`); the lead puts the digests of all blocks to
 from __future__ import annotations
 
 import json
-import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,10 +154,13 @@ def write_tensors(work: Rewrite, output: Output, look: Look | None = None) -> Wr
     if meeting.rank in first_ranks(work.machines):
         for name, (head, _) in heads.items():
             output.write_at(name, 0, [memoryview(head)])
-    memory, crcs = memoryview(bytearray(_CHUNK_NBYTES)), array("Q")
-    catalog = work.source.catalog({key for _, key, _, _ in work.share()})
-    for file, key, start, stop in work.share():
+    memory, share = memoryview(bytearray(_CHUNK_NBYTES)), list(work.share())
+    found: dict[tuple[Key, int], array[int]] = {}
+    catalog = work.source.catalog({key for _, key, _, _ in share})
+    near = catalog.near or {}
+    for file, key, start, stop in sorted(share, key=lambda span: near.get(span[1], "")):
         name, at = _name(file), catalog.locations[key]
+        crcs = found[key, start] = array("Q")
         first = heads[name][1][key[1]].start
         for low in range(start, stop, _CHUNK_NBYTES):
             held = memory[: min(_CHUNK_NBYTES, stop - low)]
@@ -168,7 +170,8 @@ def write_tensors(work: Rewrite, output: Output, look: Look | None = None) -> Wr
             crcs.extend(piece.crc for piece in digests.pieces(held, start=low))
             output.write_at(name, first + low, [held])
     output.flush()
-    told = meeting.collect("digests", b"." + struct.pack(f"<{len(crcs)}Q", *crcs), at=work.lead, ranks=range(meeting.world))
+    own = b"." + b"".join(found[key, start].tobytes() for _, key, start, _ in share)
+    told = meeting.collect("digests", own, at=work.lead, ranks=range(meeting.world))
     return _put_together(work, told) if meeting.rank == work.lead else None
 
 

@@ -31,12 +31,13 @@ class Ledger:
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them. `ledger`: where it compares digests
-    itself, what came of that.
+    itself, what came of that. `near`: of tensors that cost less where they are read one after another, a word that they share.
     """
 
     storage: Reader
     locations: Mapping[tuple[str, str], Location]  # (part, fqn)
     ledger: Ledger | None = None
+    near: Mapping[tuple[str, str], str] | None = None
 
 
 def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:

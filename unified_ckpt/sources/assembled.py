@@ -89,6 +89,7 @@ class Assembled:
         self._root, self._tensors, self._format, self._said = root, tensors, format, said
         self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
         self._kept = Kept()
+        self._storage = Fragments(root, tensors, self._kept)
         self._names: dict[str, dict[str, None]] = {}
         for part, name in tensors:
             self._names.setdefault(part, {})[name] = None
@@ -115,10 +116,12 @@ class Assembled:
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         spec = self.specs(part, [name])[name]
-        return read_box(Fragments(self._root, self._tensors, self._kept), Location(file_of(part, name), 0), spec, box)
+        return read_box(self._storage, Location(file_of(part, name), 0), spec, box)
 
     def catalog(self, wanted: Collection[Key]) -> Catalog:
-        return Catalog(Fragments(self._root, self._tensors, self._kept), {key: Location(file_of(*key), 0) for key in wanted})
+        locations = {key: Location(file_of(*key), 0) for key in wanted}
+        near = {key: self._tensors[key].fragments[0].where for key in wanted if self._tensors[key].fragments}
+        return Catalog(self._storage, locations, near=near)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         return dict.fromkeys(wanted)

@@ -56,7 +56,7 @@ class Chosen:
         inner = self._source.catalog({casts[key].stored if key in casts else key for key in wanted})
         casting = {":".join(key): (inner.locations[cast.stored], cast) for key, cast in casts.items()}
         locations = {key: Location(":".join(key), 0) if key in casts else inner.locations[key] for key in wanted}
-        return Catalog(_Casting(inner.storage, casting), locations, inner.ledger)
+        return Catalog(_Casting(inner.storage, casting), locations, inner.ledger, inner.near)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         casts = self._casts(wanted)

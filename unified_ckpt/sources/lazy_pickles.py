@@ -26,8 +26,15 @@ from unified_ckpt.sources.zipped import Mapped
 
 _SHORT = 1024  # bytes; what is longer stays in the file
 _DTYPES = {
-    "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "b1": torch.bool,
-    "i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+    "b1": torch.bool,
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
     "u2": torch.bfloat16,  # Paddle gives numpy a bfloat16 so, and has no parameters of uint16
 }
 

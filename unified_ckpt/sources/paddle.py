@@ -39,7 +39,9 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def open_paddle(root: str, options: SourceOptions) -> Assembled:
     """A Unified Checkpoint, or a folder of `.pdparams`. FormatError, or IncompleteError naming what is missing."""
     entries = frozenset(os.listdir(root)) if os.path.isdir(root) else frozenset()
-    config = _config(root, options)
+    config = config_at(options.config or root)
+    if options.config and config is None:
+        raise NotFoundError(f"{options.config}: is no config.json, nor a folder that has one")
     model, told = model_of(config or {}), beside(root, entries)
     if options.names == "huggingface" and not model.alike:
         raise FormatError(f"{root}: Hugging Face's names are not known for model_type {model.kind!r}; needed a config.json, or names='own'")
@@ -56,19 +58,16 @@ def open_paddle(root: str, options: SourceOptions) -> Assembled:
     betas = {} if None in found.betas else {"betas": found.betas}
     groups = [{"names": found.names, "options": {**told.options, **betas}}] if found.names else []
     said = Said(step=told.step, extra=told.extra or None, groups=groups)
-    kind = "Unified Checkpoint" if unified else "pdparams"
-    return Assembled(root, found.tensors, format=f"paddle ({kind})", said=said, aliases=found.aliases)
+    return Assembled(root, found.tensors, format="paddle" if unified else "paddle-legacy", said=said, aliases=found.aliases)
 
 
 _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 
-def _config(root: str, options: SourceOptions) -> Mapping[str, Any] | None:
-    at = options.config or root
-    folder, name = (at, "config.json") if os.path.isdir(at) else os.path.split(at)
+def config_at(path: str) -> Mapping[str, Any] | None:
+    """A model's config.json: a file, or in a folder; None where there is none."""
+    folder, name = (path, "config.json") if os.path.isdir(path) else os.path.split(path)
     found = read_json(folder, name)
-    if options.config and not isinstance(found, dict):
-        raise NotFoundError(f"{options.config}: is no config.json, nor a folder that has one")
     return found if isinstance(found, dict) else None
 
 

@@ -170,9 +170,10 @@ def _unmerged(
         raise IncompleteError(
             f"{root}: {names.index_name(OPTIMIZER)} says that each rank has a file; found none of {OPTIMIZER}.*.safetensors"
         )
-    absent = {one.file.replace(OPTIMIZER, MASTER, 1) for one in ranks[OPTIMIZER]} ^ {one.file for one in ranks[MASTER]}
-    if ranks[MASTER] and absent:
-        raise IncompleteError(listed(f"{root}: ranks have a file of one part and not of the other", sorted(absent)))
+    endings = {one.file.removeprefix(part) for part, found in ranks.items() for one in found}
+    absent = [part + ending for part, found in ranks.items() for ending in sorted(endings) if found and part + ending not in entries]
+    if absent:
+        raise IncompleteError(listed(f"{root}: files of some ranks are missing", absent))
     stage, pieces = _stage(root, told), {part: dict[tuple[str, str], dict[int, list[Held]]]() for part in ranks}
     for part, found in ranks.items():
         for rank in found:

@@ -105,6 +105,11 @@ def _encode(text: Any, encoding: Any) -> Any:
     return text if isinstance(text, Stored) else text.encode("latin1")
 
 
+def _no_bytes() -> bytes:
+    """`bytes()`, as protocol 2 has no bytes at all."""
+    return b""
+
+
 _KNOWN: Mapping[str, Any] = {
     **{
         f"{module}.multiarray.{name}": made
@@ -114,6 +119,7 @@ _KNOWN: Mapping[str, Any] = {
     "numpy.ndarray": object,  # is only handed to _reconstruct
     "numpy.dtype": _Dtype,
     "_codecs.encode": _encode,
+    "__builtin__.bytes": _no_bytes,
     "builtins.tuple": tuple,
     "__builtin__.tuple": tuple,
     "collections.OrderedDict": dict,

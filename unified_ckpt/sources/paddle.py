@@ -28,7 +28,7 @@ from unified_ckpt.sources.paddle_legacy import legacy_state
 from unified_ckpt.sources.paddle_marks import PEFT, is_legacy
 from unified_ckpt.sources.paddle_names import GATE_UP, Model, layer_of, model_of, split_axis
 from unified_ckpt.sources.paddle_quant import HIGHEST, LOWEST, SCALES, first_of_o1, first_of_o2, second_of_o1, second_of_o2
-from unified_ckpt.sources.paddle_ranks import rank_files
+from unified_ckpt.sources.paddle_ranks import is_spread, rank_files
 from unified_ckpt.sources.paddle_slabs import Held, joined, lone
 from unified_ckpt.sources.paddle_tensors import STATES, Slabs, State, translated
 
@@ -104,7 +104,7 @@ def _state(root: str, entries: Collection[str], model: Model) -> State:
     if masters and (not weights or masters is weights):  # `skip_save_model_weight`: the master weights stand for both
         half = _HALVES.get(model.dtype or "")
         weights = {name: lone(_cast(slabs[0].held, half)) for name, slabs in masters.items()} if half else masters
-    return State(weights, masters, states)
+    return State(weights, masters, states, spread=told is not None and "weight_map" not in told and _spread(root, entries))
 
 
 def _cast(held: Held, dtype: torch.dtype) -> Held:
@@ -189,6 +189,10 @@ def _unmerged(
     for (kind, name), slabs in whole_ones[OPTIMIZER].items():
         states.setdefault(kind, {})[name] = slabs
     return {name: slabs for (_, name), slabs in whole_ones[MASTER].items()}, states
+
+
+def _spread(root: str, entries: Collection[str]) -> bool:
+    return is_spread(rank_files(root, entries, OPTIMIZER, "safetensors"))
 
 
 def _whole(

@@ -1,7 +1,7 @@
 """PaddleNLP's older folders: `model_state*.pdparams` and `optimizer*.pdopt`, pickles of arrays, one for each rank of the mesh.
 
-The optimizer's state is keyed by Paddle's own names of parameters, which the rank's `.pdparams` maps to the model's. They also say how a
-parameter is split: Paddle names it by the class of its layer.
+The optimizer's state is keyed by Paddle's own names of parameters, which the rank's `.pdparams` maps to the model's. Nothing in the files
+says how ranks split a parameter: that follows from the layer's name, and must make up the sizes of the config.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.lazy_pickles import held_arrays, load_arrays, plain
-from unified_ckpt.sources.paddle_names import GATE_UP, Model, is_head, layer_of, split_axis
-from unified_ckpt.sources.paddle_ranks import RankFile, rank_files
+from unified_ckpt.sources.paddle_names import GATE_UP, Model, layer_of, needed_shape, split_axis
+from unified_ckpt.sources.paddle_ranks import RankFile, is_spread, rank_files
 from unified_ckpt.sources.paddle_slabs import Held, joined
 from unified_ckpt.sources.paddle_tensors import POWERS, STATES, Slabs, State
 
@@ -41,7 +41,8 @@ def legacy_state(root: str, entries: Collection[str], model: Model) -> tuple[Sta
     files = rank_files(root, entries, "model_state", "pdparams")
     for one in files:
         of_ranks[_place(one)] = _read_model(os.path.join(root, one.file), one, found)
-    for one in rank_files(root, entries, "optimizer", "pdopt"):
+    optimizers = rank_files(root, entries, "optimizer", "pdopt")
+    for one in optimizers:
         if _place(one) not in of_ranks:
             raise IncompleteError(f"{root}: {one.file} is there, and no model_state of its rank; needed it for the parameters' names")
         _read_optimizer(os.path.join(root, one.file), one, of_ranks[_place(one)], found)
@@ -49,7 +50,8 @@ def legacy_state(root: str, entries: Collection[str], model: Model) -> tuple[Sta
     axes = _axes(root, found, model, degree)
     whole_ones = [_joined(root, slices, axes, degree) for slices in (found.model, found.masters)]
     states = {kind: _joined(root, slices, axes if kind in STATES else {}, degree) for kind, slices in found.optimizer.items()}
-    return State(whole_ones[0], whole_ones[1], states, found.statics), {"scheduler": found.scheduler} if found.scheduler else {}
+    state = State(whole_ones[0], whole_ones[1], states, found.statics, spread=is_spread(optimizers))
+    return state, {"scheduler": found.scheduler} if found.scheduler else {}
 
 
 def _place(one: RankFile) -> tuple[int, ...]:
@@ -96,18 +98,17 @@ def _read_optimizer(path: str, rank: RankFile, names: Mapping[str, str], found: 
 
 
 def _axes(root: str, found: _Found, model: Model, degree: int) -> dict[str, int]:
-    """The axis of each parameter that tensor parallel ranks have parts of."""
+    """The axis of each parameter that tensor parallel ranks have parts of. One that has its whole size on a rank is not split: key heads
+    that are fewer than ranks, a vocabulary that does not divide."""
     if degree == 1:
         return {}
-    split_vocabulary = any("vocab_parallel" in static for static in found.statics.values())
+    if not model.alike or None in (model.hidden, model.heads, model.intermediate, model.vocab):
+        raise FormatError(f"{root}: slices of {degree} tensor parallel ranks are joined by the model's sizes; needed its config.json")
     axes = {}
     for name, slices in found.model.items():
-        first, static = next(iter(slices.values()))[0], found.statics.get(name)
-        if static is None:
-            raise FormatError(f"{root}: {name}: {_NAMES} does not name it, and so not how {degree} tensor parallel ranks split it")
-        parallel = any(word in static for word in ("column", "row", "vocab_parallel")) or (is_head(name) and split_vocabulary)
-        axis = split_axis(name, len(first.shape), layer_of(name, static=static), tied=bool(model.tied))
-        if parallel and axis is not None:
+        shape = next(iter(slices.values()))[0].shape
+        axis = split_axis(name, len(shape), layer_of(name, static=found.statics.get(name)), tied=bool(model.tied))
+        if axis is not None and shape[axis] != needed_shape(name, len(shape), model)[axis]:
             axes[name] = axis
     return axes
 

@@ -43,6 +43,8 @@ class Model:
     kv_heads: int | None = None
     head_dim: int | None = None
     intermediate: int | None = None
+    vocab: int | None = None
+    layers: int | None = None
 
     @property
     def alike(self) -> bool:
@@ -81,6 +83,8 @@ def model_of(config: Mapping[str, Any]) -> Model:
         kv_heads=size("num_key_value_heads") or heads,
         head_dim=per_head,
         intermediate=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        layers=size("num_hidden_layers"),
     )
 
 
@@ -99,16 +103,12 @@ def layer_of(name: str, *, static: str | None = None) -> Layer | None:
     by_static = _layer_of_class(static) if static else None
     if by_name and by_static and (by_name == "embedding") != (by_static == "embedding") and by_name != "head":
         raise FormatError(f"{name}: is called a layer of kind {by_name}, and {static} by Paddle")
-    return by_static if by_name is None or by_static in ("column", "row") else by_name
+    return by_name or by_static
 
 
 def _layer_of_class(static: str) -> Layer | None:
-    """`column_parallel_linear_3.w_0` -> "column": Paddle names a parameter by the class of its layer."""
-    if "embedding" in static:
-        return "embedding"
-    if "linear" in static:
-        return "column" if "column" in static else "row" if "row" in static else "plain"
-    return "head" if "lm_head" in static else None
+    """`linear_3.w_0` -> "plain": Paddle names a parameter by the kind of its layer, of parallel ones too."""
+    return "embedding" if "embedding" in static else "plain" if "linear" in static else None
 
 
 def _leaf(name: str) -> str:
@@ -164,24 +164,24 @@ def is_turned(name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: b
 
 
 def check_shape(name: str, shape: tuple[int, ...], model: Model) -> None:
-    """FormatError where a weight has other sizes than the config says, in Paddle's orientation."""
-    if len(shape) != 2 or is_adapter(name):
-        return
-    needed = _needed(name, model)
+    """FormatError where a parameter has other sizes than the config says, in Paddle's orientation."""
+    needed = needed_shape(name, len(shape), model)
     if any(want is not None and want != has for want, has in zip(needed, shape, strict=True)):
         raise FormatError(
             f"{name}: has shape {shape}; in Paddle's orientation config.json needs {tuple('any' if one is None else one for one in needed)}"
         )
 
 
-def _needed(name: str, model: Model) -> tuple[int | None, int | None]:
+def needed_shape(name: str, dims: int, model: Model) -> tuple[int | None, ...]:
+    """What the config says of a parameter's sizes in Paddle's orientation; None where it says nothing."""
+    if dims not in (1, 2) or is_adapter(name) or not model.alike:
+        return (None,) * dims
     leaf, hidden, d = _leaf(name), model.hidden, model.head_dim
     queries = model.heads * d if model.heads and d else None
     keys = model.kv_heads * d if model.kv_heads and d else None
     inner = model.intermediate if ".mlp." in name and "expert" not in name else None
-    if leaf in _EMBEDDINGS or (leaf == _HEAD and model.tied):
-        return None, hidden
     table: dict[str, tuple[int | None, int | None]] = {
+        "embed_tokens": (model.vocab, hidden),
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
         "v_proj": (hidden, keys),
@@ -191,9 +191,10 @@ def _needed(name: str, model: Model) -> tuple[int | None, int | None]:
         "up_proj": (hidden, inner),
         GATE_UP: (hidden, 2 * inner if inner else None),
         "down_proj": (inner, hidden),
-        _HEAD: (hidden, None),
+        _HEAD: (model.vocab, hidden) if model.tied else (hidden, model.vocab),
     }
-    return table.get(leaf, (None, None)) if model.alike else (None, None)
+    found = table.get(leaf, (None, None))
+    return found if dims == 2 else (found[1] if name.endswith(".bias") else None,)
 
 
 def torch_name(name: str, model: Model) -> str:

@@ -25,6 +25,11 @@ class RankFile:
         return tuple(self.at.get(dim, 0) for dim in dims)
 
 
+def is_spread(files: Collection[RankFile]) -> bool:
+    """Whether ranks have the state of some parameters each (sharding): a file that is missing then leaves no gap but in those."""
+    return any("shard" in one.at for one in files)
+
+
 def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> list[RankFile]:
     """The ranks' files of one kind, or the one file without a rank. IncompleteError naming those that the others' numbers need."""
     pattern = re.compile(rf"{stem}((?:[._](?:{'|'.join(_DIMS)})\d+)*)\.{ending}")
@@ -32,7 +37,7 @@ def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> l
     dims = [dim for dim in _DIMS if any(dim in one.at for one in found)]
     sizes = [1 + max(one.at.get(dim, 0) for one in found) for dim in dims]
     have = {one.within(dims) for one in found}
-    if len(have) < prod(sizes):
+    if found and len(have) < prod(sizes):
         needed = [dict(zip(dims, place, strict=True)) for place in product(*map(range, sizes))]
         lost = [_file(stem, at, ending) for at in needed if tuple(at.values()) not in have]
         raise IncompleteError(listed(f"{root}: files of some ranks are missing", lost))

@@ -5,6 +5,7 @@ How state could be lost: a parameter's state is not whole, or belongs to no para
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,18 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
-from unified_ckpt.sources.paddle_names import Cut, Model, check_shape, cuts_of, is_head, is_turned, layer_of, settled, torch_name
+from unified_ckpt.sources.paddle_names import (
+    Cut,
+    Model,
+    check_shape,
+    cuts_of,
+    is_adapter,
+    is_head,
+    is_turned,
+    layer_of,
+    settled,
+    torch_name,
+)
 from unified_ckpt.sources.paddle_slabs import Held, Slab, alike, fragments, shape_of
 from unified_ckpt.sources.paddle_steps import Betas, Clock, clock_of, steps_of
 
@@ -29,12 +41,13 @@ Slabs = list[Slab]
 @dataclass(frozen=True, slots=True)
 class State:
     """A folder's tensors in Paddle's names and orientation. `optimizer`: by Paddle's name of the state, by parameter. `statics`:
-    parameter -> Paddle's own name of it, where it is known."""
+    parameter -> Paddle's own name of it, where it is known. `spread`: the files of each rank have the state of some parameters."""
 
     model: Mapping[str, Slabs]
     masters: Mapping[str, Slabs] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, Slabs]] = field(default_factory=dict)
     statics: Mapping[str, str] = field(default_factory=dict)
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,8 @@ def translated(root: str, state: State, model: Model, *, rename: bool, steps: in
     ties = _ties(state, model)
     weights, masters = _untied(state.model, ties), _untied(state.masters, ties)
     states = {kind: _untied(slabs, ties) for kind, slabs in state.optimizer.items()}
-    _check_whole(root, weights, masters, states)
+    _check_whole(root, weights, masters, states, spread=state.spread)
+    _check_layers(root, weights, model)
     cuts = {name: _cuts(root, name, shape_of(slabs), state.statics.get(name), model, rename=rename) for name, slabs in weights.items()}
     found: dict[Key, Assembly] = {}
     moments = [(OPTIMIZER, f"/{STATES[kind]}", states[kind]) for kind in STATES if kind in states]
@@ -87,15 +101,20 @@ def _untied(named: Mapping[str, Slabs], ties: Mapping[str, str]) -> dict[str, Sl
     return {name: alike(name, of) for name, of in copies.items()}
 
 
-def _check_whole(root: str, weights: Mapping[str, Slabs], masters: Mapping[str, Slabs], states: Mapping[str, Mapping[str, Slabs]]) -> None:
-    """Every state has a parameter and its shape; a parameter that has some state has all of it."""
+def _check_whole(
+    root: str, weights: Mapping[str, Slabs], masters: Mapping[str, Slabs], states: Mapping[str, Mapping[str, Slabs]], *, spread: bool
+) -> None:
+    """Every state has a parameter and its shape; a parameter that has some state has all of it.
+
+    `spread`: all parameters need state, as those of a rank whose file is missing have none.
+    """
     unknown = sorted(set(states) - STATES.keys() - set(POWERS))
     if unknown:
         raise FormatError(listed(f"{root}: has optimizer state that is not read; needed AdamW's or Momentum's", unknown))
     owners = [name for named in (masters, *states.values()) for name in named if name not in weights]
     if owners:
         raise FormatError(listed(f"{root}: has state of parameters that the model has not", sorted(set(owners))))
-    trained = dict.fromkeys(name for named in states.values() for name in named)
+    trained = list(weights) if spread else list(dict.fromkeys(name for named in states.values() for name in named))
     lost = [f"{name}/{kind}" for kind, named in states.items() for name in trained if name not in named]
     lost += [f"{name} (master weight)" for name in trained if masters and name not in masters]
     if lost:
@@ -107,6 +126,14 @@ def _check_whole(root: str, weights: Mapping[str, Slabs], masters: Mapping[str, 
                 raise IncompleteError(f"{root}: {name}: {kind} has shape {has} in {_files(slabs)}; needed the parameter's, {needed}")
             if kind in POWERS and has not in ((), (1,)):
                 raise FormatError(f"{root}: {name}: {kind} has shape {has}; needed one element")
+
+
+def _check_layers(root: str, weights: Mapping[str, Slabs], model: Model) -> None:
+    """The config's number of layers: the files of a pipeline's last rank may be missing without a gap in the others' numbers."""
+    found = {int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))}
+    lost = [f"layer {number}" for number in range(model.layers or 0) if number not in found]
+    if lost and model.alike and not any(is_adapter(name) for name in weights):
+        raise IncompleteError(listed(f"{root}: config.json says {model.layers} layers; in no file are", lost))
 
 
 def _files(slabs: Slabs) -> str:

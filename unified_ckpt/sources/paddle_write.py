@@ -78,7 +78,7 @@ def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_fil
             for stem, found in outs.items():
                 weight_map = _write_files(source, storage, staging, stem, found, max_file_bytes=max_file_bytes)
                 _put_json(storage, staging, names.index_name(stem), _index(stem, found, weight_map, masters=MASTER in stems))
-            _put_json(storage, staging, "config.json", _config(config, source))
+            _put_json(storage, staging, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
             trained = source.said().extra
             if isinstance(trained, dict) and isinstance(trained.get("trainer_state"), dict):
                 _put_json(storage, staging, "trainer_state.json", trained["trainer_state"])
@@ -212,12 +212,14 @@ def _index(stem: str, outs: Sequence[_Out], weight_map: Mapping[str, str], *, ma
     return {**index, "type": "lora"} if stem == PEFT else index
 
 
-def _config(config: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """As PaddleNLP has it: the dtype of what is stored, weights of no rank alone."""
+def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict[str, Any]:
+    """As PaddleNLP has it: weights of no rank alone, the dtype of what is stored; an adapter's says the base model's."""
+    kept = {key: value for key, value in config.items() if key != "tensor_parallel_degree"}
     dtypes = {spec.dtype for spec in source.specs(MODEL, source.names(MODEL)).values()}
+    if adapter or len(dtypes) > 1:
+        return kept
     stored = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    kept = {key: value for key, value in config.items() if key not in ("torch_dtype", "tensor_parallel_degree")}
-    return {**kept, **({"dtype": stored[dtypes.pop()]} if len(dtypes) == 1 else {})}
+    return {**{key: value for key, value in kept.items() if key != "torch_dtype"}, "dtype": stored[dtypes.pop()]}
 
 
 def _put_json(storage: LocalStorage, staging: str, file: str, value: Mapping[str, Any]) -> None:

@@ -219,7 +219,8 @@ def _array(value: Any) -> Array | None:
 def _held(path: str, name: str, array: Array, mapped: Callable[[], Mapped]) -> Held:
     if array.by_columns and len(array.shape) > 1 and _is_text(array.raw):
         raise FormatError(f"{path}: {name}: is stored by columns in an old protocol; needed rows")
-    return Held(array.dtype, array.shape, path, partial(_view, array, mapped), costs=_is_text(array.raw))
+    start = array.raw.start if isinstance(array.raw, Stored) and not array.raw.text and not array.by_columns else None
+    return Held(array.dtype, array.shape, path, partial(_view, array, mapped), costs=_is_text(array.raw), start=start)
 
 
 def _view(array: Array, mapped: Callable[[], Mapped], box: Box) -> torch.Tensor:

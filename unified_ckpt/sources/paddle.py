@@ -112,7 +112,7 @@ def _cast(held: Held, dtype: torch.dtype) -> Held:
 
 
 def _loaded_as(held: Held, dtype: torch.dtype, box: Box) -> torch.Tensor:
-    return held.load(box).to(dtype)
+    return held.copy(box).to(dtype)
 
 
 def _merged_states(root: str, told: Mapping[str, Any]) -> dict[str, dict[str, Slabs]]:

@@ -81,7 +81,7 @@ def _held(path: str, name: str, entry: Entry, mapped: Callable[[], Mapped]) -> H
     dtype = torch.bfloat16 if entry.dtype == BF16 else TORCH_DTYPES.get(entry.dtype)
     if dtype is None or prod(entry.shape) * itemsize(entry.dtype) != entry.stop - entry.start:
         raise FormatError(f"{path}: {name}: has dtype {entry.dtype}, which Paddle does not write")
-    return Held(dtype, entry.shape, path, partial(view, mapped, entry.start, dtype, entry.shape))
+    return Held(dtype, entry.shape, path, partial(view, mapped, entry.start, dtype, entry.shape), start=entry.start)
 
 
 def view(mapped: Callable[[], Mapped], start: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:

@@ -45,21 +45,21 @@ def second_of_o2(stored: Held, lowest: Held, highest: Held) -> Held:
 
 
 def _first_of_o1(stored: Held, scales: Held, box: Box) -> torch.Tensor:
-    return stored.load(box).float() * _inverse(127) * _columns(scales, box)
+    return stored.copy(box).float() * _inverse(127) * _columns(scales, box)
 
 
 def _second_of_o1(stored: Held, lowest: Held, highest: Held, box: Box) -> torch.Tensor:
     low, high = _columns(lowest, box), _columns(highest, box)
-    return _squared(stored.load(box).float() * _inverse(255) * (high - low) + low)
+    return _squared(stored.copy(box).float() * _inverse(255) * (high - low) + low)
 
 
 def _first_of_o2(stored: Held, scales: Held, box: Box) -> torch.Tensor:
-    return (stored.load(box) >> 4).float() * _groups(scales, box) * _inverse(7)
+    return (stored.copy(box) >> 4).float() * _groups(scales, box) * _inverse(7)
 
 
 def _second_of_o2(stored: Held, lowest: Held, highest: Held, box: Box) -> torch.Tensor:
     low, high = _groups(lowest, box), _groups(highest, box)
-    return _squared((stored.load(box) & 15).float() * _inverse(15) * (high - low) + low)
+    return _squared((stored.copy(box) & 15).float() * _inverse(15) * (high - low) + low)
 
 
 def _squared(ratio: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ copies are compared where they are read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,9 @@ from math import prod
 
 import torch
 
-from unified_ckpt.core.geometry import Box, intersect, whole
+from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.runtime.tensors import same_bits
+from unified_ckpt.runtime.tensors import dense, same_bits
 from unified_ckpt.sources.assembled import Fragment
 from unified_ckpt.sources.paddle_names import Cut
 
@@ -24,13 +25,34 @@ _FRAGMENT_NBYTES = 64 << 20  # of what costs to load
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor as a file has it. `load(box)` gives its elements there. `costs`: they are no alias of the file."""
+    """A tensor as a file has it. `load(box)` gives its elements there. `costs`: they are no alias of the file. `start`: the byte of file
+    `where` from which they lie row-major."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     where: str
     load: Callable[[Box], torch.Tensor]
     costs: bool = False
+    start: int | None = None
+
+    def copy(self, box: Box) -> torch.Tensor:
+        """Its elements there in new memory, or as good as new. Read, not mapped: columns of mapped rows fault in all pages of the file."""
+        if self.start is None:
+            return self.load(box)
+        held = bytearray(box.numel * self.dtype.itemsize)
+        view, item = memoryview(held), self.dtype.itemsize
+        with open(self.where, "rb", buffering=0) as file:
+            for first, local, count in runs(box, self.shape, local=whole(box.shape), local_shape=box.shape):
+                _fill(file.fileno(), view[local * item : (local + count) * item], self.start + first * item, self.where)
+        return torch.frombuffer(held, dtype=self.dtype).view(box.shape) if held else torch.empty(box.shape, dtype=self.dtype)
+
+
+def _fill(fd: int, view: memoryview, start: int, path: str) -> None:
+    while view:
+        count = os.preadv(fd, [view], start)
+        if count == 0:
+            raise FormatError(f"{path}: ends at byte {start}; needed {start + len(view)}")
+        view, start = view[count:], start + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +135,7 @@ def _gathered(slabs: Sequence[Slab], box: Box) -> torch.Tensor:
     for slab in slabs:
         common = intersect(slab.box, box)
         if common is not None:
-            narrowed(found, _moved(common, box.offsets, (0,) * len(box.offsets))).copy_(slab.held.load(_in_held(slab, common)))
+            narrowed(found, _moved(common, box.offsets, (0,) * len(box.offsets))).copy_(slab.held.copy(_in_held(slab, common)))
     return found
 
 
@@ -127,16 +149,16 @@ def fragments(slabs: Sequence[Slab], cut: Cut) -> list[Fragment]:
                 at = _moved(piece, theirs.offsets, ours.offsets[::-1] if cut.turned else ours.offsets)
                 box = Box(at.offsets[::-1], at.shape[::-1]) if cut.turned else at
                 load = partial(_load, slab.held, _in_held(slab, piece), turned=cut.turned)
-                found.append(Fragment(box, load, slab.held.where, keep=slab.held.costs))
+                found.append(Fragment(box, load, slab.held.where, keep=slab.held.costs or cut.turned))
     return found
 
 
 def _pieces(box: Box, held: Held, *, turned: bool) -> list[Box]:
-    """What costs to load is loaded in pieces, cut where torch's rows are."""
+    """What costs to load, as what is turned does, is loaded in pieces, cut where torch's rows are."""
     axis = len(box.shape) - 1 if turned else 0
     line = held.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis]) if box.shape else 0
     step = max(1, _FRAGMENT_NBYTES // max(1, line))
-    if not held.costs or not box.shape or box.shape[axis] <= step:
+    if not (held.costs or turned) or not box.shape or box.shape[axis] <= step:
         return [box]
     return [
         Box(
@@ -148,8 +170,7 @@ def _pieces(box: Box, held: Held, *, turned: bool) -> list[Box]:
 
 
 def _load(held: Held, box: Box, *, turned: bool) -> torch.Tensor:
-    found = held.load(box)
-    return found.t() if turned else found
+    return dense(dense(held.copy(box)).t()) if turned else held.load(box)  # in two steps: torch is fast only from contiguous memory
 
 
 def _in_held(slab: Slab, box: Box) -> Box:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from paddles import FIXTURES, as_torch, copied, llama, stored
-from test_paddle import changed, same
+from test_paddle import changed, rewritten, same
 
 import unified_ckpt as uc
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources import open_any, paddle_write
+from unified_ckpt.sources.paddle_steps import power_after
 from unified_ckpt.sources.paddle_write import write_paddle
 
 FILE = 5_000_000_000
@@ -168,3 +169,19 @@ def test_what_was_written_wrong_is_found_and_has_no_name(tmp_path: Path, monkeyp
     with pytest.raises(uc.IntegrityError, match=r"what was written is not what the source has(.|\n)*lm_head.weight: 1 elements"):
         written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_run_whose_beta1_is_gone_goes_both_ways(tmp_path: Path) -> None:
+    """After some 800 steps at 0.9 float32 has no more of it; that is no reason to make one up."""
+    folder = copied("single_bf16", tmp_path / "c")
+    changed(folder, "trainer_state.json", global_step=5000)
+    powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": power_after(0.999, 5000)}
+    rewritten(
+        folder, "optimizer", lambda tensors: [tensors[name].fill_(powers[name.partition("/")[2]]) for name in tensors if "pow" in name]
+    )
+    uc.convert(folder, tmp_path / "ours")
+    with uc.open(tmp_path / "ours") as source:
+        assert source["optimizer"]["lm_head.weight/step"][...] == 5000
+        assert "betas" not in source.source.said().groups[0]["options"]
+    made = written(tmp_path / "ours", tmp_path / "theirs", folder)
+    assert (made / "optimizer-00001-of-00001.safetensors").read_bytes() == (folder / "optimizer-00001-of-00001.safetensors").read_bytes()

@@ -30,7 +30,7 @@ from unified_ckpt.sources.paddle_names import GATE_UP, Model, layer_of, model_of
 from unified_ckpt.sources.paddle_quant import HIGHEST, LOWEST, SCALES, first_of_o1, first_of_o2, second_of_o1, second_of_o2
 from unified_ckpt.sources.paddle_ranks import is_spread, rank_files
 from unified_ckpt.sources.paddle_slabs import Held, joined, lone
-from unified_ckpt.sources.paddle_tensors import STATES, Slabs, State, translated
+from unified_ckpt.sources.paddle_tensors import BETAS, STATES, Slabs, State, translated
 
 _FIRST, _SECOND = "moment1_0", "moment2_0"
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,9 +55,10 @@ def open_paddle(root: str, options: SourceOptions) -> Assembled:
     else:
         raise NotFoundError(f"{root}: has no index of PaddleNLP's and no model_state*.pdparams; needed one of {', '.join(_INDICES)}")
     found = translated(root, state, model, rename=model.alike and options.names != "own", steps=told.step)
-    betas = {} if None in found.betas else {"betas": found.betas}
-    groups = [{"names": found.names, "options": {**told.options, **betas}}] if found.names else []
-    said = Said(step=told.step, extra=told.extra or None, groups=groups)
+    known = None not in found.betas
+    groups = [{"names": found.names, "options": {**told.options, **({"betas": found.betas} if known else {})}}] if found.names else []
+    some = {BETAS: found.betas} if found.counts and not known else {}  # for who writes Paddle's powers again
+    said = Said(step=told.step, extra={**told.extra, **some} or None, groups=groups)
     return Assembled(root, found.tensors, format="paddle" if unified else "paddle-legacy", said=said, aliases=found.aliases)
 
 

@@ -36,21 +36,22 @@ def powers(beta: float, count: int) -> Any:
         return np.multiply.accumulate(np.full(count, beta, dtype=np.float32))
 
 
-def power_after(beta: float, steps: int) -> float:
-    """What Paddle's accumulator holds after so many steps."""
-    return float(powers(beta, min(steps, _MOST) + 1)[-1])
+def power_after(beta: float | None, steps: int) -> float:
+    """What Paddle's accumulator holds after so many steps; 0 for a beta whose power has underflowed."""
+    return 0.0 if beta is None else float(powers(beta, min(steps, _MOST) + 1)[-1])
 
 
 def clock_of(found: Sequence[float], steps: int | None) -> Clock:
     """From the powers of beta1 and beta2 of one parameter. FormatError where no betas explain both."""
     if steps is not None and steps >= 0:
         betas = [_beta(power, steps) for power in found]
-        if all(beta is not None or power < _SMALLEST for beta, power in zip(betas, found, strict=True)):
+        if all(beta is not None or _is_gone(power) for beta, power in zip(betas, found, strict=True)):
             return Clock((betas[0], betas[1]), steps)
-    for one, two in _USUAL:
-        counts = [_count(power, beta) for power, beta in zip(found, (one, two), strict=True)]
-        if counts[1] is not None and counts[0] in (None, counts[1]):
-            return Clock((one, two), steps)
+    for usual in _USUAL if not _is_gone(found[1]) else ():
+        known = [beta if not _is_gone(power) else None for beta, power in zip(usual, found, strict=True)]
+        counts = {_count(power, beta) for power, beta in zip(found, known, strict=True) if beta is not None}
+        if len(counts) == 1 and None not in counts:
+            return Clock((known[0], known[1]), steps)
     raise FormatError(
         f"beta1_pow_acc_0 and beta2_pow_acc_0 are {found[0]} and {found[1]}, which no usual betas give after any number of steps, nor any "
         f"after {steps}; needed a trainer_state.json with the global_step of this optimizer"
@@ -59,15 +60,17 @@ def clock_of(found: Sequence[float], steps: int | None) -> Clock:
 
 def steps_of(found: Sequence[float], clock: Clock) -> int:
     """Steps of one parameter. FormatError where its two powers disagree, or are gone and nobody counted."""
-    counts = [_count(power, beta) for power, beta in zip(found, clock.betas, strict=True) if beta is not None]
-    known = {count for count in counts if count is not None}
-    if len(known) > 1 or (not known and any(power >= _SMALLEST for power in found)):
+    counts = {_count(power, beta) for power, beta in zip(found, clock.betas, strict=True) if beta is not None and not _is_gone(power)}
+    if len(counts) > 1 or None in counts or (not counts and not all(map(_is_gone, found))):
         raise FormatError(f"beta1_pow_acc_0 and beta2_pow_acc_0 are {found[0]} and {found[1]}; needed powers of {clock.betas}")
-    if known:
-        return known.pop()
-    if clock.steps is None:
+    steps = next(iter(counts), clock.steps)
+    if steps is None:
         raise FormatError("beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; needed a trainer_state.json with the global_step")
-    return clock.steps
+    return steps
+
+
+def _is_gone(power: float) -> bool:
+    return 0 <= power < _SMALLEST
 
 
 def _beta(power: float, steps: int) -> float | None:
@@ -83,7 +86,7 @@ def _beta(power: float, steps: int) -> float | None:
 
 
 def _count(power: float, beta: float) -> int | None:
-    """Steps after which the accumulator holds it; None where there are none, or where it has underflowed."""
+    """Steps after which the accumulator holds it; None where there are none."""
     if not _SMALLEST < power < 1:
         return None
     steps = max(0, round(log(power) / log(beta)) - 1)

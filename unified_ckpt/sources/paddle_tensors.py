@@ -33,6 +33,7 @@ from unified_ckpt.sources.paddle_slabs import Held, Slab, alike, fragments, shap
 from unified_ckpt.sources.paddle_steps import Betas, Clock, clock_of, steps_of
 
 STATES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
+BETAS = "betas"  # in `extra`, where one of them is not known
 POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 Slabs = list[Slab]
@@ -52,12 +53,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """`names`: of the optimizer's parameters, torch's. `betas`: of Adam, None where they are not known."""
+    """`names`: of the optimizer's parameters, torch's. `betas`: of Adam, None where they are not known; `counts`: whether it is Adam."""
 
     tensors: Mapping[Key, Assembly]
     aliases: Mapping[str, Mapping[str, str]]
     names: list[str]
     betas: Betas
+    counts: bool
 
 
 def translated(root: str, state: State, model: Model, *, rename: bool, steps: int | None) -> Translated:
@@ -83,7 +85,7 @@ def translated(root: str, state: State, model: Model, *, rename: bool, steps: in
             found |= {(OPTIMIZER, f"{cut.name}/step"): assembly(torch.float32, (), [step]) for cut in cuts[name]}
     names = [cut.name for name in cuts if any(name in named for named in states.values()) for cut in cuts[name]]
     theirs = {(torch_name(tied, model) if rename else tied): cuts[one][0].name for tied, one in ties.items()}
-    return Translated(found, _aliases(found, theirs), names, clock.betas if clock else (None, None))
+    return Translated(found, _aliases(found, theirs), names, clock.betas if clock else (None, None), counts=clock is not None)
 
 
 def _ties(state: State, model: Model) -> dict[str, str]:

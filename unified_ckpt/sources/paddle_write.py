@@ -37,7 +37,7 @@ from unified_ckpt.sources.paddle_files import BF16
 from unified_ckpt.sources.paddle_marks import PEFT
 from unified_ckpt.sources.paddle_names import Model, check_shape, is_turned, layer_of, model_of, paddle_name
 from unified_ckpt.sources.paddle_steps import power_after
-from unified_ckpt.sources.paddle_tensors import POWERS, STATES
+from unified_ckpt.sources.paddle_tensors import BETAS, POWERS, STATES
 
 _TILE_NBYTES = 32 << 20
 _DTYPES = {"BF16": BF16, "F16": "F16", "F32": "F32"}
@@ -112,7 +112,8 @@ def _planned(source: Source, part: str, model: Model) -> list[_Out]:
     stored = {**{name: name for name in source.names(part)}, **source.aliases(part)}
     specs = source.specs(part, set(stored.values()))
     said = source.said()
-    betas = {name: group["options"].get("betas") for group in said.groups for name in group["names"]}
+    others = said.extra.get(BETAS) if isinstance(said.extra, dict) else None
+    betas = {name: group["options"].get("betas", others) for group in said.groups for name in group["names"]}
     found: list[_Out] = []
     wrong = [f"{name}: has {', '.join(one)} that is no tensor" for name, one in said.scalars.items()] if part == OPTIMIZER else []
     for name, one in stored.items():
@@ -146,12 +147,12 @@ def _state(source: Source, name: str, stored: str, spec: TensorSpec, betas: obje
         return [_tensor(owner, f"/{_FOR_TORCH[kind]}", (OPTIMIZER, stored), spec, model)]
     if kind != "step":
         raise FormatError(f"is optimizer state that Paddle has not; needed {', '.join(_FOR_TORCH)}, step")
-    if not isinstance(betas, tuple | list) or len(betas) != len(POWERS):
+    if not isinstance(betas, tuple | list) or len(betas) != len(POWERS) or not all(isinstance(beta, float | None) for beta in betas):
         raise FormatError("Paddle keeps powers of the betas for the step; needed the betas in its param group")
     held = torch.frombuffer(bytearray(source.read(OPTIMIZER, stored, whole(spec.shape))), dtype=TORCH_DTYPES[spec.dtype])
     steps = int(held[0])
     return [
-        _Out(f"{paddle_name(owner, model)}/{power}", TensorSpec("F32", (1,)), power=power_after(float(beta), steps))
+        _Out(f"{paddle_name(owner, model)}/{power}", TensorSpec("F32", (1,)), power=power_after(beta, steps))
         for power, beta in zip(POWERS, betas, strict=True)
     ]
 

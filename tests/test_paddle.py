@@ -449,3 +449,12 @@ def test_a_hostile_pickle_beside_it_is_refused_by_name_and_not_run(tmp_path: Pat
         uc.open(folder)
     assert not (tmp_path / "mark").exists()
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "optimizer.safetensors.index.json", "model.safetensors.index.json", "trainer_state.json"])
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
+def test_json_that_is_no_object_is_refused(tmp_path: Path, file: str, text: str) -> None:
+    folder = copied("single_bf16", tmp_path / "c")
+    (folder / file).write_text(text)
+    with pytest.raises(uc.FormatError, match=file.replace(".", r"\.")):
+        uc.open(folder)

@@ -330,3 +330,28 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
     changed(folder, "config.json", hidden_size=16, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"config.json needs"):
         uc.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "told", "match"),
+    [
+        ("model_state.pdparams", [1], "holds a list; needed arrays by name"),
+        ("model_state.pdparams", {"w": 1}, r"entries that are no arrays(.|\n)*w"),
+        ("model_state.pdparams", {}, "or none at all"),
+        (
+            "model_state.pdparams",
+            {"w": np.ones(3, "f4"), "StructuredToParameterName@@": 3},
+            "StructuredToParameterName@@ is a int; needed a dict",
+        ),
+        ("model_state.pdparams", {"w": np.ones(3, "f4"), "UnpackBigParamInfor@@": {"v": 3}}, "v is a int; needed a dict"),
+        ("model_state.pdparams", {"w": np.ones(3, ">f4")}, "little endian"),
+        ("model_state.pdparams", {"w": np.array([None, "x"])}, "needed one of"),
+        ("optimizer.pdopt", {"master_weights": [1]}, "master_weights is a list; needed a dict"),
+        ("optimizer.pdopt", 3, "holds a int; needed arrays by name"),
+    ],
+)
+def test_pickles_of_other_things_are_refused(tmp_path: Path, file: str, told: Any, match: str) -> None:
+    folder = copied("half_legacy", tmp_path / "c")
+    dump(folder / file, told)
+    with pytest.raises(uc.FormatError, match=rf"{file}: (.|\n)*{match}"):
+        uc.open(folder)

@@ -24,6 +24,7 @@ from unified_ckpt.sources.paddle_slabs import Held, narrowed
 from unified_ckpt.sources.pickles import stub
 from unified_ckpt.sources.zipped import Mapped
 
+_PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
 _SHORT = 1024  # bytes; what is longer stays in the file
 _DTYPES = {
     "f2": torch.float16,
@@ -61,7 +62,9 @@ class Array:
         _, shape, dtype, by_columns, raw = state
         if not isinstance(dtype, _Dtype) or dtype.order not in "<|=" or dtype.name not in _DTYPES:
             raise FormatError(f"has an array of dtype {dtype!r}; needed one of {', '.join(_DTYPES)}, little endian")
-        self.shape, self.by_columns = tuple(int(n) for n in shape), bool(by_columns)
+        if not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise FormatError(f"has an array of shape {shape!r}")
+        self.shape, self.by_columns = tuple(shape), bool(by_columns)
         self.dtype = _DTYPES[dtype.name]
         self.raw = raw.encode("latin1") if isinstance(raw, str) else raw
         nbytes = prod(self.shape) * self.dtype.itemsize
@@ -201,13 +204,22 @@ def held_arrays(path: str, found: Mapping[Any, Any]) -> dict[str, Held]:
     1 GiB for an old protocol as one."""
     mapped = cache(partial(Mapped, path))
     made = {str(name): _held(path, str(name), array, mapped) for name, value in found.items() if (array := _array(value)) is not None}
-    for name, told in (found.get("UnpackBigParamInfor@@") or {}).items():
-        parts = [made.pop(part) for part in told["slices"] if part in made]
-        shape = tuple(told["OriginShape"])
-        if len(parts) != len(told["slices"]) or sum(part.shape[0] for part in parts) != prod(shape):
-            raise IncompleteError(f"{path}: {name}: has {len(parts)} of its {len(told['slices'])} parts, or not all elements of {shape}")
+    for name, told in mapping(path, found, _PARTS).items():
+        entry = mapping(path, {name: told}, name)
+        wanted, shape = list(entry.get("slices", ())), tuple(entry.get("OriginShape", ()))
+        parts = [made.pop(part) for part in wanted if part in made]
+        if not parts or len(parts) != len(wanted) or not shape or sum(prod(part.shape) for part in parts) != prod(shape):
+            raise IncompleteError(f"{path}: {name}: has {len(parts)} of its {len(wanted)} parts, or not all elements of {shape}")
         made[name] = Held(parts[0].dtype, shape, path, partial(_pasted, tuple(parts), shape), costs=True)
     return made
+
+
+def mapping(path: str, found: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """The dict of that name, empty where there is none. FormatError for anything else."""
+    value = found.get(name, {})
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: {name} is a {type(value).__name__}; needed a dict")
+    return value
 
 
 def _array(value: Any) -> Array | None:

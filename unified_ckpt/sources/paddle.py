@@ -68,8 +68,7 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 def config_at(path: str) -> Mapping[str, Any] | None:
     """A model's config.json: a file, or in a folder; None where there is none."""
     folder, name = (path, "config.json") if os.path.isdir(path) else os.path.split(path)
-    found = read_json(folder, name)
-    return found if isinstance(found, dict) else None
+    return _object(folder, name) if os.path.isfile(os.path.join(folder, name)) else None
 
 
 def _check_written_by_paddle(root: str, entries: Collection[str], config: Mapping[str, Any], model: Model) -> None:
@@ -83,11 +82,9 @@ def _check_written_by_paddle(root: str, entries: Collection[str], config: Mappin
 
 
 def _state(root: str, entries: Collection[str], model: Model) -> State:
-    told = read_json(root, names.index_name(OPTIMIZER)) if names.index_name(OPTIMIZER) in entries else None
-    if told is not None and not isinstance(told, dict):
-        raise FormatError(f"{root}/{names.index_name(OPTIMIZER)}: is no JSON object")
+    told = _object(root, names.index_name(OPTIMIZER)) if names.index_name(OPTIMIZER) in entries else None
     adapter = names.index_name(PEFT) in entries
-    if adapter and read_json(root, names.index_name(PEFT)).get("type") != "lora":
+    if adapter and _object(root, names.index_name(PEFT)).get("type") != "lora":
         raise FormatError(f"{root}: {names.index_name(PEFT)} is of another adapter than LoRA; needed type 'lora'")
     weights, masters = (
         {name: lone(held) for name, held in indexed(root, names.index_name(part)).items()} if names.index_name(part) in entries else {}
@@ -106,6 +103,13 @@ def _state(root: str, entries: Collection[str], model: Model) -> State:
         half = _HALVES.get(model.dtype or "")
         weights = {name: lone(_cast(slabs[0].held, half)) for name, slabs in masters.items()} if half else masters
     return State(weights, masters, states, spread=told is not None and "weight_map" not in told and _spread(root, entries))
+
+
+def _object(root: str, name: str) -> Mapping[str, Any]:
+    found = read_json(root, name)
+    if not isinstance(found, dict):
+        raise FormatError(f"{os.path.join(root, name)}: is no JSON object")
+    return found
 
 
 def _cast(held: Held, dtype: torch.dtype) -> Held:

@@ -13,7 +13,7 @@ from typing import Any
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.sources.lazy_pickles import held_arrays, load_arrays, plain
+from unified_ckpt.sources.lazy_pickles import held_arrays, load_arrays, mapping, plain
 from unified_ckpt.sources.paddle_names import GATE_UP, Model, layer_of, needed_shape, split_axis
 from unified_ckpt.sources.paddle_ranks import RankFile, is_spread, rank_files
 from unified_ckpt.sources.paddle_slabs import Held, joined
@@ -63,9 +63,9 @@ def _read_model(path: str, rank: RankFile, found: _Found) -> dict[str, str]:
     told = load_arrays(path)
     if not isinstance(told, dict):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed arrays by name")
-    table = told.pop(_NAMES, {})
+    table = mapping(path, told, _NAMES)
     held = held_arrays(path, told)
-    strangers = sorted(str(name) for name in told if str(name) not in held and "@@" not in str(name))
+    strangers = sorted(str(name) for name in told if str(name) not in held and "@@" not in str(name))  # Paddle's own entries have that
     if strangers or not held:
         raise FormatError(listed(f"{path}: has entries that are no arrays, or none at all", strangers))
     for name, one in held.items():
@@ -79,7 +79,7 @@ def _read_optimizer(path: str, rank: RankFile, names: Mapping[str, str], found: 
     if not isinstance(told, dict):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed arrays by name")
     found.scheduler = found.scheduler or plain(told.pop(_SCHEDULER, None))
-    masters = told.pop(_MASTERS, {})
+    masters = mapping(path, told, _MASTERS)
     tp, unknown = rank.at.get("tp", 0), []
     for key, held in held_arrays(path, told).items():
         kind = next((kind for kind in (*STATES, *POWERS) if key.endswith(f"_{kind}")), None)

@@ -22,6 +22,8 @@ from unified_ckpt.sources import open_any
 _FORMATS = {
     "dcp": "torch.distributed.checkpoint",
     "orbax": "Orbax",
+    "paddle": "PaddleNLP Unified Checkpoint",
+    "paddle-legacy": "PaddleNLP: .pdparams and .pdopt of each rank",
     "torch": "a file of torch.save: weights, and what is plain beside them",
     "huggingface-bin": "Hugging Face model folder of pickles: weights only",
 }

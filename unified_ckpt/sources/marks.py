@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
+from unified_ckpt.sources.paddle_marks import is_paddle
 
 DCP_METADATA = ".metadata"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -78,6 +79,7 @@ FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
+    Format("paddle", "PaddleNLP", "paddle:open_paddle", lambda at: is_paddle(at.path, at.entries)),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(
         "huggingface-bin",

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.exports import export
+from unified_ckpt.sources.exports import Asked, export
 
 QUICK = uc.SaveOptions(fsync=False)
 Net = tuple[nn.Module, torch.optim.Optimizer]
@@ -134,7 +134,7 @@ def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: s
         source.specs("model", source.names("model"))
         os.truncate(file, file.stat().st_size - 8)  # after its size was looked at
         with pytest.raises(uc.StorageError, match="ends at byte"):
-            export(source, to, str(tmp_path / "new"))
+            export(source, to, str(tmp_path / "new"), Asked())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there"]
     assert (tmp_path / "there").read_text() == "mine"
 

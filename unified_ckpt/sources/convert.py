@@ -21,9 +21,11 @@ from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 from unified_ckpt.sources import local
-from unified_ckpt.sources.attached import attach
+from unified_ckpt.sources.attached import CONFIG, attach
 from unified_ckpt.sources.chosen import Chosen
 from unified_ckpt.sources.find import find_any
+from unified_ckpt.sources.maxtext import read_config
+from unified_ckpt.sources.to_maxtext import maxtext_view
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-_EXPORTS = ("torch", "dcp")
-FORMATS = ("unified", "huggingface", *_EXPORTS)
+_BARE = ("huggingface", "maxtext")  # tensors, their indexes and what goes along: no manifest
+_EXPORTS = ("torch", "dcp", "paddle")
+FORMATS = ("unified", *_BARE, *_EXPORTS)
 
 
 def convert(
@@ -55,11 +58,11 @@ def convert(
     chosen = ConvertOptions(**options)
     if chosen.to not in FORMATS:
         raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
-    bare = chosen.to == "huggingface"
+    bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
     place = where if is_url(where) else os.path.abspath(local(where))
     storage, name = _place(os.fspath(dst))
-    parts = chosen.parts if chosen.parts is not None else ((MODEL,) if bare else None)
+    parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds
     with ExitStack() as owned:
         machines = machine_numbers(comm, f"conversion of {where}", machine_id(), timeout_seconds=timeout) if comm.world > 1 else [0]
@@ -76,34 +79,46 @@ def convert(
             attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
             progress=progress or (lambda *_: None),
         )
-        source = _chosen(source, parts, chosen.model_dtype)
+        source = _chosen(source, parts, chosen, place)
         if chosen.to in _EXPORTS:
-            return _export(comm, source, chosen, storage.path(name), how)
+            return _export(comm, source, chosen, storage.path(name), how, place)
         return write_anew(comm, source, storage, name, how, machines=machines)
 
 
-def _export(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, path: str, how: How) -> ConvertReport:
+def _export(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, path: str, how: How, place: str) -> ConvertReport:
     """One process writes."""
     if comm.world > 1:
         raise FormatError(f"{chosen.to}: is written by one process; this is one of {comm.world}")
     if isinstance(source, Exception):
         raise source
-    from unified_ckpt.sources.exports import export  # only now: torch.distributed.checkpoint is slow to import
+    from unified_ckpt.sources.exports import Asked, export  # only now: torch.distributed.checkpoint is slow to import
 
     began, sizes = time.monotonic(), sizes_of(source)
     total = sum(sizes.values())
-    export(source, chosen.to, path, fsync=chosen.fsync, progress=lambda nbytes: how.progress(nbytes, total))
+    asked = Asked(chosen.fsync, chosen.max_file_bytes, _config(chosen, place), lambda nbytes: how.progress(nbytes, total))
+    export(source, chosen.to, path, asked)
     nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
     for (part, _), size in sizes.items():
         nbytes[part] += size
     return ConvertReport(path, source.format, None, source.said().step, time.monotonic() - began, dict(tensors), dict(nbytes))
 
 
-def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, model_dtype: str | None) -> Source | Exception:
-    if isinstance(source, Exception) or (parts is None and model_dtype is None):
-        return source
+def _config(chosen: ConvertOptions, place: str) -> str | None:
+    """Where the model's config is: where the caller says, or beside the source."""
+    return chosen.source.config or (place if os.path.isfile(os.path.join(place, CONFIG)) else None)
+
+
+def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: ConvertOptions, place: str) -> Source | Exception:
+    """The source as it is to be written."""
     try:
-        return Chosen(source, parts=parts, model_dtype=_DTYPES[model_dtype] if model_dtype else None)
+        if not isinstance(source, Exception) and (parts is not None or chosen.model_dtype is not None):
+            source = Chosen(source, parts=parts, model_dtype=_DTYPES[chosen.model_dtype] if chosen.model_dtype else None)
+        if not isinstance(source, Exception) and chosen.to == "maxtext":
+            config = _config(chosen, place)
+            if config is None:
+                raise FormatError("MaxText's names and turns follow from the model's config.json; needed --config, or one in the source")
+            source = maxtext_view(source, read_config(config))
+        return source
     except Exception as error:  # told to every rank in the conversion
         return error
 

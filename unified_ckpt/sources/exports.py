@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,45 +24,62 @@ from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.archives import Tensor, write_archive
 from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.dcp_writing import Entry, write_entries
+from unified_ckpt.sources.paddle_write import write_paddle
 from unified_ckpt.sources.torch_files import open_torch_file
 
 _CHUNK_NBYTES = 4 << 20  # copied at a time
 
 Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How to write. `config`: where the model's config.json is, for formats whose names need it. `progress`: called with bytes done."""
+
+    fsync: bool = True
+    max_file_bytes: int = 5_000_000_000
+    config: str | None = None
+    progress: Progress = lambda _: None
+
+
 Tensors = Mapping[str, Tensor]
 
 
-def write_torch(source: Source, path: str, progress: Progress, fsync: bool) -> None:
+def write_torch(source: Source, path: str, asked: Asked) -> None:
     """One file with {"model": {name: tensor}, "optimizer": what `load_state_dict` takes, each further part, "step", "extra"}.
 
     Parameters are counted in the order of their groups, as torch's optimizers do; their names are each group's "param_names".
     """
     with open(path, "xb") as file:
-        write_archive(file, _state_dict(source, progress))
-        _flush(file, fsync)
+        write_archive(file, _state_dict(source, asked.progress))
+        _flush(file, asked.fsync)
     with closing(open_torch_file(path, SourceOptions())) as opened:
         _check(source, opened, [MODEL])
 
 
-def write_dcp(source: Source, path: str, progress: Progress, fsync: bool) -> None:
+def write_dcp(source: Source, path: str, asked: Asked) -> None:
     """A folder that `dcp.load` reads: "model", "optimizer" as `get_state_dict` gives it, each further part, "step", "extra"."""
     os.mkdir(path)
-    write_entries(path, _entries(source, progress), partial(_flush, fsync=fsync))
+    write_entries(path, _entries(source, asked.progress), partial(_flush, fsync=asked.fsync))
     with closing(open_dcp(path, SourceOptions())) as opened:
         _check(source, opened, source.parts)
 
 
-EXPORTS: Mapping[str, Callable[[Source, str, Progress, bool], None]] = {"torch": write_torch, "dcp": write_dcp}
+def _write_paddle(source: Source, path: str, asked: Asked) -> None:
+    write_paddle(source, path, SourceOptions(config=asked.config), max_file_bytes=asked.max_file_bytes)
 
 
-def export(source: Source, to: str, path: str, *, fsync: bool = True, progress: Progress = lambda _: None) -> None:
+EXPORTS: Mapping[str, Callable[[Source, str, Asked], None]] = {"torch": write_torch, "dcp": write_dcp, "paddle": _write_paddle}
+
+
+def export(source: Source, to: str, path: str, asked: Asked) -> None:
     """StorageError where something has the name already, or it cannot be written; nothing is then there that was not."""
     if os.path.lexists(path):
         raise StorageError(f"{path}: is there; needed a free name")
     folder, name = os.path.split(os.path.abspath(path))
     begun = os.path.join(folder, f".unified-{os.getpid()}-{name}")
     try:
-        EXPORTS[to](source, begun, progress, fsync)
+        EXPORTS[to](source, begun, asked)
         os.rename(begun, path)
     except OSError as error:
         _remove(begun)

@@ -20,6 +20,9 @@ DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
+TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
+_ACCELERATE = {"optimizer.bin", "random_states_0.pkl", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"}
+_DEEPSPEED = {"zero_to_fp32.py", "latest"}  # in a Trainer's folder, beside its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -71,6 +74,8 @@ def has_orbax(at: Looked) -> bool:
 
 def _has_items(path: str) -> bool:
     return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
+def _of_trainer(at: Looked) -> bool:
+    return bool(at.entries & {TRAINER_STATE, "optimizer.pt"}) and not at.entries & _DEEPSPEED
 
 
 # The first that knows a path has it: what is special stands before what is general.
@@ -78,6 +83,12 @@ FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
+    Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),
+    Format("accelerate", "Accelerate", "hf_training:open_accelerate", lambda at: bool(at.entries & _ACCELERATE)),
+    Format("peft", "adapters (PEFT)", "adapters:open_adapters", lambda at: ADAPTER_CONFIG in at.entries),
+    Format("lightning-sharded", "Lightning, sharded", "lightning:open_sharded", lambda at: {DCP_METADATA, "meta.pt"} <= at.entries),
+    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
+    Format("lightning", "Lightning", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(".ckpt")),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(
         "huggingface-bin",
@@ -86,6 +97,11 @@ FORMATS = (
         lambda at: bool(at.entries & {BIN, BIN_INDEX}) and not has_safetensors(at),
     ),
 )
+
+
+def title_of(name: str) -> str:
+    """For people; of a name that is none, itself."""
+    return next((one.title for one in FORMATS if one.name == name), name)
 
 
 def look(path: str) -> Looked:

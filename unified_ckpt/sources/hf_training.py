@@ -24,6 +24,7 @@ from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.adapters import adapter_tensors
 from unified_ckpt.sources.assembled import Assembled, Assembly
 from unified_ckpt.sources.dcp import open_dcp
+from unified_ckpt.sources.fsdp_ranks import model_of_ranks, optimizer_of_ranks, rank_files
 from unified_ckpt.sources.hf_models import CONFIG, as_the_trainer, in_order, model_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.pickles import load_torch
@@ -91,6 +92,9 @@ def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> tu
     if fsdp in entries:
         opened = _dcp(os.path.join(root, fsdp))
         return {(part, name): one for (of, name), one in opened.tensors.items() if of == MODEL}, {}
+    ranks = rank_files(root, fsdp)
+    if ranks:
+        return model_of_ranks(ranks, part), {}
     full, pickled = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
     files = model_files(root, part=part)
     if files:
@@ -125,6 +129,10 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[M
             opened = _dcp(os.path.join(root, folder))
             found.tensors |= {key: one for key, one in opened.tensors.items() if key[0] == OPTIMIZER}
             groups += opened.said().groups
+        elif ranks := rank_files(root, folder):
+            tensors, more = optimizer_of_ranks(ranks)
+            found.tensors |= tensors
+            groups += more
         elif files:
             found.where.append(os.path.join(root, files[0]))
             found.unnamed += parse_groups(found.where[-1], load_torch(found.where[-1]))

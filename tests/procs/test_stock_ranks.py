@@ -92,7 +92,7 @@ def test_shards_without_where_they_lie_are_refused(root: Path, tmp_path: Path) -
     with pytest.raises(uc.FormatError, match="has no DCP_SHARDING_INFO"):
         uc.open(tmp_path / "c")
     _edit_header(path, lambda metadata: metadata.update(DCP_SHARDING_INFO='{"embed.weight": 3}'))
-    with pytest.raises(uc.FormatError, match="is not what torch.distributed.checkpoint writes"):
+    with pytest.raises(uc.FormatError, match=r"is not what torch\.distributed\.checkpoint writes"):
         uc.open(tmp_path / "c")
     _edit_header(path, lambda metadata: metadata.update(DCP_SHARDING_INFO='{"embed.weight": {"saved_offsets": [40, 0]}}'))
     with pytest.raises((uc.FormatError, uc.IncompleteError), match=r"overlap|nothing holds"):

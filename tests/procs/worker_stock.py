@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
-
 from worker import started
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -24,6 +24,7 @@ ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
 TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
 HF_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _RANK_FILE = re.compile(r"pytorch_model_fsdp_\d+_rank0\.bin")
+NANOTRON_LATEST, NANOTRON_META = "latest.txt", "checkpoint_metadata.json"
 _ACCELERATE = {"optimizer.bin", "random_states_0.pkl", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"}
 _DEEPSPEED = {"zero_to_fp32.py", "latest"}  # in a Trainer's folder, beside its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -91,6 +92,7 @@ FORMATS = (
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),
+    Format("nanotron", "nanotron", "nanotron:open_nanotron", lambda at: bool(at.entries & {NANOTRON_LATEST, NANOTRON_META})),
     Format("accelerate", "Accelerate", "hf_training:open_accelerate", _of_accelerate),
     Format("peft", "adapters (PEFT)", "adapters:open_adapters", lambda at: ADAPTER_CONFIG in at.entries),
     Format(

@@ -11,6 +11,7 @@ from typing import Any
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.engine.source import Catalog, Said, Source
+from unified_ckpt.errors import FormatError
 
 _OPTIMIZER = "optimizer"
 Order = Sequence[Sequence[tuple[str, tuple[int, ...]]]]  # of each param group: its parameters' names and global shapes
@@ -62,7 +63,11 @@ class ByPosition:
         return dict.fromkeys(wanted)
 
     def said(self) -> Said:
-        return self.whole.said()
+        """Without param groups where nothing says of which parameters they are: who asks for the optimizer is told."""
+        try:
+            return self.whole.said()
+        except FormatError:
+            return self._bare.said()
 
     def rank_extra(self, rank: int) -> Any:
         return self._bare.rank_extra(rank)

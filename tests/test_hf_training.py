@@ -328,3 +328,26 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
         check_equal(dict(other.state_dict()), dict(net.state_dict()))
         check_equal(state_of(other, new.optimizer), state_of(net, optimizer.optimizer))
     assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
+
+
+# converted
+
+
+def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
+    told = {"weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    straight = trainer(tmp_path / "straight", stock=True, save_strategy="no", **told)
+    straight.train()
+    report = uc.convert(stock[1], tmp_path / "run" / "checkpoint-4")
+    assert (report.format, report.step, report.tensors) == ("trainer", 4, {"model": 21, "optimizer": 63})
+    assert uc.verify(tmp_path / "run" / "checkpoint-4", deep=True).ok
+    resumed = trainer(tmp_path / "run", **told)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+    check_equal(dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()), dict(stock[0].model.state_dict()))
+
+
+def test_an_optimizer_without_names_is_not_converted_nor_left_out(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(uc.FormatError, match=r"by position(.|\n)*pass an optimizer"):
+        uc.convert(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

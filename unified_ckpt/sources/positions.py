@@ -108,7 +108,7 @@ def parse_groups(path: str, told: Any) -> list[Group]:
             raise FormatError(f"{path}: param group {number} lists no params")
         keys = group["params"]
         seen += keys
-        names = group.get("param_names") or (keys if keys and all(isinstance(key, str) for key in keys) else None)
+        names = group.get("param_names") or (keys if all(isinstance(key, str) for key in keys) else None)
         if names is not None and len(names) != len(keys):
             raise FormatError(f"{path}: param group {number} has {len(keys)} params and {len(names)} names")
         entries = tuple(state.get(key, {}) for key in keys)

@@ -14,11 +14,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from test_trainer import STEPS, StopAt, check_same, losses, model, trainer
+from test_trainer_experts import mixtral
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
+from unified_ckpt.integrations.transformers import open_model_names
 from unified_ckpt.runtime.randomness import RandomStates
 
 Hostile = Callable[[Path], Any]
@@ -330,6 +332,23 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
     assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
 
 
+def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
+    """The folder has the hub's names, the optimizer the model's own: each is loaded by its own, and a conversion would mix them."""
+    made = trainer(tmp_path, stock=True, net=mixtral(), max_steps=1, save_steps=1)
+    made.train()
+    folder, net = tmp_path / "checkpoint-1", mixtral()
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    with open_model_names(folder, model=net) as source:
+        uc.load(source, model=net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimizer",)))
+    check_equal(dict(net.state_dict()), dict(made.model.state_dict()))
+    check_equal(state_of(net, optimizer), state_of(made.model, plain(made)))
+    with pytest.raises(uc.FormatError, match=r"under other names, or in other shapes(.|\n)*experts"):
+        uc.convert(folder, tmp_path / "ours")
+
+
 # converted
 
 
@@ -344,6 +363,13 @@ def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(sto
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
     check_equal(dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()), dict(stock[0].model.state_dict()))
+
+
+def test_one_of_ours_that_lost_its_manifest_is_no_trainers(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
+    with pytest.raises(uc.FormatError, match="is an unfinished save"):
+        uc.open(tmp_path / "checkpoint-2")
 
 
 def test_an_optimizer_without_names_is_not_converted_nor_left_out(folder: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,15 @@ def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
     report = uc.load(tmp_path / "last.ckpt", model=net(1))
     assert report.step == 7
     assert report.extra == {"global_step": 7, "pytorch-lightning_version": "2.6.6", "optimizer_states": [{}]}
+
+
+def test_namespaces_and_paths_among_the_settings_are_plain(tmp_path: Path) -> None:
+    """Many scripts save their argparse.Namespace: it is stood in for, and its class is not imported."""
+    args = argparse.Namespace(lr=0.1, out=Path("/a/b"), inner=types.SimpleNamespace(names=["x", Path("c")]), none=argparse.Namespace())
+    torch.save({"model": net().state_dict(), "args": args, "paths": (Path("d"), Path())}, tmp_path / "last.pt")
+    with uc.open(tmp_path / "last.pt") as source:
+        settings = {"lr": 0.1, "out": "/a/b", "inner": {"names": ["x", "c"]}, "none": {}}
+        assert source.extra == {"args": settings, "paths": ("d", ".")}
 
 
 def stepped(model: nn.Module, groups: Any) -> torch.optim.Optimizer:

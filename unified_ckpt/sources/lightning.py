@@ -17,7 +17,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled
 from unified_ckpt.sources.dcp import open_dcp
-from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
 
 META = "meta.pt"
 _MODELS = ("state_dict", "model")  # of ModelParallelStrategy, of FSDPStrategy
@@ -27,7 +27,7 @@ _OPTIMIZER = re.compile(r"optimizer_\d+")
 def open_sharded(root: str, options: SourceOptions) -> Assembled:
     """FormatError, IncompleteError as for `open_dcp`."""
     opened = open_dcp(root, options)
-    rest = load_torch(os.path.join(root, META))
+    rest = plain(load_torch(os.path.join(root, META), stubs=HOLDERS))
     if not isinstance(rest, Mapping):
         raise FormatError(f"{root}/{META}: holds a {type(rest).__name__}; needed a dict")
     tree = dict(opened.said().extra or {})

@@ -135,6 +135,6 @@ def find_format(path: str, *, told: str | None) -> Format | None:
             raise FormatError(listed(f"{told}: is no format that is read; known are", known))
         return found
     at = look(path)
-    if names.MANIFEST in at.entries:
+    if at.entries & {names.MANIFEST, names.DIGESTS}:  # ours, or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)

@@ -23,7 +23,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
-from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
 from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
@@ -35,7 +35,7 @@ _STEPS = ("step", "global_step", "iteration")
 
 def open_torch_file(path: str, options: SourceOptions) -> Source:
     """A file of `torch.save`, Lightning's too. FormatError for one that is damaged, asks for classes, or holds no model's state dict."""
-    told = load_torch(path)
+    told = load_torch(path, stubs=HOLDERS)
     if not isinstance(told, Mapping):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed a state dict, or a dict that has one")
     place = next((name for name in _MODELS if _is_state(told.get(name))), None)
@@ -51,7 +51,7 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
         "lightning" if _LIGHTNING in told else "torch",
         tensors,
         aliases={MODEL: aliases},
-        said=Said(step=step, extra=rest or None),
+        said=Said(step=step, extra=plain(rest) or None),
         unnamed=[group for those in groups.values() for group in those],
     )
     return by_position(found, options, own={"the order of the file's tensors": partial(_stored_order, tensors)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -169,6 +170,8 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(folder: Path
     shown = capsys.readouterr().out
     assert "model  21 tensors" in shown
     assert "is by position, and of which parameters is not known" in shown
+    assert main(["inspect", "--json", str(folder)]) == 0
+    assert "no config.json" in json.loads(capsys.readouterr().out)["optimizer_by_position"]
     with pytest.raises(uc.FormatError, match=r"the optimizer to be filled: has 1 param group\(s\), the checkpoint 2"):
         uc.load(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()))
 

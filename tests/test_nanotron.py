@@ -139,6 +139,21 @@ def test_it_fills_a_job_and_is_inspected(tmp_path: Path, capsys: pytest.CaptureF
     assert "nanotron" in capsys.readouterr().out
 
 
+def test_converted_with_its_two_copies_of_the_weights_compared(tmp_path: Path) -> None:
+    told = write(tmp_path, dp=2, zero=True)
+    report = uc.convert(tmp_path, tmp_path / "ours")
+    assert (report.compared, report.tensors) == (5, {"model": 5, "master_weights": 5, "optimizer": 15})
+    with uc.open(tmp_path / "ours") as source:
+        assert all(torch.equal(view[...], told[f"{part}:{name}"]) for part in source.parts for name, view in source[part].items())
+    path = next(tmp_path.glob("20/optimizer/*pp-0*dp-1*tp-1*"))
+    state = torch.load(path)
+    state["gradient_accumulator"][QKV][2] += 1
+    torch.save(state, path)
+    with pytest.raises(uc.IntegrityError, match=r"qkv_proj"):
+        uc.convert(tmp_path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def remove(pattern: str) -> Callable[[Path], object]:
     return lambda root: os.remove(max(root.glob(pattern)))
 

@@ -101,6 +101,25 @@ def test_an_optimizer_that_has_names_needs_no_order(tmp_path: Path) -> None:
         check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
 
 
+def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "config")
+    rest = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    decayed = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
+    model(torch.ones(1, 4, dtype=torch.int64)).logits.square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    for config in (tmp_path / "config", tmp_path / "config" / "config.json"):
+        with uc.open(tmp_path / "last.pt", options=uc.SourceOptions(config=str(config))) as source:
+            check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+    with uc.open(tmp_path / "last.pt") as source, pytest.raises(uc.FormatError, match=r"the model's config\.json as `config`"):
+        list(source["optimizer"])
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours", parts=("model",))
+
+
 def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
     cases = {

@@ -44,6 +44,12 @@ def model_of(path: str | os.PathLike[str]) -> torch.nn.Module:
     return made
 
 
+def order_of(path: str, groups: int) -> Order:
+    """The parameters of the model that a config.json names, as an optimizer with so many groups is likely to have them. Same errors."""
+    model = model_of(path)
+    return in_order(model) if groups == 1 else as_the_trainer(model)
+
+
 def in_order(model: torch.nn.Module) -> Order:
     """One group of all parameters, as `optimizer(model.parameters())` makes."""
     return [[(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]]

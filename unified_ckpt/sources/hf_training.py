@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.positions import Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
@@ -25,7 +24,7 @@ from unified_ckpt.sources.adapters import adapter_tensors
 from unified_ckpt.sources.assembled import Assembled, Assembly
 from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.fsdp_ranks import model_of_ranks, optimizer_of_ranks, rank_files
-from unified_ckpt.sources.hf_models import CONFIG, as_the_trainer, in_order, model_of
+from unified_ckpt.sources.hf_models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.positions import Found, by_position, parse_groups
@@ -59,12 +58,7 @@ def _open(root: str, options: SourceOptions, found: Found) -> Source:
     found.said = Said(step=step, extra=extra or None, groups=groups, rank_extras=len(randoms))
     found.rank_extra = partial(_random_states, randoms)
     place = options.config or root
-    return by_position(found, options, own={f"the model of {place}/{CONFIG}": partial(_of_config, place, len(found.unnamed))})
-
-
-def _of_config(place: str, groups: int) -> Order:
-    model = model_of(place)
-    return in_order(model) if groups == 1 else as_the_trainer(model)
+    return by_position(found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))})
 
 
 # ---- models

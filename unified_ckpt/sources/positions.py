@@ -23,7 +23,8 @@ from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 
 Shape = tuple[int, ...]
-REMEDY = "pass an optimizer made as that one was to uc.load, or SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
+_ORDER = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
+_REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def _resolve(
     fitting, reasons = _fitting(groups, candidates)
     if not fitting:
         what = f"{path}: its optimizer state is by position, and of which parameters is not known"
-        raise FormatError(listed(what, reasons) + f"\n  {REMEDY}")
+        raise FormatError(listed(what, reasons) + f"\n  {_REMEDY}")
     return _agreed(path, fitting)
 
 
@@ -179,7 +180,7 @@ def _agreed(path: str, orders: Mapping[str, Order]) -> Order:
         if differing:
             raise FormatError(
                 f"{path}: its optimizer state is by position; where {first} has {differing[0][0]}, {who} has {differing[0][1]}, and both "
-                "fit; needed SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
+                f"fit; needed {_ORDER}"
             )
     return chosen
 

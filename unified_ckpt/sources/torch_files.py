@@ -22,6 +22,7 @@ from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.hf_models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
 from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups
@@ -54,7 +55,10 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
         said=Said(step=step, extra=plain(rest) or None),
         unnamed=[group for those in groups.values() for group in those],
     )
-    return by_position(found, options, own={"the order of the file's tensors": partial(_stored_order, tensors)})
+    own = {"the order of the file's tensors": partial(_stored_order, tensors)}
+    if options.config is not None:
+        own[f"the model of {options.config}"] = partial(order_of, options.config, len(found.unnamed))
+    return by_position(found, options, own=own)
 
 
 def _has_optimizers(told: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from test_trainer import STEPS, StopAt, check_same, losses, model, trainer
 from test_trainer_experts import mixtral
 from torch import nn
@@ -232,6 +233,12 @@ def test_a_file_that_ends_early_is_named(folder: Path, file: str, keep: float) -
     check_equal(dict(net.state_dict()), before)
 
 
+def test_a_save_that_was_cut_off_is_told(folder: Path) -> None:
+    (folder / "checkpoint-is-incomplete.txt").touch()
+    with pytest.raises(uc.IncompleteError, match="was stopped while it saved"):
+        uc.open(folder)
+
+
 def test_missing_weights_are_told(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(uc.IncompleteError, match="holds no weights"):
@@ -311,6 +318,16 @@ def test_accelerates_folder_goes_on_bit_for_bit(tmp_path: Path, safe: bool) -> N
         if safe:  # such a file has lost the order of its tensors
             with pytest.raises(uc.FormatError, match="by position"):
                 list(source["optimizer"])
+
+
+def test_a_compiled_model_has_its_plain_names(tmp_path: Path) -> None:
+    net = torch.compile(nn.Linear(3, 2), backend="eager")
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.save_state(str(tmp_path / "c"))
+    assert sorted(load_file(tmp_path / "c" / "model.safetensors")) == ["_orig_mod.bias", "_orig_mod.weight"]
+    with uc.open(tmp_path / "c") as source:
+        assert list(source["model"]) == ["bias", "weight"]
 
 
 def test_several_models_and_optimizers(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ FORMS: dict[str, Any] = {
     "bare": lambda state: state,
     "model": lambda state: {"model": state, "optimizer": {"state": {}}, "epoch": 3},
     "lightning": lambda state: {"state_dict": state, "optimizer_states": [{}], "global_step": 7, "pytorch-lightning_version": "2.6.6"},
+    "compiled": lambda state: {"model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
     "ddp": lambda state: {"model_state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
 }
 

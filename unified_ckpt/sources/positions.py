@@ -19,6 +19,7 @@ from unified_ckpt.engine.positions import ByPosition, Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 
@@ -114,7 +115,7 @@ def parse_groups(path: str, told: Any) -> list[Group]:
             raise FormatError(f"{path}: param group {number} has {len(keys)} params and {len(names)} names")
         entries = tuple(state.get(key, {}) for key in keys)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.append(Group(options, entries, tuple(names) if names is not None else None))
+        found.append(Group(options, entries, tuple(map(unwrapped, names)) if names is not None else None))
     if len(set(seen)) != len(seen) or not set(state) <= set(seen):
         stray = sorted(map(str, set(state) - set(seen)))
         raise FormatError(

@@ -15,6 +15,7 @@ from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format import header, index, names
+from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
@@ -56,15 +57,14 @@ def open_tensors(path: str) -> TensorFile:
 
 
 def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key, Assembly]:
-    """Every tensor of these files, each whole in one. FormatError where two have one of a name."""
+    """Every tensor of these files, each whole in one, named as in a model that is not compiled. FormatError where two are of a name."""
     found: dict[Key, Assembly] = {}
     for file in files:
         for name, entry in file.entries.items():
-            if (part, name) in found:
-                raise FormatError(f"{file.path}: {name}: is in {found[part, name].fragments[0].where} too")
-            found[part, name] = assembly(
-                file.dtype(name), entry.shape, [Fragment(whole(entry.shape), partial(file.tensor, name), file.path)]
-            )
+            key = part, unwrapped(name)
+            if key in found:
+                raise FormatError(f"{file.path}: {name}: is in {found[key].fragments[0].where} too")
+            found[key] = assembly(file.dtype(name), entry.shape, [Fragment(whole(entry.shape), partial(file.tensor, name), file.path)])
     return found
 
 

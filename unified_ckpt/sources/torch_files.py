@@ -20,6 +20,7 @@ from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.hf_models import order_of
@@ -140,4 +141,4 @@ def _named(path: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Ten
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized:
                 raise FormatError(f"{path}: {name}: is a {value.layout} tensor; needed a dense one")
-            yield str(name).removeprefix("module."), value.detach()  # DistributedDataParallel's prefix
+            yield unwrapped(str(name).removeprefix("module.")), value.detach()  # DistributedDataParallel's prefix

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from unified_ckpt.core.tables import listed
@@ -78,6 +77,8 @@ def has_orbax(at: Looked) -> bool:
 
 def _has_items(path: str) -> bool:
     return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
+
+
 def _of_trainer(at: Looked) -> bool:
     return bool(at.entries & {TRAINER_STATE, "optimizer.pt"}) and not at.entries & _DEEPSPEED
 

@@ -90,7 +90,6 @@ def _of_accelerate(at: Looked) -> bool:
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
-    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),
     Format("nanotron", "nanotron", "nanotron:open_nanotron", lambda at: bool(at.entries & {NANOTRON_LATEST, NANOTRON_META})),

@@ -61,9 +61,9 @@ def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(run: Path, 
     ("leave", "error", "match"),
     [
         (lambda folder: (folder / "global_step2").mkdir(), uc.FormatError, "is DeepSpeed's; needed a checkpoint of this callback"),
-        (lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(), ValueError, "FSDP"),
+        (lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(), uc.IncompleteError, "has no .metadata, which is written last"),
     ],
-    ids=["DeepSpeed", "Accelerate's FSDP"],
+    ids=["DeepSpeed", "Accelerate's FSDP, not whole"],
 )
 def test_other_formats_are_refused(run: Path, tmp_path: Path, leave: Callable[[Path], None], error: type[Exception], match: str) -> None:
     folder = tmp_path / "checkpoint-2"

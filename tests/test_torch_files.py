@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ FORMS: dict[str, Any] = {
     "bare": lambda state: state,
     "model": lambda state: {"model": state, "optimizer": {"state": {}}, "epoch": 3},
     "lightning": lambda state: {"state_dict": state, "optimizer_states": [{}], "global_step": 7, "pytorch-lightning_version": "2.6.6"},
+    "compiled": lambda state: {"model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
     "ddp": lambda state: {"model_state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
 }
 
@@ -51,19 +54,91 @@ def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
     torch.save(FORMS["lightning"](net().state_dict()), tmp_path / "last.ckpt")
     report = uc.load(tmp_path / "last.ckpt", model=net(1))
     assert report.step == 7
-    assert report.extra == {"global_step": 7, "pytorch-lightning_version": "2.6.6"}
+    assert report.extra == {"global_step": 7, "pytorch-lightning_version": "2.6.6", "optimizer_states": [{}]}
 
 
-def test_an_optimizer_is_refused_not_guessed(tmp_path: Path) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 6)).sum().backward()
+def test_namespaces_and_paths_among_the_settings_are_plain(tmp_path: Path) -> None:
+    """Many scripts save their argparse.Namespace: it is stood in for, and its class is not imported."""
+    args = argparse.Namespace(lr=0.1, out=Path("/a/b"), inner=types.SimpleNamespace(names=["x", Path("c")]), none=argparse.Namespace())
+    torch.save({"model": net().state_dict(), "args": args, "paths": (Path("d"), Path())}, tmp_path / "last.pt")
+    with uc.open(tmp_path / "last.pt") as source:
+        settings = {"lr": 0.1, "out": "/a/b", "inner": {"names": ["x", "c"]}, "none": {}}
+        assert source.extra == {"args": settings, "paths": ("d", ".")}
+
+
+def stepped(model: nn.Module, groups: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(groups, lr=0.3)
+    model(torch.randn(4, 6)).square().sum().backward()
     optimizer.step()
+    return optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {f"{names[id(p)]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+
+
+def test_an_optimizer_by_position_goes_to_the_parameters_that_it_was_of(tmp_path: Path) -> None:
+    model = net()
+    optimizer = stepped(model, model.parameters())
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     other = net(1)
-    with pytest.raises(uc.MismatchError, match="optimizer"):
-        uc.load(tmp_path / "last.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
-    check_equal(other.state_dict(), net(1).state_dict())
+    fresh = torch.optim.AdamW(other.parameters())
+    uc.load(tmp_path / "last.pt", model=other, optimizer=fresh)
+    check_equal(state_of(other, fresh), state_of(model, optimizer))
+    assert fresh.param_groups[0]["lr"] == 0.3
+    with uc.open(tmp_path / "last.pt") as source:  # no optimizer there: the order of the file's tensors, its statistics left out
+        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+
+
+def test_an_optimizer_that_has_names_needs_no_order(tmp_path: Path) -> None:
+    model = net()
+    optimizer = stepped(model, [{"params": list(model[2].named_parameters())}, {"params": list(model[0].named_parameters())}])
+    state = optimizer.state_dict()
+    for group, layer in zip(state["param_groups"], (2, 0), strict=True):
+        group["param_names"] = [f"{layer}.{name}" for name in group["param_names"]]
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "last.pt")
+    with uc.open(tmp_path / "last.pt") as source:
+        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+
+
+def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "config")
+    rest = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    decayed = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
+    model(torch.ones(1, 4, dtype=torch.int64)).logits.square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    for config in (tmp_path / "config", tmp_path / "config" / "config.json"):
+        with uc.open(tmp_path / "last.pt", options=uc.SourceOptions(config=str(config))) as source:
+            check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+    with uc.open(tmp_path / "last.pt") as source, pytest.raises(uc.FormatError, match=r"the model's config\.json as `config`"):
+        list(source["optimizer"])
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours", parts=("model",))
+
+
+def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    cases = {
+        r"the order of the file's tensors: has 1 param group\(s\), the checkpoint 2": [
+            {"params": model[0].parameters()},
+            {"params": model[1].parameters(), "lr": 0.1},
+        ],
+        "has 2 of 6 parameters, and shapes do not tell which": model[1].parameters(),
+    }
+    for text, groups in cases.items():
+        torch.save({"model": model.state_dict(), "optimizer": stepped(model, groups).state_dict()}, tmp_path / "last.pt")
+        with uc.open(tmp_path / "last.pt") as source, pytest.raises(uc.FormatError, match=text):
+            list(source["optimizer"])
+        other = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+        uc.load(tmp_path / "last.pt", model=other)
+        check_equal(other.state_dict(), model.state_dict())
+        with pytest.raises(uc.FormatError, match=r"the optimizer to be filled: (has|param group)"):
+            uc.load(tmp_path / "last.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
 
 
 def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class SourceOptions(_Options):
     `format`: its name, as `unified-ckpt convert --help` lists them, where it is not to be found out. `config`: a Hugging Face
     `config.json`, or a folder that has one, for formats whose names or shapes need the model's. `names`: Hugging Face's names of
     tensors ("huggingface"; an error where the model is not known), the format's own, or the former where that can be.
+    `optimizer_order`: for optimizer state by position, the names of each param group's parameters in the order of that optimizer.
 
     What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file with rules. `layers`: the tensors of
     identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked", in lists called `layer_lists` where they are not to be
@@ -69,6 +70,7 @@ class SourceOptions(_Options):
     format: str | None = None
     config: str | None = None
     names: Literal["auto", "huggingface", "own"] = "auto"
+    optimizer_order: tuple[tuple[str, ...], ...] | None = None
     rename: str | None = None
     layers: Literal["stacked", "unstacked"] | None = None
     layer_dim: int = 0

@@ -43,6 +43,13 @@ def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoints_of_the_stock_trainer_go_on_in_layouts_that_it_cannot_load(tmp_path: Path) -> None:
+    run(tmp_path, 1, "stock_stop:plain")
+    run(tmp_path, 2, "stock_into:accelerate:plain", "stock_into:tp=2:plain", "stock_stop:accelerate")
+    run(tmp_path, 1, "stock_into:plain:accelerate")
+
+
+@pytest.mark.slow
 def test_adapters_under_fsdp2(tmp_path: Path) -> None:
     run(tmp_path, 2, "adapters:accelerate")
     run(tmp_path, 1, "adapters_into:plain:accelerate")

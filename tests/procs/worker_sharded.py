@@ -118,7 +118,7 @@ def errors(root: Path, layout: str, stopped: str) -> None:
         shutil.copy(folder / "trainer_state.json", run / "stock")
     meet()
     refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished, or no checkpoint")
-    refused(trainer(run, layout), str(run / "stock"), uc.FormatError, "is the stock Trainer's of a model in one piece")
+    refused(trainer(run, layout), str(run / "stock"), uc.MismatchError, "holds model and no optimizer")
     refused(trainer(run, layout, optim="sgd"), str(folder), uc.MismatchError, "the Trainer's is torch.SGD", read=True)
     refused(trainer(run, layout, net="mixtral"), str(folder), uc.MismatchError, "is not of the Trainer's model: architectures is")
     resumed = trainer(run, layout)
@@ -135,6 +135,32 @@ def stock(root: Path, layout: str) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
     assert uc.verify(root / "stock" / "checkpoint-6", deep=True).ok
+
+
+def stock_stop(root: Path, layout: str) -> None:
+    """A run of the stock Trainer that was stopped; what it had in memory, and the losses of one that was not."""
+    straight = trainer(root / f"stock-straight-{layout}", layout, stock=True)
+    straight.train()
+    stopped = trainer(root / f"stock-{layout}", layout, StopAt(4), stock=True)
+    stopped.train()
+    held = contents(stopped.model, stopped.optimizer)
+    if RANK == 0:
+        torch.save((held, losses(straight)), root / f"stock-{layout}.pt")
+    meet()
+
+
+def stock_into(root: Path, layout: str, stopped: str) -> None:
+    """It is resumed in a layout that the stock Trainer cannot load it into: state bit for bit, losses nearly, the next save ours."""
+    run = root / f"stock-{stopped}-{layout}"
+    keep(root / f"stock-{stopped}", run)
+    held, straight = torch.load(root / f"stock-{stopped}.pt")
+    resumed = trainer(run, layout, AsHeld(held), only_model=False)
+    resumed.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    found = losses(resumed)
+    assert found[:4] == straight[:4], "the log goes on where it was"
+    assert len(found) == STEPS
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (found, straight)
+    assert uc.verify(run / "checkpoint-6", deep=True).ok
 
 
 def hub(root: Path, layout: str) -> None:
@@ -215,7 +241,10 @@ def after(root: Path, layout: str) -> None:
     check_equal(stored(run / "checkpoint-6"), stored(root / f"straight-{layout}" / "checkpoint-6"))
 
 
-CASES = {case.__name__: case for case in (same, into, best, alone, errors, stock, hub, adapters, adapters_into, refusals, killed, after)}
+CASES = {
+    case.__name__: case
+    for case in (same, into, best, alone, errors, stock, stock_stop, stock_into, hub, adapters, adapters_into, refusals, killed, after)
+}
 
 
 def refused(made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False) -> None:
@@ -319,14 +348,21 @@ def meet() -> None:
         dist.barrier()
 
 
-class AsStored(TrainerCallback):
-    """When training begins, model and optimizer are those of a checkpoint."""
+class AsHeld(TrainerCallback):
+    """When training begins, model and optimizer are these."""
 
-    def __init__(self, folder: Path) -> None:
-        self._needed = stored(folder)
+    def __init__(self, needed: Tensors) -> None:
+        self._needed = needed
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, optimizer: Any, **__: Any) -> None:
         check_equal(contents(model, optimizer), self._needed)
+
+
+class AsStored(AsHeld):
+    """When training begins, model and optimizer are those of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(stored(folder))
 
 
 class Opens(TrainerCallback):

@@ -15,9 +15,12 @@ from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import short
 from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.engine.positions import ByPosition
 from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_any
+from unified_ckpt.sources.marks import title_of
 
 _FORMATS = {
     "dcp": "torch.distributed.checkpoint",
@@ -48,11 +51,13 @@ class _Part:
 
 def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all`, `json`, and how to read it."""
-    folder = open_any(arguments.path, source_options(arguments))
+    opened = open_any(arguments.path, source_options(arguments))
     try:
+        folder, unnamed = _settled(opened)
         parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
         if arguments.json:
-            print(json.dumps(_as_json(arguments.path, folder, parts), indent=2))
+            told = _as_json(arguments.path, folder, parts)
+            print(json.dumps(told | ({"optimizer_by_position": unnamed} if unnamed else {}), indent=2))
             return 0
         print("\n".join(_head(arguments.path, folder)))
         for part in parts:
@@ -60,9 +65,21 @@ def run(arguments: Namespace) -> int:
                 print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             print(f"\nno tensor matches {arguments.match}")
+        if unnamed:
+            print(f"\noptimizer\n{unnamed}")
     finally:
-        folder.close()
+        opened.close()
     return 0
+
+
+def _settled(opened: Source) -> tuple[Source, str]:
+    """What can be shown, and why its optimizer cannot, where nothing says of which parameters its state is."""
+    if not isinstance(opened, ByPosition):
+        return opened, ""
+    try:
+        return opened.whole, ""
+    except FormatError as error:
+        return opened.without_optimizer(), str(error)
 
 
 def _rank(part: str) -> tuple[int, str]:
@@ -143,7 +160,7 @@ def _head(path: str, folder: Source) -> list[str]:
 def _told(source: Source) -> list[tuple[str, str]]:
     """What a checkpoint of another format says of itself."""
     said = source.said()
-    rows = [("format", _FORMATS.get(source.format, source.format)), ("step", "none" if said.step is None else str(said.step))]
+    rows = [("format", _FORMATS.get(source.format) or title_of(source.format)), ("step", "none" if said.step is None else str(said.step))]
     rows.append(("extra", ", ".join(map(str, said.extra)) if isinstance(said.extra, dict) else "none"))
     groups = enumerate(said.groups)
     return [*rows, *((f"param group {n}", f"{count(len(one['names']), 'parameter')}: {options_text(one['options'])}") for n, one in groups)]

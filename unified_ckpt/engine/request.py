@@ -13,6 +13,7 @@ from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import SaveRequest
 from unified_ckpt.engine.load import LoadRequest
 from unified_ckpt.engine.match import saved_state
+from unified_ckpt.engine.positions import ByPosition
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
@@ -20,7 +21,7 @@ from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people
-from unified_ckpt.runtime.state import MASTER, OPTIMIZER, flatten_state, place_targets
+from unified_ckpt.runtime.state import MASTER, OPTIMIZER, State, flatten_state, place_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if isinstance(master_weights, Optimizer) else [])}
     wanted = _wanted(given, options.parts)
     objects = objects if OPTIMIZER in wanted else []
+    if isinstance(folder, ByPosition):
+        folder = _settled(folder, objects, state, by_name=OPTIMIZER in wanted)
     master_weights = master_weights if MASTER in wanted else None
     if objects or isinstance(master_weights, Optimizer):
         if model is None and not what.parts:
@@ -127,6 +130,16 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     state.parts = [part for part in state.parts if part.row.part in wanted]
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
+
+
+def _settled(source: ByPosition, optimizers: list[Optimizer], state: State, *, by_name: bool) -> Source:
+    """The source with the names that these optimizers have for what it has by position. `by_name`: some are wanted, whoever has them."""
+    if not optimizers:
+        return source.whole if by_name else source.without_optimizer()
+    names, leaders = state.names(), state.leaders()
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    known = [[names[id(parameter)] for parameter in group["params"] if id(parameter) in names] for group in groups]
+    return source.named_for([[(name, leaders[name].at.shape) for name in group] for group in known])
 
 
 def _wanted(given: set[str], chosen: Sequence[str] | None) -> set[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +19,9 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import file_name
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.modules import flatten_model
+from unified_ckpt.sources.adapters import ADAPTER, DEFAULT, adapter_part
 
-ADAPTER = "adapter_model"  # a part of this name is the file that PEFT looks for
 BESIDE = "trainable"  # the part of what is trained and in no adapter
-_DEFAULT = "default"  # PEFT's files of this adapter lie in the folder itself, those of others in a folder of their name
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -62,11 +60,6 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(tensor): f"{part}.{name}" for part, tensors in adapter_parts(model).items() for name, tensor in tensors.items()}
 
 
-def adapter_part(adapter: str) -> str:
-    """The part of an adapter: `adapter_model` of the default one."""
-    return ADAPTER if adapter == _DEFAULT else f"{ADAPTER}_{re.sub('[^A-Za-z0-9]', '_', adapter)}"
-
-
 def whole_files(options: SaveOptions) -> SaveOptions:
     """PEFT opens one file for an adapter, however large."""
     return options.model_copy(update={"max_file_bytes": 2**62})
@@ -88,7 +81,7 @@ def write_configs(model: nn.Module, folder: str) -> None:
 def link_adapters(model: nn.Module, folder: str) -> None:
     """In a checkpoint whose parts are written: gives the adapters that are not the default one the names that PEFT looks for."""
     for adapter in _configs(_uncompiled(model)):
-        if adapter == _DEFAULT:
+        if adapter == DEFAULT:
             continue
         file, link = file_name(adapter_part(adapter), number=1, count=1), os.path.join(_place(folder, adapter), f"{ADAPTER}.safetensors")
         try:
@@ -98,7 +91,7 @@ def link_adapters(model: nn.Module, folder: str) -> None:
 
 
 def _place(folder: str, adapter: str) -> str:
-    return folder if adapter == _DEFAULT else os.path.join(folder, adapter)
+    return folder if adapter == DEFAULT else os.path.join(folder, adapter)
 
 
 def _configs(model: nn.Module) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from unified_ckpt.integrations.hf_names import open_model_names
 from unified_ckpt.integrations.hf_origin import (
     check_full,
     check_optimizer,
-    check_stock,
     is_in_other_names,
+    is_read,
     of_another_model,
     optimizer_kind,
 )
@@ -222,13 +222,16 @@ class Bound:
         if is_ours(resume_from_checkpoint):
             self._load_model(resume_from_checkpoint)
             return
-        inner = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        check_stock(resume_from_checkpoint, inner, fsdp=self.trainer.is_fsdp_enabled)
+        inner, taken = self.trainer.accelerator.unwrap_model(self.trainer.model), is_read(resume_from_checkpoint, self.trainer)
+        if taken:
+            check_full(resume_from_checkpoint)
         if is_in_other_names(resume_from_checkpoint, inner):
             with open_model_names(resume_from_checkpoint, model=inner) as source:
                 self._checkpointer.load(source, model=inner, options=self._load_options)
-            return
-        self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+        elif taken:
+            self._load_model(resume_from_checkpoint)
+        else:
+            self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
@@ -245,7 +248,7 @@ class Bound:
             raise of_another_model(error, path, model) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_read(checkpoint, self.trainer):
             self._stock["_load_optimizer_and_scheduler"](checkpoint)
             return
         trainer = self.trainer
@@ -258,11 +261,12 @@ class Bound:
         if saved is not None and trainer.lr_scheduler is not None:
             with open_source(checkpoint) as source:
                 groups = source.source.said().groups
-            saved = regrouped(saved, _plain(trainer.optimizer), parameter_names(model), groups)
+            if groups:  # else the optimizer's own are the saved ones, one by one
+                saved = regrouped(saved, _plain(trainer.optimizer), parameter_names(model), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_read(checkpoint, self.trainer):
             self._stock["_load_scaler"](checkpoint)
             return
         saved = ((self._report.extra if self._report is not None else None) or {}).get("scaler")
@@ -271,7 +275,7 @@ class Bound:
             scaler.load_state_dict(saved)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_read(checkpoint, self.trainer):
             self._stock["_load_rng_state"](checkpoint)
             return
         if self._report is None:

@@ -20,8 +20,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.state import MASTER, MODEL
+from unified_ckpt.sources.hf_models import model_of
 from unified_ckpt.sources.recut import Made, Piece, recut
 
 _PARTS = (MODEL, MASTER)
@@ -33,7 +34,7 @@ def open_hub_names(path: str | os.PathLike[str], *, model: torch.nn.Module | Non
     `model`: the one that was saved; None: made without memory from the folder's config.json. FormatError for a tensor that the hub has
     in another order of bytes, not only cut otherwise.
     """
-    return _view(path, lambda: hub_tensors(model if model is not None else _from_config(path)))
+    return _view(path, lambda: hub_tensors(model if model is not None else model_of(path)))
 
 
 def open_model_names(path: str | os.PathLike[str], *, model: torch.nn.Module) -> SourceView:
@@ -105,18 +106,3 @@ class _Uncopied(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
-
-
-def _from_config(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """The model that a folder's config.json names, without memory."""
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        raise NotFoundError(f"{os.fspath(path)}: has no config.json, which says what model it is; needed model=...")
-    config = transformers.AutoConfig.from_pretrained(path)
-    kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if kind is None:
-        raise NotFoundError(
-            f"{os.fspath(path)}/config.json: names the architectures {config.architectures}; needed one of transformers', or model=..."
-        )
-    with torch.device("meta"):
-        made: torch.nn.Module = kind(config)
-    return made

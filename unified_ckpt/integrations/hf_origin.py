@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.integrations.hf_names import hub_tensors
+from unified_ckpt.integrations.hf_resume import is_ours
 from unified_ckpt.runtime.state import OPTIMIZER
 
 _FRESH = "to train on from its weights with a fresh optimizer, make the model with from_pretrained({path}) and do not resume"
@@ -28,7 +30,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_full(path: str) -> None:
-    """MismatchError where a checkpoint of ours has no optimizer state to go on with."""
+    """MismatchError where a checkpoint has no optimizer state to go on with."""
     with open_source(path) as source:
         if OPTIMIZER not in source.parts:
             raise MismatchError(
@@ -65,18 +67,19 @@ def of_another_model(error: MismatchError, path: str, model: torch.nn.Module) ->
     return found
 
 
-def check_stock(path: str, model: torch.nn.Module, *, fsdp: bool) -> None:
-    """FormatError for a checkpoint that is not ours and that the stock Trainer cannot load into this model. `fsdp`: Accelerate's."""
-    inside = sorted(os.listdir(path))
+def is_read(path: str, trainer: Any) -> bool:
+    """Whether the engine reads a checkpoint: ours, and the stock Trainer's of another layout, which that cannot load into this model.
+
+    FormatError for DeepSpeed's.
+    """
+    if is_ours(path):
+        return True
+    inside = os.listdir(path)
     if any(name in _DEEPSPEED or name.startswith("global_step") for name in inside):
         raise FormatError(f"resume_from_checkpoint {path}: is DeepSpeed's; needed a checkpoint of this callback or of the stock Trainer")
-    sharded = any(name.startswith("pytorch_model_fsdp") for name in inside)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()) and not (fsdp and sharded):
-        whose = "Accelerate's FSDP" if sharded else "the stock Trainer's of a model in one piece"
-        raise FormatError(
-            f"resume_from_checkpoint {path}: is {whose}, which cannot be loaded into a sharded model; needed a checkpoint of this "
-            "callback: resume once in the layout that saved it, with the callback; what that saves resumes in any layout"
-        )
+    if any(name.startswith("pytorch_model_fsdp") for name in inside):
+        return not trainer.is_fsdp_enabled
+    return any(isinstance(parameter, DTensor) for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters())
 
 
 def is_in_other_names(path: str, model: torch.nn.Module) -> bool:

@@ -31,8 +31,8 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
     One process, DDP, FSDP2 and models sharded at load; any of them resumes any other's checkpoints.
     `train(resume_from_checkpoint=True)` takes the newest committed step; a checkpoint that the stock Trainer wrote is resumed by the stock
-    Trainer. Any number of processes may resume: random states are given back where it is the same number, else derived from the saved seed
-    and the rank, which the log says.
+    Trainer, or read as an old format where that cannot load it into the layout at hand. Any number of processes may resume: random states
+    are given back where it is the same number, else derived from the saved seed and the rank, which the log says.
 
     A model with adapters (PEFT) is stored as those: `adapter_model.safetensors` and what else is trained, and nothing of the base.
 

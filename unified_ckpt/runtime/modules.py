@@ -95,9 +95,14 @@ def clean_name(raw: str, wrapped: Sequence[str]) -> str:
     for prefix in wrapped:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
+    return unwrapped(raw)
+
+
+def unwrapped(name: str) -> str:
+    """A name without what torch.compile and activation checkpointing put into it."""
     for part in _TRANSPARENT:
-        raw = raw.replace(part, "")
-    return raw
+        name = name.replace(part, "")
+    return name
 
 
 def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tensor) -> None:

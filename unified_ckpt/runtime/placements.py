@@ -39,6 +39,12 @@ class _Grid:
     ascends: tuple[bool, ...]
 
 
+def rule_of(fqn: str, tensor: DTensor) -> Sharding:
+    """The rule of a DTensor of ranks that are not there, counted as its mesh counts them."""
+    world = int(tensor.device_mesh.mesh.max()) + 1
+    return Placer(0, range(world), None)._dtensor_rule(fqn, tensor)
+
+
 @dataclass(slots=True)
 class Placer:
     """Places tensors for one rank of one world. Remembers meshes that it has seen, and which Layout rules applied."""

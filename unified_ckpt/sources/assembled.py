@@ -95,6 +95,11 @@ class Assembled:
             self._names.setdefault(part, {})[name] = None
 
     @property
+    def tensors(self) -> Mapping[Key, Assembly]:
+        """For a source that is put together from several."""
+        return self._tensors
+
+    @property
     def format(self) -> str:
         return self._format
 

@@ -21,6 +21,12 @@ DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 ORBAX_TREE, ORBAX_STEP = "_METADATA", "_CHECKPOINT_METADATA"  # of an item: its tree; of a step
 ORBAX_UNFINISHED = ".orbax-checkpoint-tmp"
+TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
+HF_SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+_RANK_FILE = re.compile(r"pytorch_model_fsdp_\d+_rank0\.bin")
+NANOTRON_LATEST, NANOTRON_META = "latest.txt", "checkpoint_metadata.json"
+_ACCELERATE = {"optimizer.bin", "random_states_0.pkl", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "optimizer_0"}
+_DEEPSPEED = {"zero_to_fp32.py", "latest"}  # in a Trainer's folder, beside its own files
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -74,12 +80,32 @@ def _has_items(path: str) -> bool:
     return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
 
 
+def _of_trainer(at: Looked) -> bool:
+    return bool(at.entries & {TRAINER_STATE, "optimizer.pt"}) and not at.entries & _DEEPSPEED
+
+
+def _of_accelerate(at: Looked) -> bool:
+    return bool(at.entries & _ACCELERATE) or any(map(_RANK_FILE.fullmatch, at.entries))
+
+
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
-    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("paddle", "PaddleNLP", "paddle:open_paddle", lambda at: is_paddle(at.path, at.entries)),
+    Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),
+    Format("nanotron", "nanotron", "nanotron:open_nanotron", lambda at: bool(at.entries & {NANOTRON_LATEST, NANOTRON_META})),
+    Format("accelerate", "Accelerate", "hf_training:open_accelerate", _of_accelerate),
+    Format("peft", "adapters (PEFT)", "adapters:open_adapters", lambda at: ADAPTER_CONFIG in at.entries),
+    Format(
+        "huggingface-shards",
+        "safetensors of torch.distributed.checkpoint",
+        "hf_shards:open_hf_shards",
+        lambda at: any(map(HF_SHARD.fullmatch, at.entries)),
+    ),
+    Format("lightning-sharded", "Lightning, sharded", "lightning:open_sharded", lambda at: {DCP_METADATA, "meta.pt"} <= at.entries),
+    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
+    Format("lightning", "Lightning", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(".ckpt")),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),
     Format(
         "huggingface-bin",
@@ -88,6 +114,11 @@ FORMATS = (
         lambda at: bool(at.entries & {BIN, BIN_INDEX}) and not has_safetensors(at),
     ),
 )
+
+
+def title_of(name: str) -> str:
+    """For people; of a name that is none, itself."""
+    return next((one.title for one in FORMATS if one.name == name), name)
 
 
 def look(path: str) -> Looked:
@@ -106,6 +137,6 @@ def find_format(path: str, *, told: str | None) -> Format | None:
             raise FormatError(listed(f"{told}: is no format that is read; known are", known))
         return found
     at = look(path)
-    if names.MANIFEST in at.entries:
+    if at.entries & {names.MANIFEST, names.DIGESTS}:  # ours, or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)

@@ -41,6 +41,26 @@ def stub(name: str) -> type[Stub]:
     return type(name.rpartition(".")[2], (Stub,), {})
 
 
+# Classes that only hold what they are given, which scripts put among their settings.
+HOLDERS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    *(f"pathlib{inner}.{kind}" for inner in ("", "._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+)
+
+
+def plain(value: Any) -> Any:
+    """A tree with dicts for stubs of namespaces, and text for those of paths."""
+    if isinstance(value, Stub):
+        is_path = type(value).__name__.endswith("Path")
+        return os.path.join(*map(str, value.args or ["."])) if is_path else plain(dict(value.state or {}))
+    if type(value) is dict:
+        return {key: plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
 # What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
 _NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
 

@@ -1,7 +1,7 @@
 """What `torch.save` wrote: one file of a state dict, alone or in a training script's dict; Hugging Face's `pytorch_model*.bin`.
 
-Read are the model's tensors, mapped where they lie; what else the file has that is plain values is `extra`. Optimizer state is not read:
-it is keyed by position, and nothing in the file says of which parameter.
+Read are the model's tensors, mapped where they lie; what else the file has that is plain values is `extra`. Optimizer state is by position:
+of which parameter is said by the optimizer to be filled, or by the order of the model's tensors where that leaves no doubt.
 """
 
 from __future__ import annotations
@@ -15,37 +15,75 @@ import torch
 
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.source import Said
+from unified_ckpt.engine.positions import Order
+from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.hf_models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
-from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
+from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
-_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
+_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers")
+_LIGHTNING = "pytorch-lightning_version"
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of norms: buffers, among the parameters of a state dict
 _STEPS = ("step", "global_step", "iteration")
 
 
-def open_torch_file(path: str, _options: SourceOptions) -> Assembled:
-    """A file of `torch.save`. FormatError for one that is damaged, asks for classes, or holds no model's state dict."""
-    told = load_torch(path)
+def open_torch_file(path: str, options: SourceOptions) -> Source:
+    """A file of `torch.save`, Lightning's too. FormatError for one that is damaged, asks for classes, or holds no model's state dict."""
+    told = load_torch(path, stubs=HOLDERS)
     if not isinstance(told, Mapping):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed a state dict, or a dict that has one")
     place = next((name for name in _MODELS if _is_state(told.get(name))), None)
     weights = told[place] if place is not None else told
     if not _is_state(weights):
         raise FormatError(f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, told))[:10])}; needed one of {_MODELS}")
-    rest = {key: value for key, value in told.items() if key != place and key not in _OPTIMIZERS} if place is not None else {}
+    groups = {key: _groups(path, told[key]) for key in _OPTIMIZERS if place is not None and _has_optimizers(told.get(key))}
+    rest = {key: value for key, value in told.items() if key != place and key not in groups} if place is not None else {}
     step = next((rest[name] for name in _STEPS if isinstance(rest.get(name), int)), None)
-    tensors, aliases = _tensors(path, weights)
-    return Assembled(path, tensors, format="torch", said=Said(step=step, extra=rest or None), aliases={MODEL: aliases})
+    tensors, aliases = state_tensors(path, weights)
+    found = Found(
+        path,
+        "lightning" if _LIGHTNING in told else "torch",
+        tensors,
+        aliases={MODEL: aliases},
+        said=Said(step=step, extra=plain(rest) or None),
+        unnamed=[group for those in groups.values() for group in those],
+    )
+    own = {"the order of the file's tensors": partial(_stored_order, tensors)}
+    if options.config is not None:
+        own[f"the model of {options.config}"] = partial(order_of, options.config, len(found.unnamed))
+    return by_position(found, options, own=own)
+
+
+def _has_optimizers(told: Any) -> bool:
+    """Whether it is an optimizer's state dict, or a list of those."""
+    return is_optimizer(told) or (isinstance(told, list) and bool(told) and all(map(is_optimizer, told)))
+
+
+def _groups(path: str, told: Any) -> list[Group]:
+    return [group for one in (told if isinstance(told, list) else [told]) for group in parse_groups(path, one)]
+
+
+def _stored_order(tensors: Mapping[Key, Assembly]) -> Order:
+    """One group of what a state dict has: a module's `parameters()` come in its order, and its buffers between them."""
+    return [[(name, one.spec.shape) for (_, name), one in tensors.items() if name.rpartition(".")[2] not in _STATISTICS]]
 
 
 def open_bin_folder(root: str, _options: SourceOptions) -> Assembled:
     """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several. IncompleteError naming what is missing."""
+    tensors, aliases = bin_tensors(root)
+    return Assembled(root, tensors, format="huggingface-bin", said=Said(), aliases={MODEL: aliases})
+
+
+def bin_tensors(root: str) -> tuple[dict[Key, Assembly], dict[str, str]]:
+    """The tensors of such a folder, and other names of tied ones. Same errors."""
     names = set(os.listdir(root))
     weight_map: Mapping[str, str] = {}
     files = [BIN]
@@ -60,16 +98,13 @@ def open_bin_folder(root: str, _options: SourceOptions) -> Assembled:
     aliases: dict[str, str] = {}
     for file in files:
         path = os.path.join(root, file)
-        told = load_torch(path)
-        if not _is_state(told):
-            raise FormatError(f"{path}: holds no state dict; needed tensors by name")
-        found, more = _tensors(path, told)
+        found, more = state_tensors(path, load_torch(path))
         tensors |= found
         aliases |= more
     lost = sorted(name for name in weight_map if (MODEL, name) not in tensors and name not in aliases)
     if lost:
         raise IncompleteError(listed(f"{root}: tensors that {BIN_INDEX} names are in no file", lost))
-    return Assembled(root, tensors, format="huggingface-bin", said=Said(), aliases={MODEL: aliases})
+    return tensors, aliases
 
 
 def _is_state(told: Any) -> bool:
@@ -77,18 +112,21 @@ def _is_state(told: Any) -> bool:
     return isinstance(told, Mapping) and bool(told) and any(isinstance(value, torch.Tensor) for value in told.values())
 
 
-def _tensors(path: str, state: Mapping[Any, Any]) -> tuple[dict[Key, Assembly], dict[str, str]]:
-    """The tensors of a state dict, and other names of those that are one piece of memory."""
+def state_tensors(path: str, state: Any, *, part: str = MODEL, apart: bool = False) -> tuple[dict[Key, Assembly], dict[str, str]]:
+    """The tensors of a state dict, and other names of those that are one piece of memory. `apart`: each name is a tensor of its own."""
+    if not _is_state(state):
+        raise FormatError(f"{path}: holds no state dict; needed tensors by name")
     tensors: dict[Key, Assembly] = {}
     first: dict[object, str] = {}
     aliases = {}
     for name, tensor in _named(path, state):
-        seen = first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name, name)
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        seen = first.setdefault(memory if tensor.numel() and not apart else name, name)
         if seen != name:
             aliases[name] = seen
             continue
         try:
-            tensors[MODEL, name] = assembly(tensor.dtype, tensor.shape, [Fragment(whole(tensor.shape), partial(_same, tensor), path)])
+            tensors[part, name] = assembly(tensor.dtype, tensor.shape, [Fragment(whole(tensor.shape), partial(_same, tensor), path)])
         except CheckpointError as error:
             raise type(error)(f"{path}: {name}: {error}") from error
     return tensors, aliases
@@ -103,4 +141,4 @@ def _named(path: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Ten
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized:
                 raise FormatError(f"{path}: {name}: is a {value.layout} tensor; needed a dense one")
-            yield str(name).removeprefix("module."), value.detach()  # DistributedDataParallel's prefix
+            yield unwrapped(str(name).removeprefix("module.")), value.detach()  # DistributedDataParallel's prefix

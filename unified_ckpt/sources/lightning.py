@@ -1,0 +1,58 @@
+"""Lightning's sharded checkpoints: a folder of torch.distributed.checkpoint with `meta.pt`, in which the rest of the state is.
+
+A checkpoint in one file is a file of `torch.save`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.source import Said
+from unified_ckpt.errors import FormatError
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.sources.assembled import Assembled
+from unified_ckpt.sources.dcp import open_dcp
+from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
+
+META = "meta.pt"
+_MODELS = ("state_dict", "model")  # of ModelParallelStrategy, of FSDPStrategy
+_OPTIMIZER = re.compile(r"optimizer_\d+")
+
+
+def open_sharded(root: str, options: SourceOptions) -> Assembled:
+    """FormatError, IncompleteError as for `open_dcp`."""
+    opened = open_dcp(root, options)
+    rest = plain(load_torch(os.path.join(root, META), stubs=HOLDERS))
+    if not isinstance(rest, Mapping):
+        raise FormatError(f"{root}/{META}: holds a {type(rest).__name__}; needed a dict")
+    tree = dict(opened.said().extra or {})
+    groups = [group for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name)) for group in _groups(tree.pop(name))]
+    tensors = {_place(*key): one for key, one in opened.tensors.items()}
+    step = rest.get("global_step")
+    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, groups=groups)
+    return Assembled(root, tensors, format="lightning-sharded", said=said)
+
+
+def _place(part: str, name: str) -> Key:
+    """Where a tensor goes, by where DCP has it."""
+    if part in _MODELS:
+        return MODEL, name
+    if _OPTIMIZER.fullmatch(part) and name.startswith("state."):
+        fqn, _, key = name.removeprefix("state.").rpartition(".")
+        return OPTIMIZER, f"{fqn}/{key}"
+    return part, name
+
+
+def _groups(told: Any) -> list[dict[str, Any]]:
+    """Param groups by their number, with the names of their parameters."""
+    listed = told.get("param_groups", {}) if isinstance(told, Mapping) else {}
+    return [
+        {"names": list(group["params"]), "options": {key: value for key, value in group.items() if key != "params"}}
+        for _, group in sorted(listed.items())
+        if "params" in group
+    ]

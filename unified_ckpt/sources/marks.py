@@ -15,6 +15,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 
 DCP_METADATA = ".metadata"
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
@@ -71,11 +72,16 @@ def has_orbax(at: Looked) -> bool:
 
 def _has_items(path: str) -> bool:
     return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
+def _is_megatron(at: Looked) -> bool:
+    """A root with its tracker, a step's folder of ranks, or of torch_dist."""
+    ranks = any(name.startswith("mp_rank_") and not name.endswith(".pt") for name in at.entries)
+    return MEGATRON_TRACKER in at.entries or ranks or {DCP_METADATA, "metadata.json"} <= at.entries
 
 
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
+    Format("megatron", "Megatron-LM", "megatron:open_megatron", _is_megatron),
     Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("torch", "a file of torch.save", "torch_files:open_torch_file", lambda at: at.is_file and at.path.endswith(_TORCH_SUFFIXES)),

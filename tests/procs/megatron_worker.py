@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,23 +205,32 @@ def tell(folder: str, job: dict[str, Any]) -> None:
     """What Megatron itself loads, and computes."""
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
-    states = DistributedOptimizer._get_main_param_and_optimizer_states
+    fill = DistributedOptimizer._set_main_param_and_optimizer_states
     # torch's Adam counts for each parameter, which Megatron's own load of this state does not expect
-    DistributedOptimizer._get_main_param_and_optimizer_states = lambda self, one: {k: v for k, v in states(self, one).items() if k != "step"}
+    counted = {"step": torch.tensor(0.0)}
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, one, told: fill(self, one, counted | told)
     (chunk,), optimizer, described = build(job, alone=True)
     optimizer.step()  # makes the state that is loaded into
-    loaded = dist_checkpointing.load(state([chunk], optimizer, described, is_loading=True), str(Path(folder, "dist", "iter_0000002")))
+    asked = state([chunk], optimizer, described, is_loading=True)
+    if job["experts"]:  # Megatron has one optimizer more where experts are spread, and does not load the two as one
+        del asked["optimizer"]
+    loaded = dist_checkpointing.load(asked, str(Path(folder, "dist", "iter_0000002")))
     chunk.module.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    if not job["experts"]:
+        optimizer.load_state_dict(loaded["optimizer"])
     found: dict[str, Any] = {"model": {}, "master_weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for name, parameter in chunk.module.named_parameters():
         found["model"][name] = parameter.detach().clone()
-        for part in parts:
+        for part in parts if not job["experts"] else ():
             told = of_parameter(part, parameter)
             for key, value in told.items():
                 found[key][name] = value.detach().clone().view(parameter.shape)
+    vars(moe_utils).setdefault("te_general_gemm", None)  # asked for where Transformer Engine is not installed, too
+    CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()  # there is no dropout
     tokens = torch.arange(12).view(1, 12) % 50
     with torch.no_grad():
         found["tokens"] = tokens

@@ -20,6 +20,8 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_any
 
 _FORMATS = {
+    "megatron": "Megatron-LM, folders of ranks",
+    "megatron-core": "Megatron-Core, torch_dist",
     "dcp": "torch.distributed.checkpoint",
     "orbax": "Orbax",
     "torch": "a file of torch.save: weights, and what is plain beside them",

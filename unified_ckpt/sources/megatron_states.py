@@ -144,7 +144,10 @@ def _by_groups(part: Mapping[str, Any], grouped: Sequence[tuple[Mapping[str, Any
         if len(indices) != len(params):
             raise FormatError(f"group {number} has {len(indices)} parameters; the model has {len(params)} such: {_some(params)}")
         half = [one for one in params if one.tensor.dtype in (torch.float16, torch.bfloat16)]
-        copies = dict(zip(map(_place, half), masters[number] if masters is not None else (), strict=masters is not None))
+        held = list(masters[number]) if masters is not None else []
+        if masters is not None and len(held) != len(half):
+            raise FormatError(f"group {number} has {len(held)} fp32 copies; the model has {len(half)} such parameters: {_some(half)}")
+        copies = dict(zip(map(_place, half), held, strict=False))
         for index, one in zip(indices, params, strict=True):
             state = inner["state"].get(index)
             if state is None:

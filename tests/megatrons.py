@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: names of the norms."""
+    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: their names."""
 
     tp: int = 1
     pp: int = 1
@@ -287,7 +287,7 @@ def write_rank(
         extra = {name.removesuffix("weight") + "_extra_state": None for name in chunk if name.endswith("linear_proj.weight")}
         told["model" if job.vpp == 1 else f"model{n}"] = chunk | extra
     told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
-    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}  # noqa: NPY002
+    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}
     told["rng_state"] = [rng]
     into = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if job.pp > 1 else "") + (f"_{ep:03d}" if job.ep > 1 else ""))
     into.mkdir(parents=True)

@@ -135,7 +135,9 @@ def test_a_job_goes_on_from_it_with_its_hyperparameters(llama: tuple[Path, dict[
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     report = uc.load(root, model=model, optimizer=optimizer)
     assert report.sources["model"] == ("master_weights",)  # the trainer is fp32
-    assert [(one["lr"], one["weight_decay"], one["betas"]) for one in optimizer.param_groups] == [(0.01, w, (0.9, 0.95)) for w in (0.1, 0.0)]
+    assert [(one["lr"], one["weight_decay"], one["betas"]) for one in optimizer.param_groups] == [
+        (0.01, w, (0.9, 0.95)) for w in (0.1, 0.0)
+    ]
     for name, parameter in named:
         assert torch.equal(parameter, hub["param"][name])
         assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], hub["exp_avg_sq"][name])
@@ -170,7 +172,7 @@ def test_the_folder_of_a_step_and_a_release_are_known(root: Path) -> None:
     (root / "iter_0000007").rename(root / "release")
     (root / "latest_checkpointed_iteration.txt").write_text("release")
     with uc.open(root) as source:
-        assert "model.norm.weight" in source["model"].keys()
+        assert "model.norm.weight" in source["model"]
 
 
 def test_the_vocabulary_is_without_its_padding_where_the_config_tells_it(tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_a_model_unlike_llama_keeps_its_own_names(tmp_path: Path, more: dict[str
     _, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
     with uc.open(root) as source:
-        assert "decoder.layers.3.mlp.linear_fc1.weight" in source["model"].keys()
+        assert "decoder.layers.3.mlp.linear_fc1.weight" in source["model"]
     with pytest.raises(uc.FormatError, match=f"{found}: is no model like Llama"):
         uc.open(root, options=SourceOptions(names="huggingface"))
 
@@ -349,8 +351,7 @@ def test_two_parameters_of_one_shape_in_the_wrong_order(tmp_path: Path) -> None:
 
     root = grouped(tmp_path, swap)
     with uc.open(root) as source, pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"):
-        for name in source["master_weights"].keys():
-            _ = source["master_weights"][name][...]
+        _ = [source["master_weights"][name][...] for name in source["master_weights"]]
 
 
 REFUSED: list[tuple[str, Callable[[Any], object], str]] = [

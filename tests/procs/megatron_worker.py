@@ -173,20 +173,26 @@ def save(folder: str, job: dict[str, Any]) -> None:
     import megatron.core.parallel_state as ps
     import numpy as np
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     chunks, optimizer, described = build(job, alone=False)
     for step in range(2):
         for number, chunk in enumerate(chunks):
             for place, (_, parameter) in enumerate(sorted(chunk.module.named_parameters())):
-                parameter.main_grad.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step * 999 + number * 99 + place)))
+                parameter.main_grad.copy_(
+                    0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step * 999 + number * 99 + place))
+                )
             chunk.finish_grad_sync() if job["bucket"] else chunk.start_grad_sync()
         optimizer.step()
-    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}  # noqa: NPY002
+    torch.manual_seed(ps.get_pipeline_model_parallel_rank() * job["tp"] + ps.get_tensor_model_parallel_rank())
+    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}
     common = {"args": arguments(job), "checkpoint_version": 3.0, "iteration": 2, "opt_param_scheduler": {"num_steps": 2}}
     if job["dist"]:
         Path(folder, "dist", "iter_0000002").mkdir(parents=True, exist_ok=True)
         Path(folder, "dist", "latest_checkpointed_iteration.txt").write_text("2")
-        found = common | state(chunks, optimizer, described, is_loading=False)
+        place = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
+        rng_state = ShardedObject("rng_state", [rng], (job["pp"], job["tp"]), place, replica_id=ps.get_data_parallel_rank())
+        found = common | {"rng_state": rng_state} | state(chunks, optimizer, described, is_loading=False)
         dist_checkpointing.save(found, str(Path(folder, "dist", "iter_0000002")))
     name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
     name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if job["pp"] > 1 else ""
@@ -197,7 +203,9 @@ def save(folder: str, job: dict[str, Any]) -> None:
     if job["flat"]:
         optimizer.save_parameter_state(str(into / "distrib_optim.pt"))
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
-        models = {("model" if len(chunks) == 1 else f"model{n}"): one.module.state_dict_for_save_checkpoint() for n, one in enumerate(chunks)}
+        models = {
+            ("model" if len(chunks) == 1 else f"model{n}"): one.module.state_dict_for_save_checkpoint() for n, one in enumerate(chunks)
+        }
         torch.save(common | models | {"optimizer": optimizer.state_dict(), "rng_state": [rng]}, into / "model_optim_rng.pt")
 
 

@@ -127,7 +127,8 @@ def _common(folder: str, files: Mapping[str, Mapped], objects: Mapping[str, Entr
 def _object(folder: str, files: Mapping[str, Mapped], key: str, one: Entry) -> Any:
     shard = one.shards[0]
     where = f"{os.path.join(folder, shard.file)}: {key}"
-    return load_torch_bytes(files[shard.file].bytes(shard.start, shard.nbytes), where, stubs=STUBS)
+    told = load_torch_bytes(files[shard.file].bytes(shard.start, shard.nbytes), where, stubs=STUBS)
+    return told[0] if isinstance(told, list) and len(told) == 1 else told  # the objects of this rank under this key: one
 
 
 def _guarded(tensors: Mapping[Key, Assembly]) -> Iterable[tuple[Key, Assembly]]:

@@ -100,9 +100,7 @@ def step_folder(root: str) -> str:
         raise FormatError(f"{tracker}: says {told[:40]!r}; needed a number, or 'release'")
     folder = os.path.join(root, told if told == "release" else f"iter_{int(told):07d}")
     if not os.path.isdir(folder):
-        raise IncompleteError(
-            f"{tracker}: names {told}, which is not there; needed that folder, or another as the path"
-        )
+        raise IncompleteError(f"{tracker}: names {told}, which is not there; needed that folder, or another as the path")
     return folder
 
 

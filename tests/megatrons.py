@@ -26,7 +26,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: their names."""
+    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: their names.
+    `old`: as before Megatron-Core.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -40,6 +42,7 @@ class Job:
     tied: bool = False
     padding: int = 0
     bucket: int = 0
+    old: bool = False
     layers: int = 4
     hidden: int = 16
     heads: int = 4
@@ -143,6 +146,24 @@ def stage(hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, 
             head = hub["model.embed_tokens.weight" if job.tied else "lm_head.weight"]
             found["output_layer.weight"] = rows(padded(head, job), tp, job.tp)
     return found
+
+
+def nested(chunk: Tensors) -> dict[str, Any]:
+    """As the models of before Megatron-Core are saved."""
+    found: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}
+    for name, tensor in chunk.items():
+        module, _, rest = name.partition(".")
+        rest = rest.replace("linear_qkv", "query_key_value").replace("linear_proj", "dense").replace("pre_mlp", "post_attention")
+        rest = rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
+        place = (
+            found["encoder"]
+            if module == "decoder"
+            else found["output_layer"]
+            if module == "output_layer"
+            else found["embedding"]["word_embeddings"]
+        )
+        place[rest.removeprefix("word_embeddings.")] = tensor
+    return {"language_model": {key: one for key, one in found.items() if one and one != {"word_embeddings": {}}}}
 
 
 @contextmanager
@@ -285,7 +306,7 @@ def write_rank(
     told: dict[str, Any] = {"args": arguments(job, attention_backend=backend.flash, **more), "checkpoint_version": 3.0, "iteration": 7}
     for n, chunk in enumerate(model):
         extra = {name.removesuffix("weight") + "_extra_state": None for name in chunk if name.endswith("linear_proj.weight")}
-        told["model" if job.vpp == 1 else f"model{n}"] = chunk | extra
+        told["model" if job.vpp == 1 else f"model{n}"] = nested(chunk) if job.old else chunk | extra
     told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
     rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}
     told["rng_state"] = [rng]

@@ -21,6 +21,7 @@ from megatrons import Job, Tensors, arguments, group, megatron_classes, no_decay
 from procs.launch import HERE, environment, torchrun
 
 import unified_ckpt as uc
+from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.hf_names import open_model_names
 from unified_ckpt.options import SourceOptions
 
@@ -144,7 +145,7 @@ def test_optimizer_state_that_is_not_the_models_is_refused(tmp_path: Path, hub: 
                 _ = source[part][key][...]
 
 
-def test_flat_buffers_are_refused_and_the_model_loads(tmp_path: Path, hub: dict[str, Tensors]) -> None:
+def test_flat_buffers_are_refused_and_the_model_loads(tmp_path: Path, hub: dict[str, Tensors], capsys: pytest.CaptureFixture[str]) -> None:
     key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
     folder = write(tmp_path / "c", {"param": hub["param"]}, more={key: torch.zeros(64)})
     model = llama().bfloat16()
@@ -152,6 +153,8 @@ def test_flat_buffers_are_refused_and_the_model_loads(tmp_path: Path, hub: dict[
     assert torch.equal(model.model.norm.weight, hub["param"]["model.norm.weight"].bfloat16())
     with pytest.raises(uc.FormatError, match=r"optimizer: is in flat buffers \(dp_reshardable\)"):
         uc.load(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert main(["inspect", str(folder)]) == 0
+    assert "not read: " in capsys.readouterr().out
     with pytest.raises(uc.FormatError, match=r"--dist-ckpt-optim-fully-reshardable"):
         uc.convert(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -16,6 +16,7 @@ from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import short
 from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_any
 
@@ -50,14 +51,16 @@ def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all`, `json`, and how to read it."""
     folder = open_any(arguments.path, source_options(arguments))
     try:
-        parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
+        parts, refused = _parts(folder, arguments.match)
         if arguments.json:
-            print(json.dumps(_as_json(arguments.path, folder, parts), indent=2))
+            print(json.dumps(_as_json(arguments.path, folder, parts) | ({"refused": refused} if refused else {}), indent=2))
             return 0
         print("\n".join(_head(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
                 print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
+        for reason in refused.values():
+            print(f"\nnot read: {reason}")
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             print(f"\nno tensor matches {arguments.match}")
     finally:
@@ -67,6 +70,19 @@ def run(arguments: Namespace) -> int:
 
 def _rank(part: str) -> tuple[int, str]:
     return (_FIRST.index(part) if part in _FIRST else len(_FIRST)), part
+
+
+def _parts(folder: Source, match: str | None) -> tuple[list[_Part], dict[str, str]]:
+    """The parts, and why some of a checkpoint that others wrote are not read."""
+    parts, refused = [], {}
+    for part in sorted(folder.parts, key=_rank):
+        try:
+            parts.append(_part(folder, part, match))
+        except FormatError as error:
+            if isinstance(folder, Folder):
+                raise
+            refused[part] = str(error)
+    return parts, refused
 
 
 def _part(folder: Source, part: str, match: str | None) -> _Part:

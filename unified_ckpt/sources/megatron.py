@@ -23,7 +23,7 @@ from unified_ckpt.sources.marks import DCP_METADATA
 from unified_ckpt.sources.megatron_dist import open_dist, step_fragment
 from unified_ckpt.sources.megatron_files import FLAT_FILE, Arguments, Saved, expert_rank, plain, read_ranks, step_folder
 from unified_ckpt.sources.megatron_names import OUTPUT, is_expert
-from unified_ckpt.sources.megatron_shares import Share, shares
+from unified_ckpt.sources.megatron_shares import Share, is_parameter, shares
 from unified_ckpt.sources.megatron_states import Place, State, states
 from unified_ckpt.sources.megatron_twins import Twin
 from unified_ckpt.sources.megatron_view import named
@@ -51,7 +51,8 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
     args, ranks = read_ranks(folder)
     if float(ranks[0].told.get("checkpoint_version", 0)) < 2:
         raise FormatError(f"{folder}: has queries, keys and values in the order of before 2021; needed checkpoint_version 2 or later")
-    found = _merge(folder, ranks, args)
+    held, doubt = _held(folder, ranks, args)
+    found = _merge(ranks, args, held)
     tensors = dict(_assemblies(folder, found))
     groups = _groups(found)
     extra = {key: plain(value) for key, value in ranks[0].told.items() if key.rstrip("0123456789") not in _KEPT_APART}
@@ -63,7 +64,8 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
         rank_extras=_world(args) if "rng_state" in ranks[0].told else 0,
     )
     aliases = {} if args.flag("untie_embeddings_and_output_weights") else {OUTPUT: "embedding.word_embeddings.weight"}
-    make = partial(Assembled, folder, tensors, format="megatron", aliases={MODEL: aliases, MASTER: aliases})
+    refused = {OPTIMIZER: f"{doubt}; without the optimizer the model loads"} if doubt else {}
+    make = partial(Assembled, folder, tensors, format="megatron", aliases={MODEL: aliases, MASTER: aliases}, refused=refused)
     return named(folder, make, said, tensors, args, options, rank_extra=partial(_random_state, ranks, args))
 
 
@@ -72,14 +74,36 @@ def _holder(saved: Saved, name: str, args: Arguments) -> tuple[int, ...]:
     return (saved.pp, expert_rank(saved, args), saved.ep) if is_expert(name) else (saved.pp, saved.tp)
 
 
-def _merge(folder: str, ranks: Sequence[Saved], args: Arguments) -> dict[str, _Global]:
+Held = Mapping[tuple[tuple[int, ...], Place], tuple[Saved, State]]
+
+
+def _held(folder: str, ranks: Sequence[Saved], args: Arguments) -> tuple[Held, str]:
+    """Optimizer state by holder and place; or none, and why it is not read.
+
+    IncompleteError naming the tensors that have none, where others have.
+    """
     held: dict[tuple[tuple[int, ...], Place], tuple[Saved, State]] = {}
     for saved in ranks:
-        for place, state in states(saved, args).items():
-            held.setdefault((_holder(saved, place[1], args), place), (saved, state))
+        try:
+            for place, state in states(saved, args).items():
+                held.setdefault((_holder(saved, place[1], args), place), (saved, state))
+        except FormatError as error:
+            return {}, str(error)
+    lost = {
+        f"{saved.where}: {name}"
+        for saved in ranks
+        for number, chunk in enumerate(saved.chunks)
+        for name in chunk
+        if is_parameter(name) and (_holder(saved, name, args), (number, name)) not in held
+    }
+    if lost and any("optimizer" in saved.told for saved in ranks):
+        raise IncompleteError(listed(f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?", sorted(lost)))
+    return held, ""
+
+
+def _merge(ranks: Sequence[Saved], args: Arguments, held: Held) -> dict[str, _Global]:
     found: dict[str, _Global] = {}
     seen: set[tuple[tuple[int, ...], Place]] = set()
-    lost: list[str] = []
     tied = args.pp > 1 and not args.flag("untie_embeddings_and_output_weights")
     for saved in ranks:
         for number, chunk in enumerate(saved.chunks):
@@ -88,21 +112,18 @@ def _merge(folder: str, ranks: Sequence[Saved], args: Arguments) -> dict[str, _G
                 if key in seen or (tied and name == OUTPUT):  # the last stage's copy of the embedding
                     continue
                 seen.add(key)
-                for share in shares(saved, name, tensor, args):
-                    _add(found, saved, share, tensor, held.get(key))
-                if held and key not in held and not name.endswith("expert_bias"):
-                    lost.append(f"{saved.where}: {name}")
-    if lost:
-        raise IncompleteError(listed(f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?", sorted(lost)))
-    if not held and any("optimizer" in saved.told for saved in ranks):
-        raise IncompleteError(f"{folder}: {FLAT_FILE} is missing in every folder; the distributed optimizer keeps its state there")
+                try:
+                    for share in shares(saved, name, tensor, args):
+                        _add(found, saved, share, tensor, held.get(key))
+                except FormatError as error:
+                    raise FormatError(f"{saved.where}: {error}") from error
     return found
 
 
 def _add(found: dict[str, _Global], saved: Saved, share: Share, tensor: torch.Tensor, held: tuple[Saved, State] | None) -> None:
     one = found.setdefault(share.name, _Global(share.shape, tensor.dtype))
     if one.shape != share.shape or one.dtype != tensor.dtype:
-        raise FormatError(f"{saved.where}: {share.name}: has {share.shape} {tensor.dtype}; other ranks {one.shape} {one.dtype}")
+        raise FormatError(f"{share.name}: has {share.shape} {tensor.dtype}; other ranks {one.shape} {one.dtype}")
 
     def add(what: str, value: torch.Tensor, where: str) -> Fragment:
         one.dtypes.setdefault(what, value.dtype)
@@ -121,7 +142,7 @@ def _add(found: dict[str, _Global], saved: Saved, share: Share, tensor: torch.Te
     for name, fragment in of_optimizer.items():
         one.fragments.setdefault(name, []).append(fragment)
     if one.step not in (None, state.step):
-        raise FormatError(f"{where}: {share.name}: has step {state.step}; other ranks {one.step}")
+        raise FormatError(f"{share.name}: has step {state.step}; other ranks {one.step}")
     one.step, one.options = state.step, state.options
 
 

@@ -58,7 +58,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
     """IncompleteError naming files that are missing; FormatError for another backend, or a damaged folder."""
     _check_backend(folder)
     read = _read(folder)
-    args = arguments(read.common.get("args"))
+    args = arguments(read.common.get("args"), folder)
     tensors = dict(_guarded(read.tensors))
     groups, steps = _groups(folder, read, args)
     tensors |= {(OPTIMIZER, f"{name}/step"): assembly(torch.float32, (), [step_fragment(step, folder)]) for name, step in steps.items()}

@@ -13,11 +13,12 @@ import torch
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.marks import MEGATRON_TRACKER
+from unified_ckpt.sources.megatron_names import core_name
 from unified_ckpt.sources.pickles import Stub, load_torch
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_LAYER = re.compile(r"((?:decoder|language_model\.encoder)\.layers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
 STUBS = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -52,9 +53,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Megatron's arguments, as far as they were saved: those of before 2019 lack most."""
+    """Megatron's arguments, as far as they were saved. `where`: the file that they are in."""
 
     told: Mapping[str, Any]
+    where: str
 
     def number(self, name: str, default: int | None = None) -> int:
         """FormatError where it is not there and has no default."""
@@ -62,7 +64,7 @@ class Arguments:
         if found is None and default is not None:
             return default
         if not isinstance(found, int) or isinstance(found, bool):
-            raise FormatError(f"its arguments have {name}={found!r}; needed a number")
+            raise FormatError(f"{self.where}: its arguments have {name}={found!r}; needed a number")
         return found
 
     def flag(self, name: str) -> bool:
@@ -114,10 +116,10 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
     for name, one in told.items():
         if not isinstance(one, Mapping) or not isinstance(one.get("args"), Stub):
             raise FormatError(f"{os.path.join(folder, name, _FILE)}: has no arguments of Megatron's; needed a dict with 'args'")
-    args = arguments(told[names[0]]["args"])
+    args = arguments(told[names[0]]["args"], os.path.join(folder, names[0], _FILE))
     ranks = [_saved(os.path.join(folder, name, _FILE), name, one, args) for name, one in told.items()]
     for one in ranks:
-        others = arguments(one.told["args"])
+        others = arguments(one.told["args"], one.where)
         if [others.tp, others.pp, others.ep] != [args.tp, args.pp, args.ep] or one.told.get("iteration") != ranks[0].told.get("iteration"):
             raise FormatError(f"{one.where}: is of another step, or another layout, than {ranks[0].where}; needed files of one save")
     _check_all(folder, ranks, args)
@@ -125,16 +127,14 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
     return args, ranks
 
 
-def arguments(told: Any) -> Arguments:
-    return Arguments(told.state if isinstance(told, Stub) and isinstance(told.state, dict) else {})
+def arguments(told: Any, where: str) -> Arguments:
+    return Arguments(told.state if isinstance(told, Stub) and isinstance(told.state, dict) else {}, where)
 
 
 def expert_rank(one: Saved, args: Arguments) -> int:
     """Its tensor-parallel rank in experts. FormatError where the names of files do not say."""
     if args.etp not in (1, args.tp):
-        raise FormatError(
-            f"{one.where}: experts are divided over {args.etp} tensor-parallel ranks, all else over {args.tp}; needed as many, or 1"
-        )
+        raise FormatError(f"experts are divided over {args.etp} tensor-parallel ranks, all else over {args.tp}; needed as many, or 1")
     return one.tp if args.etp == args.tp else 0
 
 
@@ -150,8 +150,8 @@ def _saved(where: str, name: str, told: Mapping[str, Any], args: Arguments) -> S
     if numbers[0] >= args.tp or pp >= args.pp or ep >= args.ep:
         raise FormatError(f"{where}: is not of a job with tensor {args.tp}, pipeline {args.pp} and experts over {args.ep}")
     chunks = [told["model"]] if "model" in told else [told[key] for key in _virtual(told)]
-    if not chunks:
-        raise FormatError(f"{where}: has no model; needed 'model', or 'model0' and so on")
+    if not chunks or not all(isinstance(one, Mapping) for one in chunks):
+        raise FormatError(f"{where}: has no model; needed the state dict 'model', or 'model0' and so on")
     return Saved(where, numbers[0], pp, ep, told, [dict(_flat(one)) for one in chunks])
 
 
@@ -165,7 +165,7 @@ def _virtual(told: Mapping[str, Any]) -> Iterator[str]:
 def _flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in told.items():
         if isinstance(value, torch.Tensor):
-            yield (prefix + str(key)).removeprefix("module."), value.detach()
+            yield core_name((prefix + str(key)).removeprefix("module.")), value.detach()
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
 

@@ -57,6 +57,21 @@ _WHOLE = re.compile(
 )
 
 
+_OLD = {  # of before Megatron-Core's models
+    r"language_model\.": "",
+    r"encoder\.": "decoder.",
+    r"\.attention\.": ".self_attention.",
+    r"\.query_key_value\.": ".linear_qkv.",
+    r"self_attention\.dense\.": "self_attention.linear_proj.",
+    r"\.dense_h_to_4h\.": ".linear_fc1.",
+    r"\.dense_4h_to_h\.": ".linear_fc2.",
+    r"\.input_norm\.": ".input_layernorm.",
+    r"\.post_attention_(?:layer)?norm\.": ".pre_mlp_layernorm.",
+    r"\.final_norm\.": ".final_layernorm.",
+    r"word_embeddings_for_head\.": "output_layer.",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """Of a model. `vocab`: rows of the embedding that are words, None for all; the others pad it."""
@@ -88,6 +103,15 @@ def split_of(name: str, *, gated: bool) -> Split | None:
     if found is not None:
         return "rows" if found == "gated" and not gated else found
     return "whole" if _WHOLE.match(name) else None
+
+
+def core_name(name: str) -> str:
+    """Megatron-Core's name of a tensor, where it may have that of the models before."""
+    if not name.startswith(("language_model.", "word_embeddings_for_head.")):
+        return name
+    for old, new in _OLD.items():
+        name = re.sub(old, new, name)
+    return name
 
 
 def is_expert(name: str) -> bool:

@@ -52,21 +52,24 @@ def shares(saved: Saved, name: str, tensor: torch.Tensor, args: Arguments) -> It
         yield from _divided(own, tuple(tensor.shape), rank, world, _same, args)
     elif grouped is not None:
         hidden = args.number("hidden_size")
+        if tensor.numel() % (local * hidden):
+            raise FormatError(f"{name}: has shape {tuple(tensor.shape)}; needed {local} experts of hidden size {hidden}")
+        inner = tensor.numel() // (local * hidden)
+        shape = (inner, hidden) if grouped[2] == "1" else (hidden, inner)
         for n in range(local):
-            of = partial(_of_group, n, local, hidden, grouped[2] == "1")
             own = f"{grouped[1]}local_experts.{first + n}.linear_fc{grouped[2]}.weight"
-            yield from _divided(own, tuple(of(tensor).shape), rank, world, of, args)
+            yield from _divided(own, shape, rank, world, partial(_of_group, n, local, shape), args)
     else:
-        raise FormatError(f"{saved.where}: {name}: is no tensor of experts that is known")
+        raise FormatError(f"{name}: is no tensor of experts that is known")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _of_group(number: int, count: int, hidden: int, first: bool, tensor: torch.Tensor) -> torch.Tensor:
+def _of_group(number: int, count: int, shape: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
     """Of experts in one tensor, which multiplies from the right, one expert's weight as `Linear` has it."""
-    return tensor.view((count, hidden, -1) if first else (count, -1, hidden))[number].t()
+    return tensor.reshape(count, shape[1], shape[0])[number].t()
 
 
 def _rows(of: Callable[[torch.Tensor], torch.Tensor], low: int, high: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,9 @@ def states(saved: Saved, args: Arguments) -> dict[Place, State]:
     told = saved.told.get("optimizer")
     if told is None:
         return {}
+    beside = os.listdir(os.path.dirname(saved.where))
+    if any(name.startswith("layer_wise_optimizer_") for name in beside):
+        raise FormatError(f"{saved.where}: its optimizer is divided by layers over data-parallel ranks, which is not read")
     parts = list(told) if isinstance(told, list) else [told[n] for n in sorted(told)] if 0 in told else [told]
     params = [
         Param(number, name, tensor) for number, chunk in enumerate(saved.chunks) for name, tensor in chunk.items() if is_parameter(name)

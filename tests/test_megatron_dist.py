@@ -240,11 +240,11 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
     """What Megatron-Core told of its own load of what it saved."""
     world, more = RUNS[kind]
     job = json.dumps(PLAIN | more)
-    torchrun(world, "megatron_worker.py", "save", folder, job, timeout_seconds=300)
+    torchrun(world, "worker_megatron_core.py", "save", folder, job, timeout_seconds=300)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    alone = [sys.executable, str(HERE / "megatron_worker.py"), "tell", str(folder), job]
+    alone = [sys.executable, str(HERE / "worker_megatron_core.py"), "tell", str(folder), job]
     done = subprocess.run(alone, env=environment() | {"MASTER_PORT": port}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(torch.load(folder / "told.pt"))

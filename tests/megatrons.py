@@ -305,7 +305,11 @@ def write_rank(
     model = [{name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()} for chunk in states["param"]]
     told: dict[str, Any] = {"args": arguments(job, attention_backend=backend.flash, **more), "checkpoint_version": 3.0, "iteration": 7}
     for n, chunk in enumerate(model):
-        extra = {name.removesuffix("weight") + "_extra_state": None for name in chunk if name.endswith("linear_proj.weight")}
+        extra = {
+            name.removesuffix("weight") + "_extra_state": torch.zeros(3, dtype=torch.uint8)
+            for name in chunk
+            if name.endswith("linear_proj.weight")
+        }
         told["model" if job.vpp == 1 else f"model{n}"] = nested(chunk) if job.old else chunk | extra
     told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
     rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}

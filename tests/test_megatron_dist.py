@@ -160,6 +160,20 @@ def test_flat_buffers_are_refused_and_the_model_loads(tmp_path: Path, hub: dict[
     assert not (tmp_path / "new").exists()
 
 
+def test_without_arguments_the_config_tells_names(tmp_path: Path, hub: dict[str, Tensors]) -> None:
+    folder = write(tmp_path / "c", hub, common={"args": None})
+    llama().config.save_pretrained(tmp_path / "hub")
+    with uc.open(folder, options=SourceOptions(config=str(tmp_path / "hub"))) as source:
+        assert set(source["model"]) == set(hub["param"])
+    with uc.open(folder) as source:
+        assert "decoder.layers.1.mlp.linear_fc1.weight" in source["model"]
+    with pytest.raises(uc.FormatError, match=r"has no arguments of Megatron's; needed Hugging Face's config.json"):
+        uc.open(folder, options=SourceOptions(names="huggingface"))
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(uc.FormatError, match=r"config.json: is no config of llama, mistral"):
+        uc.open(folder, options=SourceOptions(config=str(tmp_path / "hub"), names="huggingface"))
+
+
 # ---- damage
 
 

@@ -6,7 +6,7 @@ Tensors get the names of Hugging Face's model where they are known, else Megatro
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assemb
 from unified_ckpt.sources.marks import DCP_METADATA
 from unified_ckpt.sources.megatron_dist import open_dist, step_fragment
 from unified_ckpt.sources.megatron_files import FLAT_FILE, Arguments, Saved, expert_rank, plain, read_ranks, step_folder
-from unified_ckpt.sources.megatron_names import OUTPUT, is_expert
+from unified_ckpt.sources.megatron_names import EMBEDDING, OUTPUT, expert_of, is_expert
 from unified_ckpt.sources.megatron_shares import Share, is_parameter, shares
 from unified_ckpt.sources.megatron_states import Place, State, states
 from unified_ckpt.sources.megatron_twins import Twin
@@ -63,7 +63,7 @@ def open_megatron(root: str, options: SourceOptions) -> Source:
         groups=groups,
         rank_extras=_world(args) if "rng_state" in ranks[0].told else 0,
     )
-    aliases = {} if args.flag("untie_embeddings_and_output_weights") else {OUTPUT: "embedding.word_embeddings.weight"}
+    aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
     refused = {OPTIMIZER: f"{doubt}; without the optimizer the model loads"} if doubt else {}
     make = partial(Assembled, folder, tensors, format="megatron", aliases={MODEL: aliases, MASTER: aliases}, refused=refused)
     return named(folder, make, said, tensors, args, options, rank_extra=partial(_random_state, ranks, args))
@@ -117,7 +117,18 @@ def _merge(ranks: Sequence[Saved], args: Arguments, held: Held) -> dict[str, _Gl
                         _add(found, saved, share, tensor, held.get(key))
                 except FormatError as error:
                     raise FormatError(f"{saved.where}: {error}") from error
+    _check_experts(found, args)
     return found
+
+
+def _check_experts(found: Collection[str], args: Arguments) -> None:
+    """IncompleteError naming experts that no rank has, where it has others of the layer."""
+    held: dict[str, set[int]] = {}
+    for place in filter(None, map(expert_of, found)):
+        held.setdefault(place.of_all, set()).add(place.number)
+    lost = [name.format(n) for name, numbers in held.items() for n in sorted(set(range(args.experts)) ^ numbers)]
+    if lost:
+        raise IncompleteError(listed(f"{args.where}: of {args.experts} experts, tensors are missing, or more than these", lost))
 
 
 def _add(found: dict[str, _Global], saved: Saved, share: Share, tensor: torch.Tensor, held: tuple[Saved, State] | None) -> None:

@@ -99,6 +99,8 @@ def _read(folder: str) -> _Read:
         if one.dtype is None:
             objects[key] = one
             continue
+        if key.endswith("_extra_state"):
+            continue
         if _FLAT.fullmatch(key):
             flat = True
             continue

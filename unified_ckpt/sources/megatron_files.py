@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from unified_ckpt.sources.pickles import Stub, load_torch
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_LEFT = ("_extra_state", "inv_freq")  # ends of names of what is made anew: of Transformer Engine, of rotary embeddings
 STUBS = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -123,6 +124,7 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
         if [others.tp, others.pp, others.ep] != [args.tp, args.pp, args.ep] or one.told.get("iteration") != ranks[0].told.get("iteration"):
             raise FormatError(f"{one.where}: is of another step, or another layout, than {ranks[0].where}; needed files of one save")
     _check_all(folder, ranks, args)
+    _check_names(ranks)
     _number_layers(folder, ranks, args)
     return args, ranks
 
@@ -164,6 +166,8 @@ def _virtual(told: Mapping[str, Any]) -> Iterator[str]:
 
 def _flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in told.items():
+        if str(key).endswith(_LEFT):
+            continue
         if isinstance(value, torch.Tensor):
             yield core_name((prefix + str(key)).removeprefix("module.")), value.detach()
         elif isinstance(value, Mapping):
@@ -186,6 +190,17 @@ def _check_all(folder: str, ranks: list[Saved], args: Arguments) -> None:
         ]
     if lost:
         raise IncompleteError(listed(f"{folder}: folders of ranks are missing", lost))
+
+
+def _check_names(ranks: Sequence[Saved]) -> None:
+    """All ranks of a pipeline stage have tensors of the same names, experts too, which are numbered on each rank."""
+    first: dict[int, Saved] = {}
+    for one in ranks:
+        other = first.setdefault(one.pp, one)
+        for mine, theirs in zip(one.chunks, other.chunks, strict=False):
+            if mine.keys() != theirs.keys():
+                lost = sorted(mine.keys() ^ theirs.keys())
+                raise FormatError(listed(f"{one.where} and {other.where} are of one pipeline rank: only one of them has", lost))
 
 
 def _number_layers(folder: str, ranks: list[Saved], args: Arguments) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.recut import Made, Piece
@@ -117,6 +117,18 @@ def core_name(name: str) -> str:
 def is_expert(name: str) -> bool:
     """Whether it belongs to experts that may be spread over ranks."""
     return ".mlp.experts." in name
+
+
+class OfExpert(NamedTuple):
+    """A tensor of an expert. `of_all`: its name, with braces for the number."""
+
+    of_all: str
+    number: int
+
+
+def expert_of(name: str) -> OfExpert | None:
+    found = re.fullmatch(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)", name)
+    return OfExpert(f"{found[1]}{{}}{found[3]}", int(found[2])) if found else None
 
 
 def apart(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stored]]:

@@ -19,7 +19,7 @@ Kind = Literal["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 Split = Literal["whole", "rows", "columns", "gated"]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-NO_PARAMETERS = ("_extra_state", "inv_freq", "expert_bias", "local_tokens_per_expert")  # ends of names of a state dict
+NO_PARAMETERS = ("expert_bias", "local_tokens_per_expert")  # ends of names of what no optimizer has
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")

@@ -210,10 +210,13 @@ def test_common_state_that_is_missing(folder: Path) -> None:
         uc.open(folder)
 
 
-def test_optimizer_state_of_no_tensor_is_refused(tmp_path: Path, hub: dict[str, Tensors]) -> None:
-    lost = {"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc9.weight": torch.zeros(2, 3)}
-    with pytest.raises(uc.FormatError, match=r"linear_fc9.weight/exp_avg: has shape \(2, 3\); needed that of a tensor of the model"):
-        uc.open(write(tmp_path / "c", hub, more=lost))
+@pytest.mark.parametrize("name", ["decoder.layers.mlp.linear_fc9.weight", "decoder.final_layernorm.weight"])
+def test_flattened_optimizer_state_is_refused_and_the_model_loads(tmp_path: Path, hub: dict[str, Tensors], name: str) -> None:
+    folder = write(tmp_path / "c", hub, more={f"optimizer.state.exp_avg.{name}": torch.zeros(2, 3)})
+    with uc.open(folder) as source:
+        assert set(source["model"]) == set(hub["param"])
+        with pytest.raises(uc.FormatError, match=rf"{name}/exp_avg: has shape \(2, 3\), as state that was flattened"):
+            list(source["optimizer"])
 
 
 class Hostile:

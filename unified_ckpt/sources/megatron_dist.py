@@ -39,19 +39,19 @@ _MASTERS = ("param", "fp32_param")
 _KEPT_APART = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
 _REFUSED = (
     "is in flat buffers (dp_reshardable), in an order that the folder does not tell; needed a checkpoint saved with "
-    "--dist-ckpt-optim-fully-reshardable; without the optimizer the model loads"
+    "--dist-ckpt-optim-fully-reshardable"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What the folder holds: tensors by part and name, objects by key, `common` beside them."""
+    """What the folder holds: tensors by part and name, objects by key, `common` beside them. `doubt`: why no optimizer is read."""
 
     tensors: Mapping[Key, Assembly]
     objects: Mapping[str, Entry]
     files: Mapping[str, Mapped]
     common: Mapping[str, Any]
-    flat: bool
+    doubt: str
 
 
 def open_dist(folder: str, options: SourceOptions) -> Source:
@@ -71,7 +71,7 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         rank_extras=args.number("world_size", 0) if _grid(read) else 0,
     )
     aliases = {OUTPUT: EMBEDDING} if (MODEL, OUTPUT) not in tensors else {}
-    refused = {OPTIMIZER: _REFUSED} if read.flat else {}
+    refused = {OPTIMIZER: f"{read.doubt}; without the optimizer the model loads"} if read.doubt else {}
     make = partial(Assembled, folder, tensors, format="megatron-core", aliases={MODEL: aliases, MASTER: aliases}, refused=refused)
     return named(folder, make, said, tensors, args, options, rank_extra=partial(_random_state, folder, read, args))
 
@@ -94,7 +94,7 @@ def _read(folder: str) -> _Read:
     files = map_files(folder, entries)
     tensors: dict[Key, Assembly] = {}
     objects: dict[str, Entry] = {}
-    flat = False
+    doubt = ""
     for key, one in entries.items():
         if one.dtype is None:
             objects[key] = one
@@ -102,7 +102,7 @@ def _read(folder: str) -> _Read:
         if key.endswith("_extra_state"):
             continue
         if _FLAT.fullmatch(key):
-            flat = True
+            doubt = _REFUSED
             continue
         state = _STATE.fullmatch(key)
         name = (state[2] if state else key).removeprefix("module.").removeprefix("model.")
@@ -112,8 +112,9 @@ def _read(folder: str) -> _Read:
     for (part, key), made in tensors.items():
         name = key.rpartition("/")[0] if part == OPTIMIZER else key
         if part != MODEL and ((MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != made.spec.shape):
-            raise FormatError(f"{folder}: {part}:{key}: has shape {made.spec.shape}; needed that of a tensor of the model with its name")
-    return _Read(tensors, objects, files, _common(folder, files, objects), flat)
+            doubt = f"{part}:{key}: has shape {made.spec.shape}, as state that was flattened has; needed that of the model's tensor"
+    kept = {key: made for key, made in tensors.items() if key[0] == MODEL or not doubt}
+    return _Read(kept, objects, files, _common(folder, files, objects), doubt)
 
 
 def _common(folder: str, files: Mapping[str, Mapped], objects: Mapping[str, Entry]) -> Mapping[str, Any]:

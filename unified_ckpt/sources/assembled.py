@@ -104,6 +104,10 @@ class Assembled:
         return self._format
 
     @property
+    def refused(self) -> Collection[str]:
+        return self._refused.keys()
+
+    @property
     def parts(self) -> Sequence[str]:
         return sorted({*self._names, *self._refused})
 

@@ -16,7 +16,7 @@ from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.assembled import Assembled, Assembly
 from unified_ckpt.sources.megatron_files import Arguments
 from unified_ckpt.sources.megatron_names import EMBEDDING, OUTPUT, Dims, Kind, Stored, apart, hub_tensors, of_state, own_tensor
-from unified_ckpt.sources.recut import Made, Piece, Recut
+from unified_ckpt.sources.recut import Made, Piece, recut
 
 
 def named(
@@ -55,7 +55,8 @@ def named(
     for kind in kinds:
         every |= of_state(cuts, kind)
     groups = [{**group, "names": [name for stored in group["names"] for name in made.get(stored, ())]} for group in said.groups]
-    return Recut(make(said=replace(said, groups=groups), rank_extra=rank_extra), every, parts=(MODEL, MASTER, OPTIMIZER))
+    source = make(said=replace(said, groups=groups), rank_extra=rank_extra)
+    return recut(source, every, parts=(MODEL, MASTER, OPTIMIZER), refused=source.refused)
 
 
 def _made(tensors: Mapping[Key, Assembly], cut: Callable[[str, Stored], dict[str, Made]]) -> dict[str, dict[str, Made]]:

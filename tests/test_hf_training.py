@@ -172,7 +172,7 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(folder: Path
     assert "model  21 tensors" in shown
     assert "is by position, and of which parameters is not known" in shown
     assert main(["inspect", "--json", str(folder)]) == 0
-    assert "no config.json" in json.loads(capsys.readouterr().out)["optimizer_by_position"]
+    assert "no config.json" in json.loads(capsys.readouterr().out)["refused"]["optimizer"]
     with pytest.raises(uc.FormatError, match=r"the optimizer to be filled: has 1 param group\(s\), the checkpoint 2"):
         uc.load(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()))
 

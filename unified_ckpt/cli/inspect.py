@@ -15,7 +15,6 @@ from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import short
 from unified_ckpt.engine.checkpoint import Folder
-from unified_ckpt.engine.positions import ByPosition
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
@@ -23,6 +22,8 @@ from unified_ckpt.sources import open_any
 from unified_ckpt.sources.marks import title_of
 
 _FORMATS = {
+    "megatron": "Megatron-LM, folders of ranks",
+    "megatron-core": "Megatron-Core, torch_dist",
     "dcp": "torch.distributed.checkpoint",
     "orbax": "Orbax",
     "paddle": "PaddleNLP Unified Checkpoint",
@@ -51,39 +52,40 @@ class _Part:
 
 def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all`, `json`, and how to read it."""
-    opened = open_any(arguments.path, source_options(arguments))
+    folder = open_any(arguments.path, source_options(arguments))
     try:
-        folder, unnamed = _settled(opened)
-        parts = [_part(folder, part, arguments.match) for part in sorted(folder.parts, key=_rank)]
+        parts, refused = _parts(folder, arguments.match)
         if arguments.json:
-            told = _as_json(arguments.path, folder, parts)
-            print(json.dumps(told | ({"optimizer_by_position": unnamed} if unnamed else {}), indent=2))
+            print(json.dumps(_as_json(arguments.path, folder, parts) | ({"refused": refused} if refused else {}), indent=2))
             return 0
         print("\n".join(_head(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
                 print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
+        for reason in refused.values():
+            print(f"\nnot read: {reason}")
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             print(f"\nno tensor matches {arguments.match}")
-        if unnamed:
-            print(f"\noptimizer\n{unnamed}")
     finally:
-        opened.close()
+        folder.close()
     return 0
-
-
-def _settled(opened: Source) -> tuple[Source, str]:
-    """What can be shown, and why its optimizer cannot, where nothing says of which parameters its state is."""
-    if not isinstance(opened, ByPosition):
-        return opened, ""
-    try:
-        return opened.whole, ""
-    except FormatError as error:
-        return opened.without_optimizer(), str(error)
 
 
 def _rank(part: str) -> tuple[int, str]:
     return (_FIRST.index(part) if part in _FIRST else len(_FIRST)), part
+
+
+def _parts(folder: Source, match: str | None) -> tuple[list[_Part], dict[str, str]]:
+    """The parts, and why some of a checkpoint that others wrote are not read."""
+    parts, refused = [], {}
+    for part in sorted(folder.parts, key=_rank):
+        try:
+            parts.append(_part(folder, part, match))
+        except FormatError as error:
+            if isinstance(folder, Folder):
+                raise
+            refused[part] = str(error)
+    return parts, refused
 
 
 def _part(folder: Source, part: str, match: str | None) -> _Part:

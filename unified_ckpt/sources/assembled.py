@@ -73,7 +73,10 @@ def assembly(dtype: torch.dtype, shape: Sequence[int], fragments: Sequence[Fragm
 
 
 class Assembled:
-    """`tensors`: by part and name. `format`: what the folder is, for people. `close` is called once."""
+    """`tensors`: by part and name. `format`: what the folder is, for people. `close` is called once.
+
+    `refused`: parts that are there and not read, and why: a FormatError for who asks for one of their names, and for nobody else.
+    """
 
     def __init__(
         self,
@@ -83,11 +86,13 @@ class Assembled:
         format: str,  # noqa: A002  # the protocol's word
         said: Said,
         aliases: Mapping[str, Mapping[str, str]] | None = None,
+        refused: Mapping[str, str] | None = None,
         rank_extra: Callable[[int], Any] = lambda _: None,
         close: Callable[[], object] = lambda: None,
     ) -> None:
         self._root, self._tensors, self._format, self._said = root, tensors, format, said
         self._aliases, self._rank_extra, self._close = aliases or {}, rank_extra, close
+        self._refused = refused or {}
         self._kept = Kept()
         self._storage = Fragments(root, tensors, self._kept)
         self._names: dict[str, dict[str, None]] = {}
@@ -104,10 +109,16 @@ class Assembled:
         return self._format
 
     @property
+    def refused(self) -> Collection[str]:
+        return self._refused.keys()
+
+    @property
     def parts(self) -> Sequence[str]:
-        return sorted(self._names)
+        return sorted({*self._names, *self._refused})
 
     def names(self, part: str) -> Collection[str]:
+        if part in self._refused:
+            raise FormatError(f"{self._root}: {part}: {self._refused[part]}")
         return self._names.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class Shard:
     """Of one entry: a box of a tensor, None for an object; where it lies."""
 
     box: Box | None
@@ -56,13 +56,13 @@ class _Shard:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """What a flat key of the state dict stands for. `dtype`, `shape`: of a tensor."""
 
     path: Path
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    shards: list[_Shard] = field(default_factory=list)
+    shards: list[Shard] = field(default_factory=list)
 
 
 def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assembled:
@@ -70,13 +70,8 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
 
     `prefix`: goes before every path, for folders that hold one part.
     """
-    entries = _entries(root)
-    ends: dict[str, dict[str, int]] = {}  # of each file: how far each entry needs it
-    for key, one in entries.items():
-        for shard in one.shards:
-            of_file = ends.setdefault(shard.file, {})
-            of_file[key] = max(of_file.get(key, 0), shard.start + shard.nbytes)
-    files = {name: _mapped(root, name, ends[name]) for name in sorted(ends)}
+    entries = read_entries(root)
+    files = map_files(root, entries)
     tensors: dict[Key, Assembly] = {}
     objects: dict[Path, Any] = {}
     for key, one in entries.items():
@@ -85,12 +80,22 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
             objects[path] = _object(files, root, key, one)
             continue
         place = place_of(path, scalar=not one.shape)
-        made = _assembly(files, root, key, one, one.dtype)
+        made = assemble(files, root, key, one, one.dtype)
         if place is None:
             objects[path] = made.fragments[0].load().clone()
         else:
             tensors[place] = made
     return Assembled(root, tensors, format="dcp", said=_said(objects))
+
+
+def map_files(root: str, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
+    """The files that the entries lie in. IncompleteError naming those that are missing or cut short, and what was in them."""
+    ends: dict[str, dict[str, int]] = {}  # of each file: how far each entry needs it
+    for key, one in entries.items():
+        for shard in one.shards:
+            of_file = ends.setdefault(shard.file, {})
+            of_file[key] = max(of_file.get(key, 0), shard.start + shard.nbytes)
+    return {name: _mapped(root, name, ends[name]) for name in sorted(ends)}
 
 
 def place_of(path: Path, *, scalar: bool) -> Key | None:
@@ -143,7 +148,8 @@ def _groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _assembly(files: Mapping[str, Mapped], root: str, key: str, one: _Entry, dtype: torch.dtype) -> Assembly:
+def assemble(files: Mapping[str, Mapped], root: str, key: str, one: Entry, dtype: torch.dtype) -> Assembly:
+    """The tensor of an entry. FormatError or IncompleteError naming it where its shards do not cover it once."""
     fragments = [
         Fragment(shard.box, partial(files[shard.file].tensor, shard.start, shard.nbytes), os.path.join(root, shard.file))
         for shard in one.shards
@@ -155,7 +161,7 @@ def _assembly(files: Mapping[str, Mapped], root: str, key: str, one: _Entry, dty
         raise type(error)(f"{root}: {key}: {error}") from error
 
 
-def _object(files: Mapping[str, Mapped], root: str, key: str, one: _Entry) -> Any:
+def _object(files: Mapping[str, Mapped], root: str, key: str, one: Entry) -> Any:
     """FormatError where it holds classes: nothing but plain values and tensors is read."""
     if not one.shards:
         raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not say where it is")
@@ -181,27 +187,30 @@ def _mapped(root: str, name: str, needed: Mapping[str, int]) -> Mapped:
 # ---- `.metadata`
 
 
-def _entries(root: str) -> dict[str, _Entry]:
+def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
+    """What `.metadata` lists, by flat key. `stubs`: names of further classes that it may hold. FormatError where it is damaged."""
     path = os.path.join(root, DCP_METADATA)
-    known: dict[str, Any] = {name: stub(name) for name in _STUBS}
+    known: dict[str, Any] = {name: stub(name) for name in (*_STUBS, *stubs)}
     known |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
     told = load_pickle(path, known)
     try:
         listed_keys, storage = _of(told, "state_dict_metadata"), _of(told, "storage_data")
         paths = _of(told, "planner_data") or {}
         found = {key: _entry(paths.get(key, (key,)), one) for key, one in listed_keys.items()}
+        chunks = {key: _chunks(one) for key, one in listed_keys.items() if found[key].dtype is not None}
         for index, place in storage.items():
-            found[_of(index, "fqn")].shards.append(_shard(found[_of(index, "fqn")], listed_keys[_of(index, "fqn")], index, place))
+            key = _of(index, "fqn")
+            found[key].shards.append(_shard(chunks.get(key), index, place))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise FormatError(f"{path}: is not what torch.distributed.checkpoint writes: {error!r}") from error
     return found
 
 
-def _entry(path: Any, told: Any) -> _Entry:
+def _entry(path: Any, told: Any) -> Entry:
     if type(told).__name__ != "TensorStorageMetadata":
-        return _Entry(tuple(path), None, ())
+        return Entry(tuple(path), None, ())
     properties = _of(told, "properties")
-    return _Entry(tuple(path), _dtype(properties), tuple(_of(told, "size")))
+    return Entry(tuple(path), _dtype(properties), tuple(_of(told, "size")))
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -211,16 +220,21 @@ def _dtype(properties: Any) -> torch.dtype:
     return found
 
 
-def _shard(entry: _Entry, told: Any, index: Any, place: Any) -> _Shard:
+def _chunks(told: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Of a tensor: offsets -> sizes."""
+    return {tuple(_of(chunk, "offsets")): tuple(_of(chunk, "sizes")) for chunk in _of(told, "chunks")}
+
+
+def _shard(chunks: Mapping[tuple[int, ...], tuple[int, ...]] | None, index: Any, place: Any) -> Shard:
+    """`chunks`: of a tensor, None for an object."""
     box = None
-    if entry.dtype is not None:
+    if chunks is not None:
         offset = _of(index, "offset")
-        chunks = {tuple(_of(chunk, "offsets")): tuple(_of(chunk, "sizes")) for chunk in _of(told, "chunks")}
         at = tuple(offset) if offset is not None else next(iter(chunks))
         box = Box(at, chunks[at])
     if _of(place, "transform_descriptors", None):
         raise FormatError(f"{_of(index, 'fqn')}: is transformed by {_of(place, 'transform_descriptors')}; needed plain bytes")
-    return _Shard(box, str(_of(place, "relative_path")), int(_of(place, "offset")), int(_of(place, "length")))
+    return Shard(box, str(_of(place, "relative_path")), int(_of(place, "offset")), int(_of(place, "length")))
 
 
 _NEEDED = object()

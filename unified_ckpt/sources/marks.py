@@ -16,6 +16,7 @@ from unified_ckpt.format import names
 from unified_ckpt.sources.paddle_marks import is_paddle
 
 DCP_METADATA = ".metadata"
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DEEPSPEED_LATEST = ("latest", "latest_universal")
 DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
@@ -80,6 +81,12 @@ def _has_items(path: str) -> bool:
     return os.path.isdir(path) and bool(orbax_items(path, os.listdir(path)))
 
 
+def _is_megatron(at: Looked) -> bool:
+    """A root with its tracker, a step's folder of ranks, or of torch_dist."""
+    ranks = any(name.startswith("mp_rank_") and not name.endswith(".pt") for name in at.entries)
+    return MEGATRON_TRACKER in at.entries or ranks or {DCP_METADATA, "metadata.json"} <= at.entries
+
+
 def _of_trainer(at: Looked) -> bool:
     return bool(at.entries & {TRAINER_STATE, "optimizer.pt"}) and not at.entries & _DEEPSPEED
 
@@ -91,6 +98,8 @@ def _of_accelerate(at: Looked) -> bool:
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
+    Format("megatron", "Megatron-LM", "megatron:open_megatron", _is_megatron),
+    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("paddle", "PaddleNLP", "paddle:open_paddle", lambda at: is_paddle(at.path, at.entries)),
     Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),

@@ -6,6 +6,7 @@ file that names anything else is refused, with the list of what it asked for.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zipfile
@@ -16,6 +17,7 @@ import torch
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.runtime.storage import Buffer
 
 
 class Stub:
@@ -73,15 +75,24 @@ def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
     """
     if not os.path.isfile(path):
         raise NotFoundError(f"{path}: there is no such file")
+    return _load(path, path, stubs, mmap=zipfile.is_zipfile(path))
+
+
+def load_torch_bytes(held: Buffer, where: str, *, stubs: Collection[str] = ()) -> Any:
+    """`load_torch` of what was written into a file among other things. `where`: for people."""
+    return _load(io.BytesIO(held), where, stubs, mmap=False)
+
+
+def _load(file: str | io.BytesIO, where: str, stubs: Collection[str], *, mmap: bool) -> Any:
     allowed: list[Any] = [(stub(name), name) for name in stubs]
     allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1).numpy().dtype), *_numpy_dtypes()]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise FormatError(_asked_for(path) or f"{path}: {error}") from error
+        raise FormatError(_asked_for(file, where) or f"{where}: {error}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise FormatError(f"{path}: is damaged, or no file of torch.save: {error}") from error
+        raise FormatError(f"{where}: is damaged, or no file of torch.save: {error}") from error
 
 
 def _numpy(name: str) -> Any:
@@ -97,12 +108,14 @@ def _numpy_dtypes() -> list[type]:
     return [getattr(np.dtypes, name) for name in dir(np.dtypes) if name.endswith("DType") and name != "ObjectDType"]
 
 
-def _asked_for(path: str) -> str:
+def _asked_for(file: str | io.BytesIO, where: str) -> str:
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # a file that is damaged as well: the caller has an error already
         return ""
-    return listed(f"{path}: asks for classes that are not read from files", sorted(map(str, names))) if names else ""
+    return listed(f"{where}: asks for classes that are not read from files", sorted(map(str, names))) if names else ""
 
 
 class _Restricted(pickle.Unpickler):

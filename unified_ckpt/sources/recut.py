@@ -95,20 +95,21 @@ class _Pieces:
         return reshaped(joined(found, 0), self.made.shape)
 
 
-def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str]) -> Recut:
-    """`made`: the view's tensors by name, the same in each of `parts`; the other parts are not in it.
+def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str], refused: Collection[str] = ()) -> Recut:
+    """`made`: the view's tensors by name, the same in each of `parts`; the other parts are not in it. `refused`: parts whose names the
+    source does not tell, and nor does the view.
 
     A tensor of which not all is stored has no name in the view. A stored tensor that no made one is cut from keeps its name.
     """
     found: dict[str, dict[str, Formula]] = {}
-    for part in [part for part in source.parts if part in parts]:
+    for part in [part for part in source.parts if part in parts and part not in refused]:
         stored = set(source.names(part))
         there = {name: one for name, one in made.items() if all(piece.stored in stored for piece in one.pieces)}
         used = {piece.stored for one in there.values() for piece in one.pieces}
         found[part] = {name: one.of(part) for name, one in there.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
     renamed = {one.pieces[0].stored: name for name, one in made.items() if len(one.pieces) == 1 and one.pieces[0].first == 0}
     aliases = {part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()} for part in found}
-    return Recut(source, found, aliases=aliases)
+    return Recut(source, found, aliases=aliases, refused=refused)
 
 
 class Recut:
@@ -121,8 +122,9 @@ class Recut:
         *,
         aliases: Mapping[str, Mapping[str, str]],
         said: Said | None = None,
+        refused: Collection[str] = (),
     ) -> None:
-        self._source, self._made, self._aliases, self._said = source, made, aliases, said
+        self._source, self._made, self._aliases, self._said, self._refused = source, made, aliases, said, refused
         self._known: dict[Key, tuple[Recipe, TensorSpec]] = {}
 
     @property
@@ -131,9 +133,11 @@ class Recut:
 
     @property
     def parts(self) -> Sequence[str]:
-        return sorted(self._made)
+        return sorted({*self._made, *self._refused})
 
     def names(self, part: str) -> Collection[str]:
+        if part in self._refused:
+            return self._source.names(part)  # which says why
         return self._made.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:

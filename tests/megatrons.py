@@ -1,0 +1,329 @@
+"""A writer of Megatron-LM's files that knows nothing of our reader: cuts a model of transformers up by the documented rules.
+
+The model's state is drawn in Hugging Face's names; `write` gives what Megatron-LM saves of it under any parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+import random
+import signal
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: their names.
+    `old`: as before Megatron-Core.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    experts: int = 0
+    experts_as: str = "alone"
+    optimizer: str = "groups"
+    norms: str = "fused"
+    tied: bool = False
+    padding: int = 0
+    bucket: int = 0
+    old: bool = False
+    layers: int = 4
+    hidden: int = 16
+    heads: int = 4
+    groups: int = 2
+    ffn: int = 24
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def megatron_state(hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int, experts: range, layers: range) -> Tensors:
+    """What a rank holds of some layers, numbered from 0. The rest of the model is beside it: see `ends`."""
+    found: Tensors = {}
+    for number, layer in enumerate(layers):
+        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{number}."
+        fused = job.norms == "fused"
+        norm, moe_norm = ours + "self_attention.linear_qkv.layer_norm_weight", ours + "mlp.linear_fc1.layer_norm_weight"
+        if not fused:
+            found[ours + "input_layernorm.weight"] = hub[theirs + "input_layernorm.weight"]
+        found[ours + "self_attention.linear_proj.weight"] = columns(hub[theirs + "self_attn.o_proj.weight"], tp, job.tp)
+        if fused:
+            found[norm] = hub[theirs + "input_layernorm.weight"]
+        for kind in ("weight", "bias"):
+            if theirs + f"self_attn.q_proj.{kind}" in hub:
+                q, k, v = (hub[theirs + f"self_attn.{one}_proj.{kind}"] for one in "qkv")
+                found[ours + f"self_attention.linear_qkv.{kind}"] = qkv(q, k, v, job, tp)
+        for one in "qk":
+            if theirs + f"self_attn.{one}_norm.weight" in hub:
+                found[ours + f"self_attention.{one}_layernorm.weight"] = hub[theirs + f"self_attn.{one}_norm.weight"]
+        after = hub[theirs + "post_attention_layernorm.weight"]
+        if job.experts:
+            found[ours + "pre_mlp_layernorm.weight"] = after
+            found |= expert_state(hub, job, theirs, ours, etp, experts)
+            continue
+        if not fused:
+            found[ours + "pre_mlp_layernorm.weight"] = after
+        else:
+            found[moe_norm] = after
+        gate, up, down = (hub[theirs + f"mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        found[ours + "mlp.linear_fc1.weight"] = torch.cat([rows(gate, tp, job.tp), rows(up, tp, job.tp)])
+        found[ours + "mlp.linear_fc2.weight"] = columns(down, tp, job.tp)
+    return found
+
+
+def expert_state(hub: Mapping[str, torch.Tensor], job: Job, theirs: str, ours: str, etp: int, experts: range) -> Tensors:
+    mixtral = theirs + "block_sparse_moe.gate.weight" in hub
+    place = theirs + ("block_sparse_moe." if mixtral else "mlp.")
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    found = {ours + "mlp.router.weight": hub[place + "gate.weight"]}
+    world = job.etp or job.tp
+    first, second = [], []
+    for n in experts:
+        gate, up, down = (hub[f"{place}experts.{n}.{name}.weight"] for name in names)
+        first.append(torch.cat([rows(gate, etp, world), rows(up, etp, world)]))
+        second.append(columns(down, etp, world))
+    for n, (one, two) in enumerate(zip(first, second, strict=True)):
+        if job.experts_as == "alone":
+            found[f"{ours}mlp.experts.local_experts.{n}.linear_fc1.weight"] = one
+            found[f"{ours}mlp.experts.local_experts.{n}.linear_fc2.weight"] = two
+    if job.experts_as == "numbered":
+        found |= {f"{ours}mlp.experts.linear_fc1.weight{n}": one for n, one in enumerate(first)}
+        found |= {f"{ours}mlp.experts.linear_fc2.weight{n}": two for n, two in enumerate(second)}
+    if job.experts_as == "grouped":
+        found[ours + "mlp.experts.weight1"] = torch.stack([one.t() for one in first]).reshape(job.hidden, -1).clone()
+        found[ours + "mlp.experts.weight2"] = torch.stack([two.t() for two in second]).reshape(-1, job.hidden).clone()
+    return found
+
+
+def rows(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    return tensor.chunk(world)[rank].clone()
+
+
+def columns(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    return tensor.chunk(world, 1)[rank].clone()
+
+
+def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job, rank: int) -> torch.Tensor:
+    """Queries of a group, its key, its value; group after group."""
+    of_groups = [one.chunk(job.groups) for one in (q, k, v)]
+    return rows(torch.cat([one[group] for group in range(job.groups) for one in of_groups]), rank, job.tp)
+
+
+def padded(tensor: torch.Tensor, job: Job) -> torch.Tensor:
+    return torch.cat([tensor, torch.zeros(job.padding, *tensor.shape[1:], dtype=tensor.dtype)])
+
+
+def stage(hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, int], virtual: int) -> Tensors:
+    """One virtual stage of a rank (tp, pp, ep, etp)."""
+    tp, pp, ep, etp = rank
+    count = job.layers // (job.pp * job.vpp)
+    place = virtual * job.pp + pp
+    experts = range(ep * (job.experts // job.ep), (ep + 1) * (job.experts // job.ep)) if job.experts else range(0)
+    found: Tensors = {}
+    if place == 0:
+        found["embedding.word_embeddings.weight"] = rows(padded(hub["model.embed_tokens.weight"], job), tp, job.tp)
+    found |= megatron_state(hub, job, tp, etp, experts, range(place * count, (place + 1) * count))
+    if place == job.pp * job.vpp - 1:
+        found["decoder.final_layernorm.weight"] = hub["model.norm.weight"]
+        if not job.tied or job.pp > 1:
+            head = hub["model.embed_tokens.weight" if job.tied else "lm_head.weight"]
+            found["output_layer.weight"] = rows(padded(head, job), tp, job.tp)
+    return found
+
+
+def nested(chunk: Tensors) -> dict[str, Any]:
+    """As the models of before Megatron-Core are saved."""
+    found: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}
+    for name, tensor in chunk.items():
+        module, _, rest = name.partition(".")
+        rest = rest.replace("linear_qkv", "query_key_value").replace("linear_proj", "dense").replace("pre_mlp", "post_attention")
+        rest = rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
+        place = (
+            found["encoder"]
+            if module == "decoder"
+            else found["output_layer"]
+            if module == "output_layer"
+            else found["embedding"]["word_embeddings"]
+        )
+        place[rest.removeprefix("word_embeddings.")] = tensor
+    return {"language_model": {key: one for key, one in found.items() if one and one != {"word_embeddings": {}}}}
+
+
+@contextmanager
+def megatron_classes() -> Iterator[type[enum.Enum]]:
+    """A class of Megatron's for the time of pickling: what is read has no such module."""
+    name = "megatron.core.transformer.enums"
+    made = [types.ModuleType(".".join(name.split(".")[: n + 1])) for n in range(4)]
+    backend = enum.Enum("AttnBackend", {"flash": 1, "auto": 5}, module=name, qualname="AttnBackend")
+    vars(made[-1])["AttnBackend"] = backend
+    held = {one.__name__: sys.modules.get(one.__name__) for one in made}
+    sys.modules.update({one.__name__: one for one in made})
+    try:
+        yield backend
+    finally:
+        for key, module in held.items():
+            if module is None:
+                del sys.modules[key]
+            else:
+                sys.modules[key] = module
+
+
+def arguments(job: Job, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "tensor_model_parallel_size": job.tp,
+            "pipeline_model_parallel_size": job.pp,
+            "virtual_pipeline_model_parallel_size": job.vpp if job.vpp > 1 else None,
+            "expert_model_parallel_size": job.ep,
+            "expert_tensor_parallel_size": job.etp or job.tp,
+            "data_parallel_size": 2 * job.ep,
+            "context_parallel_size": 1,
+            "world_size": job.tp * job.pp * 2 * job.ep,
+            "num_layers": job.layers,
+            "hidden_size": job.hidden,
+            "num_attention_heads": job.heads,
+            "group_query_attention": True,
+            "num_query_groups": job.groups,
+            "kv_channels": job.head_dim,
+            "num_experts": job.experts or None,
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "position_embedding_type": "rope",
+            "untie_embeddings_and_output_weights": not job.tied,
+            "overlap_grad_reduce": bool(job.bucket),
+            "ddp_bucket_size": job.bucket or None,
+            "params_dtype": torch.bfloat16,
+            "exit_signal": signal.SIGTERM,
+            "save": PosixPath("/somewhere"),
+        }
+        | more
+    )
+
+
+def no_decay(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".bias") or tensor.dim() == 1
+
+
+def group(decay: bool, expert: bool, **more: Any) -> dict[str, Any]:
+    return {
+        "lr": 0.01,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1 if decay else 0.0,
+        "wd_mult": 1.0 if decay else 0.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": expert,
+        "is_decoupled_lr": False,
+        "step": 7,
+        **more,
+    }
+
+
+States = dict[str, list[Tensors]]  # "param", "exp_avg", "exp_avg_sq" -> stages of a rank
+
+
+def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> dict[str, Any]:
+    """As torch's optimizer and Float16OptimizerWithFloat16Params save."""
+    params = [(n, name) for n, chunk in enumerate(model) for name in chunk if expert is None or (".experts." in name) == expert]
+    state, groups, masters, index = {}, [], [], 0
+    for decay in (True, False):
+        mine = [(n, name) for n, name in params if no_decay(name, model[n][name]) != decay]
+        groups.append(group(decay, bool(expert), params=list(range(index, index + len(mine)))))
+        masters.append([states["param"][n][name] for n, name in mine])
+        for n, name in mine:
+            state[index] = {key: states[key][n][name] for key in ("exp_avg", "exp_avg_sq")}
+            index += 1
+    if expert:
+        groups, masters = groups[:1], masters[:1]  # experts have neither norms nor biases
+    return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
+
+
+def flat_buffer(names: list[str], state: Tensors, shared: set[str], bucket: int) -> torch.Tensor:
+    """Parameters from the last to the first, each on a multiple of 64 from its bucket's start; what pads a bucket's end is not saved."""
+    buckets: list[list[torch.Tensor]] = [[]]
+    for name in reversed(names):
+        held = sum(one.numel() for one in buckets[-1])
+        padding = torch.zeros(math.ceil(held / 64) * 64 - held)
+        if name in shared and buckets[-1]:
+            buckets[-1].append(padding)
+            buckets.append([state[name].flatten()])
+        else:
+            buckets[-1] += [padding, state[name].flatten()]
+        if name in shared or (bucket and sum(one.numel() for one in buckets[-1]) >= bucket):
+            buckets.append([])
+    return torch.cat([one for of in buckets for one in of])
+
+
+def flat(job: Job, pp: int, model: list[Tensors], states: States, *, expert: bool | None) -> dict[Any, Any]:
+    told: dict[Any, Any] = {"buckets_coalesced": True}
+    shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if job.tied and job.pp > 1 else set[str]()
+    for n, chunk in enumerate(model):
+        names = [name for name in chunk if expert is None or (".experts." in name) == expert]
+        if names:
+            bucket = job.bucket if pp == 0 and n == 0 else 0
+            buffers = {key: flat_buffer(names, states[key][n], shared, bucket) for key in ("param", "exp_avg", "exp_avg_sq")}
+            told[len(told) - 1] = {(torch.bfloat16, torch.float32): {**buffers, "numel_unpadded": buffers["param"].numel()}}
+    return told
+
+
+def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path:
+    """`hub`: "param" in fp32, "exp_avg", "exp_avg_sq", each in Hugging Face's names. The model is the first in bf16."""
+    folder = root / "iter_0000007"
+    with megatron_classes() as backend:
+        for tp in range(job.tp):
+            for pp in range(job.pp):
+                for ep in range(job.ep):
+                    if job.etp == 1 and job.ep > 1 and ep % job.tp != tp:
+                        continue  # experts' ranks are counted along others' tensor parallelism
+                    write_rank(folder, job, hub, (tp, pp, ep, 0 if job.etp == 1 else tp), backend, more)
+    (root / "latest_checkpointed_iteration.txt").write_text("7")
+    return root
+
+
+def write_rank(
+    folder: Path, job: Job, hub: Mapping[str, Tensors], rank: tuple[int, int, int, int], backend: Any, more: Mapping[str, Any]
+) -> None:
+    tp, pp, ep, _ = rank
+    states = {key: [stage(one, job, rank, n) for n in range(job.vpp)] for key, one in hub.items()}
+    model = [{name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()} for chunk in states["param"]]
+    told: dict[str, Any] = {"args": arguments(job, attention_backend=backend.flash, **more), "checkpoint_version": 3.0, "iteration": 7}
+    for n, chunk in enumerate(model):
+        extra = {
+            name.removesuffix("weight") + "_extra_state": torch.zeros(3, dtype=torch.uint8)
+            for name in chunk
+            if name.endswith("linear_proj.weight")
+        }
+        told["model" if job.vpp == 1 else f"model{n}"] = nested(chunk) if job.old else chunk | extra
+    told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
+    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}
+    told["rng_state"] = [rng]
+    into = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if job.pp > 1 else "") + (f"_{ep:03d}" if job.ep > 1 else ""))
+    into.mkdir(parents=True)
+    kinds: list[bool | None] = [False, True] if job.ep > 1 else [None]
+    if job.optimizer == "groups":
+        parts: list[Any] = [by_groups(model, states, expert=kind) for kind in kinds]
+        told["optimizer"] = parts if len(parts) > 1 else parts[0]
+    if job.optimizer == "flat":
+        parts = [{"optimizer": {"param_groups": [group(d, bool(kind)) for d in ((True,) if kind else (True, False))]}} for kind in kinds]
+        told["optimizer"] = parts if len(parts) > 1 else parts[0]
+        # of each holder of a tensor one rank writes: here the last for experts, the first for all else
+        buffers = [flat(job, pp, model, states, expert=kind) if kind or ep == tp % job.ep or not job.etp else None for kind in kinds]
+        torch.save(buffers if len(buffers) > 1 else buffers[0], into / "distrib_optim.pt")
+    torch.save(told, into / "model_optim_rng.pt")

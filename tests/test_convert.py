@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from paddles import FIXTURES, llama
 from refusals import same_error
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -384,6 +385,28 @@ def test_the_verb(ours: Path, old: Path, tmp_path: Path, capsys: pytest.CaptureF
             with pytest.raises(SystemExit, match="2"):
                 main(["convert", str(old), str(tmp_path / "c"), "--max-file-size", size])
     assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_of_paddle_goes_there_and_back_byte_for_byte(tmp_path: Path) -> None:
+    single = FIXTURES / "single_bf16"
+    assert uc.convert(single, tmp_path / NAME).compared > 0
+    assert main(["convert", str(tmp_path / NAME), str(tmp_path / "back"), "--to", "paddle"]) == 0
+    files = sorted(path.name for path in single.glob("*.safetensors"))
+    assert files == sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
+    for file in files:
+        assert (tmp_path / "back" / file).read_bytes() == (single / file).read_bytes(), file
+
+
+def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "hf")
+    assert uc.convert(tmp_path / "hf", tmp_path / "maxtext", to="maxtext").id is None
+    stacked = load_file(tmp_path / "maxtext" / "model.safetensors")
+    values = torch.stack([layer.self_attn.v_proj.weight for layer in model.model.layers])  # [layers, heads * D, E]
+    assert torch.equal(stacked["decoder.layers.self_attention.value.kernel"], values.permute(2, 0, 1).unflatten(2, (2, -1)))
+    (tmp_path / "hf" / "config.json").unlink()
+    with pytest.raises(uc.FormatError, match=r"follow from the model's config\.json; needed --config"):
+        uc.convert(tmp_path / "hf", tmp_path / "no", to="maxtext")
 
 
 def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from unified_ckpt.cli import reading, rules
 from unified_ckpt.errors import CheckpointError
@@ -64,19 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--deep", action="store_true", help="also read tensors whose digests are equal")
     reading.add_to(diff, of="A")
 
-    convert = verbs.add_parser("convert", help="write a checkpoint of any format anew", description="Writes SRC to DST, and proves it.")
-    convert.add_argument("source", metavar="SRC", help="a checkpoint in any format that `inspect` takes")
-    convert.add_argument("target", metavar="DST", help="the folder to write; under torchrun all processes write to it")
-    convert.add_argument(
-        "--to", default="unified", metavar="FORMAT", help="unified (the default), huggingface (the model alone), torch or dcp"
-    )
-    convert.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given more than once")
-    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the model's tensors as written")
-    convert.add_argument("--max-file-size", type=rules.size, default=5_000_000_000, metavar="N", help="of one file, as 5GB (the default)")
-    convert.add_argument("--if-exists", choices=("error", "keep", "replace"), default="error", help="a checkpoint that DST holds")
-    convert.add_argument("--no-compare", action="store_true", help="write also where master weights, cast down, are not the model")
-    convert.add_argument("--no-fsync", action="store_true", help="return before everything is on the disk")
-    reading.add_to(convert, of="SRC")
+    convert = _converting(verbs)
 
     listing = verbs.add_parser("list", help="the checkpoints of a run, or of several", description="Shows what lies under a root.")
     listing.add_argument("root", metavar="ROOT", help="the folder of a run, or of runs")
@@ -98,3 +87,25 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (inspect, verify, diff, convert, listing, prune, demo):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
+
+
+def _converting(verbs: Any) -> argparse.ArgumentParser:
+    convert: argparse.ArgumentParser = verbs.add_parser(
+        "convert", help="write a checkpoint of any format anew", description="Writes SRC to DST, and proves it."
+    )
+    convert.add_argument("source", metavar="SRC", help="a checkpoint in any format that `inspect` takes")
+    convert.add_argument("target", metavar="DST", help="the folder to write; under torchrun all processes write to it")
+    convert.add_argument(
+        "--to",
+        default="unified",
+        metavar="FORMAT",
+        help="unified (the default), huggingface (the model), maxtext, torch, dcp, paddle",
+    )
+    convert.add_argument("--part", action="append", default=[], metavar="PART", help="only this part; may be given more than once")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the model's tensors as written")
+    convert.add_argument("--max-file-size", type=rules.size, default=5_000_000_000, metavar="N", help="of one file, as 5GB (the default)")
+    convert.add_argument("--if-exists", choices=("error", "keep", "replace"), default="error", help="a checkpoint that DST holds")
+    convert.add_argument("--no-compare", action="store_true", help="write also where master weights, cast down, are not the model")
+    convert.add_argument("--no-fsync", action="store_true", help="return before everything is on the disk")
+    reading.add_to(convert, of="SRC")
+    return convert

@@ -7,6 +7,7 @@ shown to be covered exactly once when it is made, and every fragment is looked a
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,18 +189,22 @@ class Fragments:
         """The file of a tensor is called as `file_of` says."""
         self.root, self._kept = root, kept
         self._of = {file_of(*key): one for key, one in tensors.items()}
+        self._rows: dict[str, _Rows] = {}  # of those that were read
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Any byte range: elements that it begins or ends within are put together beside it."""
         one, view = self._of[name], memoryview(into).cast("B")
         item = itemsize(one.spec.dtype)
         first, stop = start // item, -(-(start + len(view)) // item)
+        rows = self._rows.get(name)
+        if rows is None:
+            rows = self._rows[name] = _Rows(one.fragments)
         if start % item or (start + len(view)) % item:
             held = bytearray((stop - first) * item)
-            _fill(one, first, stop, memoryview(held), name, self._kept)
+            _fill(one, first, stop, memoryview(held), name, rows, self._kept)
             view[:] = memoryview(held)[start - first * item :][: len(view)]
         else:
-            _fill(one, first, stop, view, name, self._kept)
+            _fill(one, first, stop, view, name, rows, self._kept)
 
     def read(self, name: str) -> bytes:
         found = bytearray(self.size(name) or 0)
@@ -216,7 +221,25 @@ class Fragments:
         """Holds nothing."""
 
 
-def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kept: Kept) -> None:
+class _Rows:
+    """Which fragments may hold some rows of the grid: a tensor may have thousands, one for each rank that saved it."""
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        spans = sorted((*_row_span(one.box), number) for number, one in enumerate(fragments))
+        self._starts, self._numbers = [start for start, _, _ in spans], [number for _, _, number in spans]
+        self._longest = max((stop - start for start, stop, _ in spans), default=0)
+
+    def near(self, block: Box) -> list[int]:
+        """Numbers of fragments; those of all that share an element with the block, and maybe others."""
+        start, stop = _row_span(block)
+        return self._numbers[bisect_right(self._starts, start - self._longest) : bisect_left(self._starts, stop)]
+
+
+def _row_span(box: Box) -> tuple[int, int]:
+    return (box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else (0, 1)
+
+
+def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, rows: _Rows, kept: Kept) -> None:
     """Elements [first, stop) of a tensor, row-major, into `view`."""
     if first >= stop:
         return
@@ -225,7 +248,8 @@ def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, kep
     for block in boxes_between(one.grid, first, stop):
         held = flat[at : at + block.numel].view(block.shape)
         at += block.numel
-        for fragment in one.fragments:
+        for number in rows.near(block):
+            fragment = one.fragments[number]
             common = intersect(block, fragment.box)
             if common is not None:
                 found = _loaded(fragment, dtype, name, kept)[_slices(common, fragment.box)]

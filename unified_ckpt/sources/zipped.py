@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -40,13 +41,16 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name
 
 
 class Mapped:
-    """A file mapped into memory, privately: nobody's writes to its tensors reach the file."""
+    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors reach the file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb") as file:
+
+    @cached_property
+    def _memory(self) -> memoryview:
+        with open(self.path, "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
-            self._memory = memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)) if nbytes else memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)) if nbytes else memoryview(b"")
 
     def bytes(self, start: int, length: int) -> memoryview:
         """FormatError where the file ends before."""

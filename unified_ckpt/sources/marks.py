@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.commit import PROBE
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.sources.paddle_marks import is_paddle
@@ -146,6 +147,7 @@ def find_format(path: str, *, told: str | None) -> Format | None:
             raise FormatError(listed(f"{told}: is no format that is read; known are", known))
         return found
     at = look(path)
-    if at.entries & {names.MANIFEST, names.DIGESTS}:  # ours, or what is left of one of ours
+    ours = {names.MANIFEST, names.DIGESTS, PROBE}
+    if at.entries & ours or names.is_staging(os.path.basename(os.path.abspath(path))):  # or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)

@@ -148,6 +148,6 @@ def find_format(path: str, *, told: str | None) -> Format | None:
         return found
     at = look(path)
     ours = {names.MANIFEST, names.DIGESTS, PROBE}
-    if at.entries & ours or names.is_staging(os.path.basename(os.path.abspath(path))):  # or what is left of one of ours
+    if at.entries & ours or names.is_staging(os.path.split(os.path.abspath(path))[1]):  # or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)

@@ -125,9 +125,9 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: str) -> None:
     uc.save(tmp_path / "c", model={"a": torch.ones(3), "b": torch.ones(3)}, options=QUICK)
-    (tmp_path / "there").write_text("mine")
-    with pytest.raises(uc.StorageError, match=r"there: is there; needed a free name"):
-        uc.convert(tmp_path / "c", tmp_path / "there", to=to)
+    (tmp_path / "there.pt").write_text("mine")
+    with pytest.raises(uc.StorageError, match=r"there.pt: is there; needed a free name"):
+        uc.convert(tmp_path / "c", tmp_path / "there.pt", to=to)
     file = next((tmp_path / "c").glob("model*.safetensors"))
     with uc.open(tmp_path / "c") as opened:
         source = opened.source
@@ -135,8 +135,8 @@ def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: s
         os.truncate(file, file.stat().st_size - 8)  # after its size was looked at
         with pytest.raises(uc.StorageError, match="ends at byte"):
             export(source, to, str(tmp_path / "new"), Asked())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there"]
-    assert (tmp_path / "there").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there.pt"]
+    assert (tmp_path / "there.pt").read_text() == "mine"
 
 
 def test_state_of_a_parameter_in_no_group_is_refused(saved: tuple[Path, list[float]], tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class Folder:
             groups=groups,
             scalars=(codec.decode(record.scalars, stored, path="optimizer") if record else None) or {},
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
+            metrics=manifest.metrics,
         )
 
     def _extra_blobs(self) -> Mapping[str, Any]:

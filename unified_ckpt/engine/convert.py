@@ -34,10 +34,11 @@ from unified_ckpt.engine.rewrite import (
 )
 from unified_ckpt.engine.seal import versions, write_manifest
 from unified_ckpt.engine.source import Source
-from unified_ckpt.engine.witness import Witness
+from unified_ckpt.engine.witness import UNLIKE, Witness
 from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.format.manifest import ConvertedFrom, Manifest
+from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.comm import Comm, Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -56,6 +57,7 @@ class How:
     timeout_seconds: float
     bare: bool = False
     compare: bool = True
+    original: Source | None = None  # whose copies are compared: of what is written one may be made of the other
     attach: Callable[[str], object] = lambda _: None
     progress: Callable[[int, int], object] = lambda _, of: None  # noqa: ARG005
 
@@ -124,6 +126,8 @@ def _agreed(meeting: Meeting, source: Source, path: str) -> dict[Key, int]:
     sizes = sizes_of(source)
     if not sizes:
         raise FormatError(f"{path}: has no tensor; needed a checkpoint that has some")
+    for part in source.parts:
+        check_part_name(part)
     seen = f"{_names_crc(source, sizes):016x}"
     if meeting.broadcast("seen", seen.encode() if meeting.rank == 0 else None).decode() != seen:
         raise RankError(f"{path}: rank {meeting.rank} sees other tensors there than rank 0; needed one checkpoint that all ranks see")
@@ -168,7 +172,7 @@ def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:
     with meeting.phase("room"):
         if meeting.rank == 0:
             commit.check_room(storage, construction, sum(work.sizes.values()))
-        witness = Witness(work.source) if how.compare else None
+        witness = Witness(how.original or work.source) if how.compare else None
     with meeting.phase("write"):
         written = write_tensors(work, output, witness.look if witness is not None else None)
         pairs = _check_copies(meeting, witness, how.path) if witness is not None else 0
@@ -204,7 +208,7 @@ def _check_copies(meeting: Meeting, witness: Witness, path: str) -> int:
         f"{n}: {elements[n]} elements were compared; needed {expected[n]}; this is a bug" for n in expected if elements[n] != expected[n]
     ]
     if wrong:
-        raise IntegrityError(listed(f"{path}: master weights, cast to the model's dtype, are not the model; nothing is written", wrong))
+        raise IntegrityError(listed(f"{path}: {UNLIKE}", wrong))
     return witness.pairs
 
 
@@ -256,6 +260,8 @@ def _complete(work: Rewrite, how: How, output: Output, written: Written, record:
         for name in sorted(set(storage.entries(folder)) - before.keys()):
             storage.sync_tree(f"{folder}/{name}")
     if how.bare:
+        tied = sorted(f"{part}:{a} ({b})" for part in source.parts for a, b in source.aliases(part).items())
+        record.notes.extend([listed("names of tied tensors that are not written", tied)] if tied else [])
         write_indexes(written, output, record.nbytes)
         output.flush()
         check_sizes(storage, folder, written.records)
@@ -284,6 +290,7 @@ def _complete(work: Rewrite, how: How, output: Output, written: Written, record:
         seconds=round(time.monotonic() - began, 3),
         versions=versions(),
         converted_from=record,
+        metrics=dict(said.metrics),
         **fields,
     )
     write_manifest(storage, folder, manifest, fsync=how.fsync)

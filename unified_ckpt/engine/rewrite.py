@@ -10,13 +10,14 @@ import json
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unified_ckpt.core.dtypes import unpacked
 from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share, shares
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit
-from unified_ckpt.engine.source import Source
+from unified_ckpt.engine.source import Catalog, Source
 from unified_ckpt.errors import IntegrityError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
@@ -154,25 +155,59 @@ def write_tensors(work: Rewrite, output: Output, look: Look | None = None) -> Wr
     if meeting.rank in first_ranks(work.machines):
         for name, (head, _) in heads.items():
             output.write_at(name, 0, [memoryview(head)])
-    memory, share = memoryview(bytearray(_CHUNK_NBYTES)), list(work.share())
-    found: dict[tuple[Key, int], array[int]] = {}
+    share = list(work.share())
     catalog = work.source.catalog({key for _, key, _, _ in share})
     near = catalog.near or {}
-    for file, key, start, stop in sorted(share, key=lambda span: near.get(span[1], "")):
-        name, at = _name(file), catalog.locations[key]
-        crcs = found[key, start] = array("Q")
-        first = heads[name][1][key[1]].start
-        for low in range(start, stop, _CHUNK_NBYTES):
-            held = memory[: min(_CHUNK_NBYTES, stop - low)]
-            catalog.storage.read_at(at.file, at.start + low, held)
-            if look is not None:
-                look(key, low, held)
-            crcs.extend(piece.crc for piece in digests.pieces(held, start=low))
-            output.write_at(name, first + low, [held])
+    found: dict[tuple[Key, int], array[int]] = {(key, start): array("Q") for _, key, start, _ in share}
+
+    def chunks() -> Iterator[_Chunk]:
+        for file, key, start, stop in sorted(share, key=lambda span: near.get(span[1], "")):
+            name = _name(file)
+            first = heads[name][1][key[1]].start
+            for low in range(start, stop, _CHUNK_NBYTES):
+                yield _Chunk(name, first + low, key, low, min(_CHUNK_NBYTES, stop - low), found[key, start])
+
+    for chunk, held in _read_ahead(chunks(), catalog, look):
+        output.write_at(chunk.file, chunk.at, [held])
     output.flush()
     own = b"." + b"".join(found[key, start].tobytes() for _, key, start, _ in share)
     told = meeting.collect("digests", own, at=work.lead, ranks=range(meeting.world))
     return _put_together(work, told) if meeting.rank == work.lead else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Bytes [low, low + nbytes) of a tensor, which go to byte `at` of a file; `crcs` is where the digests of its blocks go."""
+
+    file: str
+    at: int
+    key: Key
+    low: int
+    nbytes: int
+    crcs: array[int]
+
+
+def _read_ahead(chunks: Iterator[_Chunk], catalog: Catalog, look: Look | None) -> Iterator[tuple[_Chunk, memoryview]]:
+    """Each chunk with its bytes, which change when the next but one is asked for: one is read while another is written."""
+    buffers = [memoryview(bytearray(_CHUNK_NBYTES)) for _ in range(2)]
+
+    def read(chunk: _Chunk, buffer: memoryview) -> tuple[_Chunk, memoryview]:
+        held, at = buffer[: chunk.nbytes], catalog.locations[chunk.key]
+        catalog.storage.read_at(at.file, at.start + chunk.low, held)
+        if look is not None:
+            look(chunk.key, chunk.low, held)
+        chunk.crcs.extend(piece.crc for piece in digests.pieces(held, start=chunk.low))
+        return chunk, held
+
+    with ThreadPoolExecutor(1) as reader:
+        pending: Future[tuple[_Chunk, memoryview]] | None = None
+        for number, chunk in enumerate(chunks):
+            begun = reader.submit(read, chunk, buffers[number % 2])
+            if pending is not None:
+                yield pending.result()
+            pending = begun
+        if pending is not None:
+            yield pending.result()
 
 
 def check_sizes(storage: LocalStorage, folder: str, records: Mapping[str, Mapping[str, FileRecord]]) -> None:

@@ -66,6 +66,7 @@ class Said:
     groups: Sequence[Mapping[str, Any]] = ()
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rank_extras: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Source(Protocol):

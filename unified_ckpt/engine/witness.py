@@ -10,10 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import IntegrityError
 from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
+
+UNLIKE = "master weights, cast to the model's dtype, are not the model; nothing is written"
+_CHUNK_NBYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -39,6 +43,9 @@ class Witness:
     def pairs(self) -> int:
         return len(self._master)
 
+    def itemsize(self, name: str) -> int:
+        return itemsize(self._master[name].dtype)
+
     def expected(self) -> dict[str, int]:
         """Elements to be compared of each tensor, by all ranks together."""
         return {name: spec.nbytes // itemsize(spec.dtype) for name, spec in self._master.items()}
@@ -49,6 +56,15 @@ class Witness:
             f"{name}: shape {spec.shape} in {MASTER}, {self._model[name].shape} in {MODEL}"
             for name, spec in self._master.items()
             if spec.shape != self._model[name].shape
+        ]
+
+    def problems(self) -> list[str]:
+        """What differs of what was looked at, in sentences."""
+        expected = self.expected()
+        return self.unlike() + [
+            f"{name}: {one.differ} of {expected[name]} elements differ, by {one.max_abs:.6g} at most"
+            for name, one in sorted(self.found.items())
+            if one.differ
         ]
 
     def look(self, key: Key, start: int, held: memoryview) -> None:
@@ -72,3 +88,19 @@ class Witness:
         one.differ += int(differ.sum())
         apart = (ours.double() - model.double()).abs()[differ]
         one.max_abs = max(one.max_abs, float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0)
+
+
+def compare_copies(source: Source, where: str) -> int:
+    """How many tensors have two copies, which are the same. IntegrityError naming those that differ. Reads all of both, some at a time."""
+    witness = Witness(source)
+    if not witness.unlike():
+        catalog = source.catalog({(MASTER, name) for name in witness.expected()})
+        for name, count in witness.expected().items():
+            at, item = catalog.locations[MASTER, name], witness.itemsize(name)
+            for low in range(0, count * item, _CHUNK_NBYTES):
+                held = memoryview(bytearray(min(_CHUNK_NBYTES, count * item - low)))
+                catalog.storage.read_at(at.file, at.start + low, held)
+                witness.look((MASTER, name), low, held)
+    if witness.problems():
+        raise IntegrityError(listed(f"{where}: {UNLIKE}", witness.problems()))
+    return witness.pairs

@@ -9,9 +9,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.engine import commit
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.sources import open_any
+from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
 _ANNOUNCED = "checkpoint-is-incomplete.txt"
@@ -19,17 +21,19 @@ PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
 def newest(checkpointer: Checkpointer, run: str, *, timeout_seconds: float) -> str | bool:
-    """The newest committed checkpoint of the run, the same on every rank; True, for the stock Trainer to look, where there is none."""
+    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank; True, for the Trainer to look, without one."""
     comm = checkpointer._ranks()
     meeting = comm.meet(f"resume in {run}", same=False, timeout_seconds=timeout_seconds)
     with meeting.phase("newest"):
         if meeting.rank == 0:
             found = scan(LocalStorage(os.path.abspath(run)), PREFIX)
-            good = [one for one in found.complete if os.path.isfile(os.path.join(run, one.name, "trainer_state.json"))]
+            good = [one.name for one in found.complete if os.path.isfile(os.path.join(run, one.name, "trainer_state.json"))]
+            stock = [one.name for one in found.steps if one.status == "incomplete" and not one.ours and _is_stock(one.path)]
+            name = max([*good, *stock], key=_number, default="")
             for one in found.steps:
-                if one.status != "complete" and (not good or _number(one.name) > _number(good[-1].name)):
+                if one.status != "complete" and one.name not in stock and (not name or _number(one.name) > _number(name)):
                     _LOG.warning("%s/%s is passed over: %s", run, one.name, one.why)
-            meeting.put("newest", f".{good[-1].name if good else ''}".encode())
+            meeting.put("newest", f".{name}".encode())
     name = meeting.get("newest").decode()[1:]
     return os.path.join(run, name) if name else True
 
@@ -54,6 +58,17 @@ def drop_announcement(path: str) -> None:
     if os.path.isdir(path) and os.listdir(path) == [_ANNOUNCED]:
         os.remove(os.path.join(path, _ANNOUNCED))
         os.rmdir(path)
+
+
+def _is_stock(path: str) -> bool:
+    """Whether it is a whole checkpoint of the Trainer's own."""
+    try:
+        if not os.path.isfile(os.path.join(path, "trainer_state.json")) or find_format(path, told=None) is None:
+            return False
+        open_any(path).close()
+    except CheckpointError:
+        return False
+    return True
 
 
 def _number(name: str) -> int:

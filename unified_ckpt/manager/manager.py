@@ -142,7 +142,7 @@ class CheckpointManager:
                 try:
                     return self._load(found, targets)
                 except (IntegrityError, IncompleteError) as error:
-                    if found.kind != "own":
+                    if found.kind not in ("own", "foreign") or (found.kind == "foreign" and step is not None):
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:

@@ -16,6 +16,7 @@ from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
 from unified_ckpt.options import ManagerOptions
+from unified_ckpt.sources import open_any
 from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -74,12 +75,14 @@ def choose(
         elif missing:
             _LOG.info("%s is passed over: it has no %s", one.path, ", ".join(missing))
         else:
+            for path, (number, kind) in others.items():
+                if one.step is not None and number > one.step:
+                    _warn(path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
             return Origin("own", one.path, one.step, tuple(sorted(bad)))
     numbers = tuple(sorted(bad))
-    if others and not bad:  # a run that has damaged steps of ours is not one that begins with us
-        path, (number, kind) = max(others.items(), key=lambda item: item[1])
-        _LOG.info("%s is of another format (%s): it is read as it is, what is saved next is ours", path, kind)
-        return Origin("foreign", path, number, numbers)
+    other = _readable(others, failed)
+    if other is not None:
+        return Origin("foreign", other, others[other][0], numbers)
     if options.load_parameters_path:
         return Origin("parameters", options.load_parameters_path, bad=numbers)
     if options.load_full_state_path:
@@ -93,6 +96,26 @@ def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
     return {one.path: (claimed(one.name), kind.name) for one, kind in known if kind is not None}
 
 
+def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) -> str | None:
+    """The newest folder of another format that can be opened. Each that is passed over is told."""
+    for path, (_, kind) in sorted(others.items(), key=lambda item: item[1], reverse=True):
+        why = failed.get(path) or _unreadable(path)
+        if not why:
+            _LOG.warning("%s is of another format (%s): it is read as it is, what is saved next is ours", path, kind)
+            return path
+        _warn(path, why)
+    return None
+
+
+def _unreadable(path: str) -> str:
+    """Why a folder of another format cannot be opened; empty where it can."""
+    try:
+        open_any(path).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:
     """The folder of a step that was asked for by its number: the next one where the load has failed with one of two."""
     those = [one for one in reversed(found.complete) if one.step == step]
@@ -102,6 +125,9 @@ def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[st
         _warn(one.path, failed[one.path])
     if those:
         return Origin("none")
+    for path, (number, _) in _foreign(found).items():
+        if number == step and path not in failed:
+            return Origin("foreign", path, number)
     name = step_name(step, prefix)
     why = next((f"is {one.status}: {one.why}" for one in found.steps if one.name == name), "is not there")
     there = ", ".join(dict.fromkeys(str(one.step) for one in found.complete)) or "none"

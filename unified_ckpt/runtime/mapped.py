@@ -21,6 +21,7 @@ class Pages:
     def __init__(self) -> None:
         self._spans: list[tuple[int, int]] = []  # addresses [start, stop)
         self._nbytes = 0
+        self._tensors: list[torch.Tensor] = []  # so that their addresses stay theirs until the drop
         self._lock = threading.Lock()
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -31,11 +32,13 @@ class Pages:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         with self._lock:
             self._spans.append((start, start + (last + 1) * tensor.element_size()))
+            self._tensors.append(tensor)
             self._nbytes += tensor.nbytes
             if self._nbytes < _DROP_NBYTES:
                 return
-            spans, self._spans, self._nbytes = sorted(self._spans), [], 0
+            spans, tensors, self._spans, self._tensors, self._nbytes = sorted(self._spans), self._tensors, [], [], 0
         _drop(spans)
+        del tensors
 
 
 def copy(into: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import cast
 
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.source import Source
+from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage import is_url
 from unified_ckpt.sources.marks import Format, find_format
@@ -36,7 +37,10 @@ def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # 
 def _open(found: Format, path: str, options: SourceOptions) -> Source:
     module, function = found.opener.split(":")
     opener = getattr(import_module(f"{__name__}.{module}"), function)  # only now: what needs torch is not imported for our own folders
-    return cast("Source", opener(os.path.abspath(local(path)), options))
+    try:
+        return cast("Source", opener(os.path.abspath(local(path)), options))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:  # RecursionError too
+        raise FormatError(f"{path}: is damaged, or not what {found.title} writes: {type(error).__name__}: {error}") from error
 
 
 def changed(source: Source, options: SourceOptions) -> Source:

@@ -254,7 +254,8 @@ def _fill(one: Assembly, first: int, stop: int, view: memoryview, name: str, row
             if common is not None:
                 found = _loaded(fragment, dtype, name, kept)[_slices(common, fragment.box)]
                 copy(held[_slices(common, block)], found)
-                kept.pages.read(found)
+                if not fragment.keep:  # what is kept is no mapped file of ours: it may be a caller's, who has changed it
+                    kept.pages.read(found)
 
 
 def _loaded(fragment: Fragment, dtype: torch.dtype, name: str, kept: Kept) -> torch.Tensor:

@@ -6,19 +6,24 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.commit import committed_at
 from unified_ckpt.engine.convert import ConvertReport, How
 from unified_ckpt.engine.convert import convert as write_anew
 from unified_ckpt.engine.gather import machine_numbers
+from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.rewrite import sizes_of
-from unified_ckpt.errors import FormatError, StorageError
+from unified_ckpt.engine.witness import compare_copies
+from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.probe import machine_id
-from unified_ckpt.runtime.state import MODEL
+from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 from unified_ckpt.sources import local
 from unified_ckpt.sources.attached import CONFIG, attach
@@ -58,10 +63,15 @@ def convert(
     chosen = ConvertOptions(**options)
     if chosen.to not in FORMATS:
         raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
+    if chosen.to == "torch" and not os.fspath(dst).endswith((".pt", ".pth", ".bin")):
+        raise FormatError(f"{os.fspath(dst)}: is to be a file of torch.save; needed a name that ends in .pt, .pth or .bin")
+    if chosen.to == "huggingface" and chosen.parts is not None and MODEL not in chosen.parts:
+        raise FormatError(f"huggingface: is the model alone; the parts asked for are {', '.join(chosen.parts)}")
     bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
     place = where if is_url(where) else os.path.abspath(local(where))
     storage, name = _place(os.fspath(dst))
+    _check_apart(place, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds
     with ExitStack() as owned:
@@ -75,14 +85,47 @@ def convert(
             fsync=chosen.fsync,
             timeout_seconds=timeout,
             bare=bare,
-            compare=chosen.compare and parts is None,
+            compare=chosen.compare and chosen.to == "unified" and (parts is None or {MODEL, MASTER} <= set(parts)),
+            original=None if isinstance(source, Exception) or chosen.to != "unified" else source,
             attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
             progress=progress or (lambda *_: None),
         )
+        source = _proved_first(comm, source, chosen, place)
         source = _chosen(source, parts, chosen, place)
+        config = chosen.source.config
+        if config is not None and not os.path.isfile(os.path.join(config, CONFIG) if os.path.isdir(config) else config):
+            source = NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
         if chosen.to in _EXPORTS:
             return _export(comm, source, chosen, storage.path(name), how, place)
         return write_anew(comm, source, storage, name, how, machines=machines)
+
+
+def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, place: str) -> Source | Exception:
+    """The source, or on rank 0 what is wrong with it: of what is cast, turned or made anew on the way, and of what others' formats get, the
+    copies and the digests cannot be compared as it passes by."""
+    how = chosen.source
+    exported = chosen.to not in ("unified", "huggingface")
+    made_anew = chosen.model_dtype is not None or how.rename is not None or how.layers is not None or how.conversion_fn is not None
+    if comm.rank or isinstance(source, Exception) or not (exported or made_anew):
+        return source
+    try:
+        if not is_url(place) and committed_at(place) is not None:
+            with closing(open_path(place, hold=False)) as folder:
+                problems = verify_folder(folder, deep=True).problems
+            if problems:
+                raise IntegrityError(listed(f"{place}: is damaged; nothing is written", list(problems)))
+        if chosen.compare and chosen.to != "unified":
+            compare_copies(source, place)
+    except Exception as error:  # told to every rank in the conversion
+        return error
+    return source
+
+
+def _check_apart(place: str, target: str) -> None:
+    """StorageError where one lies in the other: what is replaced would take the source with it, what goes along would hold the target."""
+    ours, theirs = os.path.realpath(place), os.path.realpath(target)
+    if not is_url(place) and ours != theirs and os.path.commonpath([ours, theirs]) in (ours, theirs):
+        raise StorageError(f"{target}: and the source, {place}, lie in each other; needed a target beside the source")
 
 
 def _export(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, path: str, how: How, place: str) -> ConvertReport:

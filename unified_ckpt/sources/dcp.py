@@ -6,9 +6,7 @@ Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of 
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -23,9 +21,10 @@ from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import DCP_METADATA
-from unified_ckpt.sources.pickles import Stub, load_pickle, stub
+from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch_bytes, stub
 from unified_ckpt.sources.zipped import Mapped
 
 _ROOT = "torch.distributed.checkpoint"
@@ -82,10 +81,19 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
         place = place_of(path, scalar=not one.shape)
         made = assemble(files, root, key, one, one.dtype)
         if place is None:
-            objects[path] = made.fragments[0].load().clone()
+            objects[path] = _joined(made)
+        elif place in tensors:
+            raise FormatError(f"{root}: {key}: is {place[1]} of {place[0]}, as another of its tensors is; needed names that differ")
         else:
             tensors[place] = made
     return Assembled(root, tensors, format="dcp", said=_said(objects))
+
+
+def _joined(made: Assembly) -> torch.Tensor:
+    found = torch.empty(made.spec.shape, dtype=TORCH_DTYPES[made.spec.dtype])
+    for one in made.fragments:
+        found[tuple(slice(low, low + count) for low, count in zip(one.box.offsets, one.box.shape, strict=True))] = one.load()
+    return found
 
 
 def map_files(root: str, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
@@ -166,16 +174,15 @@ def _object(files: Mapping[str, Mapped], root: str, key: str, one: Entry) -> Any
     if not one.shards:
         raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not say where it is")
     shard = one.shards[0]
-    held = files[shard.file].bytes(shard.start, shard.nbytes)
-    try:
-        return torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise FormatError(f"{os.path.join(root, shard.file)}: {key}: is no plain value: {error}") from error
+    where = f"{os.path.join(root, shard.file)}: {key}"
+    return load_torch_bytes(files[shard.file].bytes(shard.start, shard.nbytes), where)
 
 
 def _mapped(root: str, name: str, needed: Mapping[str, int]) -> Mapped:
     """`needed`: how far the file must reach for each entry. IncompleteError naming the entries that it does not reach."""
     path = os.path.join(root, name)
+    if os.path.isabs(name) or ".." in name.split("/"):
+        raise FormatError(f"{root}/{DCP_METADATA}: names the file {name!r}, which leads out of the folder")
     nbytes = os.path.getsize(path) if os.path.isfile(path) else 0
     lost = sorted(key for key, stop in needed.items() if stop > nbytes)
     if lost:
@@ -201,7 +208,7 @@ def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
         for index, place in storage.items():
             key = _of(index, "fqn")
             found[key].shards.append(_shard(chunks.get(key), index, place))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, StopIteration, RecursionError) as error:
         raise FormatError(f"{path}: is not what torch.distributed.checkpoint writes: {error!r}") from error
     return found
 

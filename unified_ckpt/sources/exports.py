@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.source import Catalog, Location, Said, Source
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
+from unified_ckpt.format.names import staging_name
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
@@ -77,7 +79,7 @@ def export(source: Source, to: str, path: str, asked: Asked) -> None:
     if os.path.lexists(path):
         raise StorageError(f"{path}: is there; needed a free name")
     folder, name = os.path.split(os.path.abspath(path))
-    begun = os.path.join(folder, f".unified-{os.getpid()}-{name}")
+    begun = os.path.join(folder, staging_name(name, token_hex(8)))
     try:
         EXPORTS[to](source, begun, asked)
         os.rename(begun, path)
@@ -127,6 +129,8 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Tensor]
         name: Tensor(TORCH_DTYPES[spec.dtype], spec.shape, partial(_pieces, catalog, catalog.locations[part, name], spec.nbytes, progress))
         for name, spec in specs.items()
     }
+    if part == OPTIMIZER:  # a parameter has its state once
+        return found
     return found | {alias: found[name] for alias, name in source.aliases(part).items()}
 
 
@@ -145,7 +149,11 @@ def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
         told[MODEL] |= said.modules
     if OPTIMIZER in source.parts or said.groups:
         told[OPTIMIZER] = _optimizer(said, _tensors(source, OPTIMIZER, progress))
-    return told | _beside(source, said)
+    beside = _beside(source, said)
+    twice = sorted(told.keys() & beside.keys())
+    if twice:
+        raise FormatError(listed("parts have names that torch's file needs for other things", twice))
+    return told | beside
 
 
 def _beside(source: Source, said: Said) -> dict[str, Any]:

@@ -54,21 +54,27 @@ def optimizer_of_ranks(files: Sequence[str]) -> tuple[dict[Key, Assembly], list[
         if not isinstance(told.get("state"), Mapping) or not all(isinstance(name, str) for name in told["state"]):
             raise FormatError(f"{file}: is no optimizer's state dict by names of parameters")
         flat.append({f"{name}/{key}": value for name, state in told["state"].items() for key, value in state.items()})
+    options = [repr(told.get("param_groups")) for told in states]
+    if len(set(options)) > 1:
+        raise FormatError(f"{files[0]}: other ranks' files have other param groups; needed files of one save")
     groups = [
         {"names": list(group["params"]), "options": {key: value for key, value in group.items() if key != "params"}}
         for group in states[0].get("param_groups", [])
     ]
-    return {(OPTIMIZER, name): one for name, one in _joined(files, flat).items()}, groups
+    return {(OPTIMIZER, name): one for name, one in _joined(files, flat, same=True).items()}, groups
 
 
-def _joined(files: Sequence[str], states: States) -> dict[str, Assembly]:
-    """Every tensor, of the parts that the ranks have. A plain one is the first rank's."""
+def _joined(files: Sequence[str], states: States, *, same: bool = False) -> dict[str, Assembly]:
+    """Every tensor, of the parts that the ranks have. A plain one is the first rank's; `same`: all ranks must have that."""
     found: dict[str, Assembly] = {}
     for name in dict.fromkeys(name for state in states for name in state):
         held = {rank: state[name] for rank, state in enumerate(states) if isinstance(state.get(name), torch.Tensor)}
         if not held:
             continue
         boxes: dict[Box, Fragment] = {}
+        alike = [one for one in held.values() if same and not isinstance(one, DTensor)]
+        if any(not torch.equal(one, alike[0]) for one in alike[1:]):  # a step
+            raise FormatError(f"{files[0]}: {name}: other ranks' files have another value; needed files of one save")
         for rank, tensor in held.items():
             for box, fragment in _fragments(files, name, rank, tensor):
                 boxes.setdefault(box, fragment)  # a replica's is the same

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
@@ -38,6 +38,11 @@ _RANDOM_NAMES = {  # the Trainer's and Accelerate's -> those of `RandomStates`
     "python": "python", "numpy": "numpy", "cpu": "torch", "cuda": "cuda",
     "random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch", "torch_cuda_manual_seed": "cuda",
 }  # fmt: skip
+
+
+# Numbers from 1 on, which only further models and optimizers have.
+_MODEL_NUMBER = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_(\d{1,6})(?:\.safetensors|\.bin|_rank\d+\.bin)?")
+_OPTIMIZER_NUMBER = re.compile(r"optimizer_(\d{1,6})(?:\.pt|\.bin|_rank\d+\.bin)?")
 
 
 def open_trainer(root: str, options: SourceOptions) -> Source:
@@ -78,9 +83,17 @@ def _read_models(root: str, entries: frozenset[str], found: Found) -> None:
         found.tensors |= tensors
         found.aliases[part] = aliases
         number += 1
+    _check_numbers(root, entries, _MODEL_NUMBER, number)
     found.tensors |= adapter_tensors(root)
     if not found.tensors:
         raise IncompleteError(f"{root}: holds no weights: neither safetensors, nor {BIN}, nor a folder or file pytorch_model_fsdp")
+
+
+def _check_numbers(root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int) -> None:
+    """IncompleteError where there are some with higher numbers: one between them is lost."""
+    beyond = sorted(name for name in entries if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1))
+    if beyond:
+        raise IncompleteError(listed(f"{root}: number {count} is missing, and there are", beyond))
 
 
 def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> tuple[dict[Key, Assembly], dict[str, str]]:
@@ -131,11 +144,14 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[M
             found.tensors |= tensors
             groups += more
         elif files:
+            if len(files) > 1:
+                raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
             found.where.append(os.path.join(root, files[0]))
             found.unnamed += parse_groups(found.where[-1], load_torch(found.where[-1]))
         else:
             break
         number += 1
+    _check_numbers(root, entries, _OPTIMIZER_NUMBER, number)
     if groups and found.unnamed:
         raise FormatError(f"{root}: has optimizers both as folders and as files; needed one of the two")
     return groups

@@ -100,7 +100,6 @@ def _of_accelerate(at: Looked) -> bool:
 FORMATS = (
     Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
     Format("megatron", "Megatron-LM", "megatron:open_megatron", _is_megatron),
-    Format("dcp", "torch.distributed.checkpoint", "dcp:open_dcp", lambda at: DCP_METADATA in at.entries),
     Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
     Format("paddle", "PaddleNLP", "paddle:open_paddle", lambda at: is_paddle(at.path, at.entries)),
     Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),

@@ -12,6 +12,7 @@ PEFT = "peft_model"
 _OWN = frozenset({names.index_name("optimizer"), names.index_name("master_weights"), names.index_name(PEFT)})
 _LEGACY = re.compile(r"model_state(\.[a-z0-9_]+)?\.pdparams")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_ANY = re.compile(r"(model|optimizer|master_weights|peft_model).*\.safetensors")
 _NUMPY = b'{"__metadata__":{"format":"np"}'
 
 
@@ -23,13 +24,14 @@ def is_paddle(path: str, entries: Collection[str]) -> bool:
     """Of a folder without our manifest. A header is read only where Hugging Face could have written all names in it."""
     if names.DIGESTS in entries:  # ours, cut short
         return False
-    return is_legacy(entries) or not _OWN.isdisjoint(entries) or _saved_by_numpy(path, entries)
+    return is_legacy(entries) or _saved_by_numpy(path, entries)
 
 
 def _saved_by_numpy(path: str, entries: Collection[str]) -> bool:
-    """PaddleNLP writes "np" into every header; Hugging Face writes "pt", and reads no "np"."""
-    first = min((entry for entry in entries if _WEIGHTS.fullmatch(entry)), default=None)
+    """PaddleNLP writes "np" into every header; Hugging Face writes "pt", and reads no "np". Without any file the names of indexes tell."""
+    kind = _WEIGHTS if _OWN.isdisjoint(entries) else _ANY
+    first = min((entry for entry in entries if kind.fullmatch(entry)), default=None)
     if first is None:
-        return False
+        return not _OWN.isdisjoint(entries)
     with open(os.path.join(path, first), "rb") as file:
         return file.read(8 + len(_NUMPY))[8:] == _NUMPY

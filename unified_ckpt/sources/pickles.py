@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Collection, Mapping
 from typing import Any, BinaryIO
@@ -75,7 +76,19 @@ def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
     """
     if not os.path.isfile(path):
         raise NotFoundError(f"{path}: there is no such file")
-    return _load(path, path, stubs, mmap=zipfile.is_zipfile(path))
+    return _load(path, path, stubs, mmap=_can_be_mapped(path))
+
+
+def _can_be_mapped(path: str) -> bool:
+    """Not one of another byte order: torch swaps it where it is mapped, and pages of a mapped file are given back once read."""
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
+            return order is None or archive.read(order).decode() == sys.byteorder
+    except Exception:  # a damaged archive may raise anything: torch tells
+        return True
 
 
 def load_torch_bytes(held: Buffer, where: str, *, stubs: Collection[str] = ()) -> Any:
@@ -91,7 +104,7 @@ def _load(file: str | io.BytesIO, where: str, stubs: Collection[str], *, mmap: b
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise FormatError(_asked_for(file, where) or f"{where}: {error}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         raise FormatError(f"{where}: is damaged, or no file of torch.save: {error}") from error
 
 

@@ -99,6 +99,9 @@ def bin_tensors(root: str) -> tuple[dict[Key, Assembly], dict[str, str]]:
     for file in files:
         path = os.path.join(root, file)
         found, more = state_tensors(path, load_torch(path))
+        stale = sorted(name for part, name in found if weight_map.get(name, file) != file or (part, name) in tensors)
+        if stale:
+            raise FormatError(listed(f"{path}: has tensors that are another file's", stale))
         tensors |= found
         aliases |= more
     lost = sorted(name for name in weight_map if (MODEL, name) not in tensors and name not in aliases)
@@ -116,10 +119,17 @@ def state_tensors(path: str, state: Any, *, part: str = MODEL, apart: bool = Fal
     """The tensors of a state dict, and other names of those that are one piece of memory. `apart`: each name is a tensor of its own."""
     if not _is_state(state):
         raise FormatError(f"{path}: holds no state dict; needed tensors by name")
+    nested = sorted(str(name) for name, value in state.items() if _holds_tensors(value))
+    if nested:
+        raise FormatError(listed(f"{path}: beside tensors by name it has others deeper, which would be left out", nested))
     tensors: dict[Key, Assembly] = {}
+    seen_names: set[str] = set()
     first: dict[object, str] = {}
     aliases = {}
     for name, tensor in _named(path, state):
+        if name in seen_names:
+            raise FormatError(f"{path}: {name}: two of its tensors are called so without `module.`; needed names that differ")
+        seen_names.add(name)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         seen = first.setdefault(memory if tensor.numel() and not apart else name, name)
         if seen != name:
@@ -130,6 +140,12 @@ def state_tensors(path: str, state: Any, *, part: str = MODEL, apart: bool = Fal
         except CheckpointError as error:
             raise type(error)(f"{path}: {name}: {error}") from error
     return tensors, aliases
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value.values())
+    return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

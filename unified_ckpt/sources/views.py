@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from unified_ckpt.engine.positions import ByPosition, Order
 from unified_ckpt.engine.source import Source
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.renames import Renames, parse_renames
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.conversion import converted
@@ -13,6 +14,24 @@ from unified_ckpt.sources.renaming import renamed
 
 def view(source: Source, options: SourceOptions) -> Source:
     """NotFoundError, FormatError where the file or the function is not there, or does not fit the source."""
+    if not isinstance(source, ByPosition):
+        return _view(source, options)
+
+    def named(order: Order | None) -> Source:
+        found = _view(source.whole, options)
+        if order is not None and options.optimizer_order is None:
+            ours, theirs = [list(one["names"]) for one in found.said().groups], [[name for name, _ in group] for group in order]
+            if ours != theirs:
+                raise FormatError(
+                    "optimizer state is by position, and the optimizer to be filled has another order than the checkpoint gives under "
+                    "these names; needed SourceOptions(optimizer_order=[[names of group 0, as the file has them], ...])"
+                )
+        return found
+
+    return ByPosition(_view(source.without_optimizer(), options), named)
+
+
+def _view(source: Source, options: SourceOptions) -> Source:
     if options.rename is not None:
         source = renamed(source, read_renames(options.rename), where=options.rename)
     if options.layers is not None:

@@ -11,9 +11,10 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -100,6 +101,9 @@ class _View(io.RawIOBase):
 def _tensor(held: memoryview) -> torch.Tensor:
     with zipfile.ZipFile(cast("Any", _View(held))) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        order = entries.get("byteorder")
+        if order is not None and archive.read(order).decode() != sys.byteorder:
+            raise FormatError(f"is of a machine whose byte order is {archive.read(order).decode()}; needed {sys.byteorder}")
         found = _Tensor(io.BytesIO(archive.read(entries["data.pkl"])), held, entries).load()
     if not isinstance(found, torch.Tensor):
         raise FormatError(f"holds a {type(found).__name__}; needed a tensor")
@@ -145,6 +149,11 @@ class _Tensor(pickle.Unpickler):
 
 def _rebuild(storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *more: object) -> torch.Tensor:
     """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`; v3 has the dtype
-    after these, and counts in its elements."""
+    after these, and counts in its elements. Last may come what of the values is not in the storage: {"conj": True, "neg": True}."""
     dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage.dtype
-    return storage.view(dtype).as_strided(tuple(shape), tuple(stride), first)
+    found = storage.view(dtype).as_strided(tuple(shape), tuple(stride), first)
+    told = more[-1] if len(more) > 2 and isinstance(more[-1], Mapping) else {}
+    if not told.keys() <= {"conj", "neg"}:
+        raise FormatError(f"says {sorted(told)} of its tensor; needed conj and neg")
+    found = found.conj() if told.get("conj") else found
+    return torch._neg_view(found) if told.get("neg") else found

@@ -252,7 +252,10 @@ def _complete(work: Rewrite, how: How, output: Output, written: Written, record:
     """Rank 0: what is not tensors, the proof, and the manifest."""
     storage, folder, source = work.storage, work.construction.folder, work.source
     before = {name: storage.stamp(f"{folder}/{name}") for name in storage.entries(folder)}
-    how.attach(storage.path(folder))
+    try:
+        how.attach(storage.path(folder))
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be taken along: {error.strerror}") from error
     changed = [name for name, stamp in before.items() if storage.stamp(f"{folder}/{name}") != stamp]
     if changed:
         raise StorageError(f"{storage.path(folder)}: attached files changed {changed[0]}, which is the checkpoint's own")

@@ -21,7 +21,7 @@ PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
 def newest(checkpointer: Checkpointer, run: str, *, timeout_seconds: float) -> str | bool:
-    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank; True, for the Trainer to look, without one."""
+    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank; True, where there is none."""
     comm = checkpointer._ranks()
     meeting = comm.meet(f"resume in {run}", same=False, timeout_seconds=timeout_seconds)
     with meeting.phase("newest"):

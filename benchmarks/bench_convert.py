@@ -44,7 +44,7 @@ def make_sources(root: Path, nbytes: int) -> dict[str, Path]:
 
 def work(way: str, source: Path, target: Path) -> dict[str, object]:
     """One run, in a process of its own: seconds, and memory beyond what the imports took."""
-    import unified_ckpt.sources.convert
+    import unified_ckpt.exports.convert
     import unified_ckpt.sources.dcp
     import unified_ckpt.sources.torch_files  # noqa: F401
 

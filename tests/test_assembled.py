@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.core.geometry import Box, whole
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.tensors import as_bytes
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 
 KEY = ("model", "w")
 

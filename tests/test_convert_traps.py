@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from managing import manager_of, state
 
 import unified_ckpt as uc
+from unified_ckpt.engine import assembled
 from unified_ckpt.runtime import mapped
-from unified_ckpt.sources import assembled
 from unified_ckpt.sources.marks import FORMATS
 
 KEPT: dict[str, torch.Tensor] = {}

@@ -15,7 +15,7 @@ from unified_ckpt.core.coverage import check_once
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.recipes import Recipe, Stored, leaves
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.making import make, slices
+from unified_ckpt.views.making import make, slices
 
 W = Stored(("model", "w"), (12, 6))
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import unified_ckpt.sources.deepspeed_layout as layouts
+import unified_ckpt.sources.deepspeed.layout as layouts
 from unified_ckpt.core.geometry import Box
+from unified_ckpt.engine.assembled import Assembled
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.assembled import Assembled
-from unified_ckpt.sources.deepspeed_layout import Layout, Span, chained, scattered
-from unified_ckpt.sources.deepspeed_values import spans_tensor
+from unified_ckpt.sources.deepspeed.layout import Layout, Span, chained, scattered
+from unified_ckpt.sources.deepspeed.values import spans_tensor
 from unified_ckpt.sources.marks import find_format
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3)

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
+from unified_ckpt.exports.writers import Asked, export
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.exports import Asked, export
 
 QUICK = uc.SaveOptions(fsync=False)
 Net = tuple[nn.Module, torch.optim.Optimizer]
@@ -191,8 +191,8 @@ def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
 
 SCRIPT = """
 import resource, sys, torch, unified_ckpt as uc
-from unified_ckpt.sources.convert import convert
-import unified_ckpt.sources.exports
+from unified_ckpt.exports.convert import convert
+import unified_ckpt.exports.writers
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], source=uc.SourceOptions(rename=sys.argv[4] if len(sys.argv) > 4 else None), fsync=False)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

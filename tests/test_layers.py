@@ -12,7 +12,7 @@ import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.layers import stack_layers, unstack_layers
+from unified_ckpt.views.layers import stack_layers, unstack_layers
 
 QUICK = uc.SaveOptions(fsync=False)
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import unified_ckpt as uc
 from tests.orbaxes import MaxText, as_numpy, job, mapped, train_state, write
 from unified_ckpt.engine.view import SourceView
+from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.sources import open_any
-from unified_ckpt.sources.to_maxtext import maxtext_view
 
 SIZES = {
     "hidden_size": 64,
@@ -150,9 +150,9 @@ def test_tensors_cut_into_many_pieces(
     models: dict[str, Made], written: Path, kind: str, form: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Along chunks where all pieces of a tensor are kept together, else into rows."""
-    monkeypatch.setattr("unified_ckpt.sources.orbax_arrays.PIECE_NBYTES", 3000)
-    monkeypatch.setattr("unified_ckpt.sources.orbax_arrays.LARGEST_NBYTES", 3000)
-    monkeypatch.setattr("unified_ckpt.sources.maxtext.KEPT_NBYTES", kept)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.PIECE_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.LARGEST_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.maxtext.KEPT_NBYTES", kept)
     made = models[kind]
     with opened(written / f"{kind}-{form}-training", made) as source:
         for name, tensor in made.state.items():

@@ -20,7 +20,7 @@ import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.hf_names import open_model_names
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.megatron_states import flat_ranges
+from unified_ckpt.sources.megatron.states import flat_ranges
 
 VOCAB = 60
 

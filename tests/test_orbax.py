@@ -20,8 +20,8 @@ from tests.orbaxes import job, train_state, write
 from unified_ckpt.cli.main import main
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.marks import find_format
-from unified_ckpt.sources.orbax_arrays import cells, open_arrays
-from unified_ckpt.sources.orbax_tree import places
+from unified_ckpt.sources.orbax.arrays import cells, open_arrays
+from unified_ckpt.sources.orbax.tree import places
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = {

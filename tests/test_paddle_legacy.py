@@ -15,7 +15,7 @@ from test_paddle import changed, same
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.sources.lazy_pickles import Stored, held_arrays, load_arrays
+from unified_ckpt.sources.paddle.lazy_pickles import Stored, held_arrays, load_arrays
 
 
 def unpickled(path: Path) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle_steps import Clock, clock_of, power_after, powers, steps_of
+from unified_ckpt.sources.paddle.steps import Clock, clock_of, power_after, powers, steps_of
 
 
 def multiplied(beta: float, steps: int) -> float:

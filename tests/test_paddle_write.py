@@ -13,10 +13,11 @@ from test_paddle import changed, rewritten, same
 
 import unified_ckpt as uc
 from unified_ckpt.core.geometry import Box
+from unified_ckpt.exports import paddle as paddle_write
+from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources import open_any, paddle_write
-from unified_ckpt.sources.paddle_steps import power_after
-from unified_ckpt.sources.paddle_write import write_paddle
+from unified_ckpt.sources import open_any
+from unified_ckpt.sources.paddle.steps import power_after
 
 FILE = 5_000_000_000
 

@@ -16,7 +16,7 @@ from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.recipes import Alike, Recipe, Stored, runs_of
 from unified_ckpt.core.regroup import regroup, widened
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.making import make, slices
+from unified_ckpt.views.making import make, slices
 
 Values = dict[tuple[str, str], np.ndarray]
 

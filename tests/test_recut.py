@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import unified_ckpt as uc
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.sources.recut import Made, Piece, recut
+from unified_ckpt.views.recut import Made, Piece, recut
 
 QUICK = uc.SaveOptions(fsync=False)
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]

@@ -15,11 +15,11 @@ import unified_ckpt as uc
 from tests.orbaxes import MaxText, as_numpy, leaves, mapped
 from tests.test_maxtext import KINDS
 from unified_ckpt.engine.view import SourceView
+from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.sources import open_any
-from unified_ckpt.sources.maxtext_names import Turn, links, sizes_of
-from unified_ckpt.sources.maxtext_turns import axes_of, box_of_ours, to_ours, to_theirs, turn_of
-from unified_ckpt.sources.orbax_arrays import cells
-from unified_ckpt.sources.to_maxtext import maxtext_view
+from unified_ckpt.sources.orbax.arrays import cells
+from unified_ckpt.sources.orbax.maxtext_names import Turn, links, sizes_of
+from unified_ckpt.sources.orbax.maxtext_turns import axes_of, box_of_ours, to_ours, to_theirs, turn_of
 
 TURNS = [
     Turn((6,), (4, 8)),

@@ -11,15 +11,15 @@ from machines import folder_of, save_all
 from refusals import same_error
 
 import unified_ckpt as uc
+from unified_ckpt.engine.assembled import Assembled, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.assembled import Assembled, Fragment, assembly
-from unified_ckpt.sources.renaming import renamed
-from unified_ckpt.sources.woven import PANEL_NBYTES
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.views.renaming import renamed
+from unified_ckpt.views.woven import PANEL_NBYTES
 
 QUICK = uc.SaveOptions(fsync=False)
 TURN = '[[rules]]\nmatch = "w"\nto = "v"\nsteps = [{permute = [1, 0]}]\n'

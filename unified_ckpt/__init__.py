@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.pending import PendingSave
     from unified_ckpt.engine.prove import VerifyReport
     from unified_ckpt.engine.repair import RepairReport, repair
+    from unified_ckpt.exports.convert import convert
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.options import ConvertOptions, LoadOptions, ManagerOptions, SaveOptions, SourceOptions
     from unified_ckpt.runtime.randomness import RandomStates
     from unified_ckpt.runtime.sampler import ElasticSampler
-    from unified_ckpt.sources.convert import convert
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
@@ -54,7 +54,7 @@ _LAZY = {
     "SourceOptions": "options",
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
-    "convert": "sources.convert",
+    "convert": "exports.convert",
     "load": "api",
     "open": "api",
     "repair": "engine.repair",

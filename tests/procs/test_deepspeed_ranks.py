@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.sources import deepspeed, deepspeed_ranks
-from unified_ckpt.sources.deepspeed_ranks import STUBS
+from unified_ckpt.sources.deepspeed import ranks as deepspeed_ranks
+from unified_ckpt.sources.deepspeed import source as deepspeed
+from unified_ckpt.sources.deepspeed.ranks import STUBS
 from unified_ckpt.sources.pickles import load_torch
 
 TWO = ["1", "1-robin", "2", "2-robin", "2-elastic", "2-aligned", "2-unzipped", "2-half", "bf16-optimizer", "3", "3-whole"]

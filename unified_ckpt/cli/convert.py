@@ -11,8 +11,8 @@ from tqdm import tqdm
 from unified_ckpt.cli.reading import source_options
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.engine.convert import ConvertReport
+from unified_ckpt.exports.convert import convert
 from unified_ckpt.runtime.comm import join_torchrun
-from unified_ckpt.sources.convert import convert
 
 
 def run(arguments: Namespace) -> int:

@@ -19,7 +19,7 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import file_name
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.modules import flatten_model
-from unified_ckpt.sources.adapters import ADAPTER, DEFAULT, adapter_part
+from unified_ckpt.sources.huggingface.adapters import ADAPTER, DEFAULT, adapter_part
 
 BESIDE = "trainable"  # the part of what is trained and in no adapter
 

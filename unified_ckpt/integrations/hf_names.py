@@ -22,8 +22,8 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.state import MASTER, MODEL
-from unified_ckpt.sources.hf_models import model_of
-from unified_ckpt.sources.recut import Made, Piece, recut
+from unified_ckpt.sources.huggingface.models import model_of
+from unified_ckpt.views.recut import Made, Piece, recut
 
 _PARTS = (MODEL, MASTER)
 

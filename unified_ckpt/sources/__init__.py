@@ -47,7 +47,7 @@ def changed(source: Source, options: SourceOptions) -> Source:
     """The source under the names that the options ask for; itself where they ask for none."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
-    return cast("Source", import_module(f"{__name__}.views").view(source, options))  # only now: it needs torch
+    return cast("Source", import_module("unified_ckpt.views.asked").view(source, options))  # only now: it needs torch
 
 
 def local(path: str) -> str:

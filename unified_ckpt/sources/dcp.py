@@ -17,12 +17,12 @@ import torch
 
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import DCP_METADATA
 from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch_bytes, stub
 from unified_ckpt.sources.zipped import Mapped

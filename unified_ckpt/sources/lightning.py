@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.assembled import Assembled
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
-from unified_ckpt.sources.assembled import Assembled
 from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
 

@@ -14,7 +14,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.commit import PROBE
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
-from unified_ckpt.sources.paddle_marks import is_paddle
+from unified_ckpt.sources.paddle.marks import is_paddle
 
 DCP_METADATA = ".metadata"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -98,18 +98,18 @@ def _of_accelerate(at: Looked) -> bool:
 
 # The first that knows a path has it: what is special stands before what is general.
 FORMATS = (
-    Format("deepspeed", "DeepSpeed", "deepspeed:open_deepspeed", _is_deepspeed),
-    Format("megatron", "Megatron-LM", "megatron:open_megatron", _is_megatron),
-    Format("orbax", "Orbax, MaxText's too", "orbax:open_orbax", has_orbax),
-    Format("paddle", "PaddleNLP", "paddle:open_paddle", lambda at: is_paddle(at.path, at.entries)),
-    Format("trainer", "Hugging Face Trainer", "hf_training:open_trainer", _of_trainer),
+    Format("deepspeed", "DeepSpeed", "deepspeed.source:open_deepspeed", _is_deepspeed),
+    Format("megatron", "Megatron-LM", "megatron.source:open_megatron", _is_megatron),
+    Format("orbax", "Orbax, MaxText's too", "orbax.source:open_orbax", has_orbax),
+    Format("paddle", "PaddleNLP", "paddle.source:open_paddle", lambda at: is_paddle(at.path, at.entries)),
+    Format("trainer", "Hugging Face Trainer", "huggingface.training:open_trainer", _of_trainer),
     Format("nanotron", "nanotron", "nanotron:open_nanotron", lambda at: bool(at.entries & {NANOTRON_LATEST, NANOTRON_META})),
-    Format("accelerate", "Accelerate", "hf_training:open_accelerate", _of_accelerate),
-    Format("peft", "adapters (PEFT)", "adapters:open_adapters", lambda at: ADAPTER_CONFIG in at.entries),
+    Format("accelerate", "Accelerate", "huggingface.training:open_accelerate", _of_accelerate),
+    Format("peft", "adapters (PEFT)", "huggingface.adapters:open_adapters", lambda at: ADAPTER_CONFIG in at.entries),
     Format(
         "huggingface-shards",
         "safetensors of torch.distributed.checkpoint",
-        "hf_shards:open_hf_shards",
+        "huggingface.shards:open_hf_shards",
         lambda at: any(map(HF_SHARD.fullmatch, at.entries)),
     ),
     Format("lightning-sharded", "Lightning, sharded", "lightning:open_sharded", lambda at: {DCP_METADATA, "meta.pt"} <= at.entries),

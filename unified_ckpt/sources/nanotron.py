@@ -20,11 +20,11 @@ import torch
 
 from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect, whole
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.sources.marks import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.safetensor_files import TensorFile, open_tensors

@@ -15,13 +15,13 @@ import torch
 
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.positions import ByPosition, Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
 
 Shape = tuple[int, ...]
 _ORDER = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"

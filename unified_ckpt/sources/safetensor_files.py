@@ -13,12 +13,12 @@ import torch
 
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format import header, index, names
 from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.assembled import Assembly, Fragment, assembly
 from unified_ckpt.sources.zipped import Mapped
 
 

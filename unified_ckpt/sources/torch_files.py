@@ -15,6 +15,7 @@ import torch
 
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.positions import Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
@@ -22,8 +23,7 @@ from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL
-from unified_ckpt.sources.assembled import Assembled, Assembly, Fragment, assembly
-from unified_ckpt.sources.hf_models import order_of
+from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
 from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups

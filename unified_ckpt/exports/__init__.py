@@ -1,0 +1,1 @@
+"""Writing what was read: anew as ours, or in a format of others."""

@@ -1,0 +1,178 @@
+"""`convert`: a checkpoint in any format that is read, to any that is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.commit import committed_at
+from unified_ckpt.engine.convert import ConvertReport, How
+from unified_ckpt.engine.convert import convert as write_anew
+from unified_ckpt.engine.gather import machine_numbers
+from unified_ckpt.engine.prove import verify_folder
+from unified_ckpt.engine.rewrite import sizes_of
+from unified_ckpt.engine.witness import compare_copies
+from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.exports.attached import CONFIG, attach
+from unified_ckpt.exports.maxtext import maxtext_view
+from unified_ckpt.options import ConvertOptions, LoadOptions
+from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime.probe import machine_id
+from unified_ckpt.runtime.state import MASTER, MODEL
+from unified_ckpt.runtime.storage import LocalStorage, is_url
+from unified_ckpt.sources import local
+from unified_ckpt.sources.find import find_any
+from unified_ckpt.sources.orbax.maxtext import read_config
+from unified_ckpt.views.chosen import Chosen
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from unified_ckpt.engine.source import Source
+
+Path = str | os.PathLike[str]
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_BARE = ("huggingface", "maxtext")  # tensors, their indexes and what goes along: no manifest
+_EXPORTS = ("torch", "dcp", "paddle")
+FORMATS = ("unified", *_BARE, *_EXPORTS)
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Writes the checkpoint at `src`, of any format, to `dst`, and proves what it wrote. Every rank of a process group calls and writes its
+    share; one process needs none. In a few MiB of memory beside what the source's format costs.
+
+    `options`: the fields of ConvertOptions. `progress(nbytes, of)`: so many more of about `of` bytes that this rank writes.
+    Raises NotFoundError, FormatError, IncompleteError or MismatchError for a source that cannot be read whole, IntegrityError where a check
+    fails, StorageError, RankError: the same on every rank, and nothing is then at `dst` that was not there.
+    """
+    chosen = ConvertOptions(**options)
+    if chosen.to not in FORMATS:
+        raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
+    if chosen.to == "torch" and not os.fspath(dst).endswith((".pt", ".pth", ".bin")):
+        raise FormatError(f"{os.fspath(dst)}: is to be a file of torch.save; needed a name that ends in .pt, .pth or .bin")
+    if chosen.to == "huggingface" and chosen.parts is not None and MODEL not in chosen.parts:
+        raise FormatError(f"huggingface: is the model alone; the parts asked for are {', '.join(chosen.parts)}")
+    bare = chosen.to in _BARE
+    comm, where = comms.from_torch(group), os.fspath(src)
+    place = where if is_url(where) else os.path.abspath(local(where))
+    storage, name = _place(os.fspath(dst))
+    _check_apart(place, storage.path(name))
+    parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
+    timeout = chosen.timeout_seconds
+    with ExitStack() as owned:
+        machines = machine_numbers(comm, f"conversion of {where}", machine_id(), timeout_seconds=timeout) if comm.world > 1 else [0]
+        source = find_any(comm, where, [place], machines, owned, LoadOptions(source=chosen.source, timeout_seconds=timeout))
+        how = How(
+            path=place,
+            told=chosen.model_dump(mode="json", exclude_defaults=True, exclude={"timeout_seconds", "fsync", "if_exists"}),
+            max_file_bytes=chosen.max_file_bytes,
+            if_exists=chosen.if_exists,
+            fsync=chosen.fsync,
+            timeout_seconds=timeout,
+            bare=bare,
+            compare=chosen.compare and chosen.to == "unified" and (parts is None or {MODEL, MASTER} <= set(parts)),
+            original=None if isinstance(source, Exception) or chosen.to != "unified" else source,
+            attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
+            progress=progress or (lambda *_: None),
+        )
+        source = _proved_first(comm, source, chosen, place)
+        source = _chosen(source, parts, chosen, place)
+        config = chosen.source.config
+        if config is not None and not os.path.isfile(os.path.join(config, CONFIG) if os.path.isdir(config) else config):
+            source = NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
+        if chosen.to in _EXPORTS:
+            return _export(comm, source, chosen, storage.path(name), how, place)
+        return write_anew(comm, source, storage, name, how, machines=machines)
+
+
+def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, place: str) -> Source | Exception:
+    """The source, or on rank 0 what is wrong with it: of what is cast, turned or made anew on the way, and of what others' formats get, the
+    copies and the digests cannot be compared as it passes by."""
+    how = chosen.source
+    exported = chosen.to not in ("unified", "huggingface")
+    made_anew = chosen.model_dtype is not None or how.rename is not None or how.layers is not None or how.conversion_fn is not None
+    if comm.rank or isinstance(source, Exception) or not (exported or made_anew):
+        return source
+    try:
+        if not is_url(place) and committed_at(place) is not None:
+            with closing(open_path(place, hold=False)) as folder:
+                problems = verify_folder(folder, deep=True).problems
+            if problems:
+                raise IntegrityError(listed(f"{place}: is damaged; nothing is written", list(problems)))
+        if chosen.compare and chosen.to != "unified":
+            compare_copies(source, place)
+    except Exception as error:  # told to every rank in the conversion
+        return error
+    return source
+
+
+def _check_apart(place: str, target: str) -> None:
+    """StorageError where one lies in the other: what is replaced would take the source with it, what goes along would hold the target."""
+    ours, theirs = os.path.realpath(place), os.path.realpath(target)
+    if not is_url(place) and ours != theirs and os.path.commonpath([ours, theirs]) in (ours, theirs):
+        raise StorageError(f"{target}: and the source, {place}, lie in each other; needed a target beside the source")
+
+
+def _export(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, path: str, how: How, place: str) -> ConvertReport:
+    """One process writes."""
+    if comm.world > 1:
+        raise FormatError(f"{chosen.to}: is written by one process; this is one of {comm.world}")
+    if isinstance(source, Exception):
+        raise source
+    from unified_ckpt.exports.writers import Asked, export  # only now: torch.distributed.checkpoint is slow to import
+
+    began, sizes = time.monotonic(), sizes_of(source)
+    total = sum(sizes.values())
+    asked = Asked(chosen.fsync, chosen.max_file_bytes, _config(chosen, place), lambda nbytes: how.progress(nbytes, total))
+    export(source, chosen.to, path, asked)
+    nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
+    for (part, _), size in sizes.items():
+        nbytes[part] += size
+    return ConvertReport(path, source.format, None, source.said().step, time.monotonic() - began, dict(tensors), dict(nbytes))
+
+
+def _config(chosen: ConvertOptions, place: str) -> str | None:
+    """Where the model's config is: where the caller says, or beside the source."""
+    return chosen.source.config or (place if os.path.isfile(os.path.join(place, CONFIG)) else None)
+
+
+def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: ConvertOptions, place: str) -> Source | Exception:
+    """The source as it is to be written."""
+    try:
+        if not isinstance(source, Exception) and (parts is not None or chosen.model_dtype is not None):
+            source = Chosen(source, parts=parts, model_dtype=_DTYPES[chosen.model_dtype] if chosen.model_dtype else None)
+        if not isinstance(source, Exception) and chosen.to == "maxtext":
+            config = _config(chosen, place)
+            if config is None:
+                raise FormatError("MaxText's names and turns follow from the model's config.json; needed --config, or one in the source")
+            source = maxtext_view(source, read_config(config))
+        return source
+    except Exception as error:  # told to every rank in the conversion
+        return error
+
+
+def _place(path: str) -> tuple[LocalStorage, str]:
+    """The folder beside which the target is built, and the target's name in it."""
+    if is_url(path):
+        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
+    parent, name = os.path.split(os.path.abspath(local(path)))
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
+    return LocalStorage(os.path.realpath(parent)), name

@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints as a Source. Begin with `source.py`."""

@@ -1,0 +1,1 @@
+"""What Hugging Face's Trainer, Accelerate and PEFT write, as a Source."""

@@ -1,0 +1,82 @@
+"""What torch.distributed.checkpoint's HuggingFaceStorageWriter wrote of a sharded model: safetensors, in whose headers' metadata stands
+where in the whole tensors their parts lie.
+
+Nothing in them says how large a tensor is: it ends where its last part does. So a file that is missing at the end is found by its name
+where that counts files, and otherwise by the shapes of the model to be filled; one that is missing in between leaves a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from unified_ckpt.core.geometry import Box
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.engine.source import Said
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.state import MODEL
+from unified_ckpt.sources.marks import HF_SHARD
+from unified_ckpt.sources.safetensor_files import TensorFile, open_tensors
+
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def open_hf_shards(root: str, _options: SourceOptions) -> Assembled:
+    """IncompleteError for files that are missing as far as can be told, FormatError for what is damaged."""
+    files = _files(root)
+    fragments: dict[str, list[Fragment]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
+        offsets = _offsets(file)
+        for name, entry in file.entries.items():
+            box = Box(offsets.get(name, (0,) * len(entry.shape)), entry.shape)
+            if len(box.offsets) != len(box.shape):
+                raise FormatError(f"{file.path}: {name}: has offsets {box.offsets} of shape {box.shape}")
+            dtype = dtypes.setdefault(name, file.dtype(name))
+            if dtype != file.dtype(name):
+                raise FormatError(f"{file.path}: {name}: has dtype {file.dtype(name)}, elsewhere {dtype}")
+            if box.numel or name not in fragments:
+                fragments.setdefault(name, []).append(Fragment(box, partial(file.tensor, name), file.path))
+    tensors: dict[Key, Assembly] = {}
+    for name, those in fragments.items():
+        held = [one for one in those if one.box.numel] or those[:1]
+        shape = tuple(max(ends) for ends in zip(*(_ends(one.box) for one in held), strict=True))
+        try:
+            tensors[MODEL, name] = assembly(dtypes[name], shape, held)
+        except CheckpointError as error:
+            raise type(error)(f"{root}: {name}: {error}") from error
+    return Assembled(root, tensors, format="huggingface-shards", said=Said())
+
+
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(first + count for first, count in zip(box.offsets, box.shape, strict=True))
+
+
+def _files(root: str) -> list[TensorFile]:
+    """All of them. A rank has no file of a number where it holds nothing of its tensors, but one of each rank and of each number is."""
+    found = {(int(match[1]), int(match[2])): match for name in os.listdir(root) if (match := HF_SHARD.fullmatch(name))}
+    counts = {int(match[3]) for match in found.values()}
+    if len(counts) != 1:
+        raise FormatError(f"{root}: its shards are of {sorted(counts)} files; needed those of one save")
+    ranks, numbers = {rank for rank, _ in found}, {number for _, number in found}
+    missing = [f"shard-{rank:05d}-..." for rank in range(1, max(ranks) + 1) if rank not in ranks]
+    missing += [f"shard-...-model-{number:05d}-of-{max(counts):05d}" for number in range(1, max(counts) + 1) if number not in numbers]
+    if missing:
+        raise IncompleteError(listed(f"{root}: files are missing", missing))
+    return [open_tensors(os.path.join(root, found[key][0])) for key in sorted(found)]
+
+
+def _offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
+    told = file.metadata.get(_SHARDING)
+    if told is None:
+        raise FormatError(f"{file.path}: its header has no {_SHARDING}, which says what its tensors are parts of")
+    try:
+        return {name: tuple(map(int, one["saved_offsets"])) for name, one in json.loads(told).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"{file.path}: {_SHARDING} is not what torch.distributed.checkpoint writes: {error!r}") from error

@@ -1,0 +1,206 @@
+"""Folders of a Hugging Face Trainer (`checkpoint-N`) and of Accelerate's `save_state`: model, optimizer, scheduler, random states.
+
+Read: the model as safetensors, pickled, as adapters, or of FSDP as `torch.distributed.checkpoint` folders, one file, or a file of each
+rank. Not read: `training_args.bin`, `sampler.bin`, `custom_checkpoint_*.pkl`, which are pickles of classes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly
+from unified_ckpt.engine.source import Said, Source
+from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.sources.dcp import open_dcp
+from unified_ckpt.sources.huggingface.adapters import adapter_tensors
+from unified_ckpt.sources.huggingface.fsdp_ranks import model_of_ranks, optimizer_of_ranks, rank_files
+from unified_ckpt.sources.huggingface.models import order_of
+from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
+from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.positions import Found, by_position, parse_groups
+from unified_ckpt.sources.safetensor_files import model_files, whole_tensors
+from unified_ckpt.sources.torch_files import bin_tensors, state_tensors
+
+_PLAIN = ("scheduler", "scaler", "dl_state_dict")  # files of plain values, which go to `extra`
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # there while a Trainer saves that was told to stop
+_RANDOM = (re.compile(r"rng_state()\.pth"), re.compile(r"rng_state_(\d+)\.pth"), re.compile(r"random_states_(\d+)\.pkl"))
+_RANDOM_NAMES = {  # the Trainer's and Accelerate's -> those of `RandomStates`
+    "python": "python", "numpy": "numpy", "cpu": "torch", "cuda": "cuda",
+    "random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch", "torch_cuda_manual_seed": "cuda",
+}  # fmt: skip
+
+
+# Numbers from 1 on, which only further models and optimizers have.
+_MODEL_NUMBER = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_(\d{1,6})(?:\.safetensors|\.bin|_rank\d+\.bin)?")
+_OPTIMIZER_NUMBER = re.compile(r"optimizer_(\d{1,6})(?:\.pt|\.bin|_rank\d+\.bin)?")
+
+
+def open_trainer(root: str, options: SourceOptions) -> Source:
+    """A Trainer's `checkpoint-N`. IncompleteError naming files that are missing, FormatError for what is damaged."""
+    return _open(root, options, Found(root, "trainer"))
+
+
+def open_accelerate(root: str, options: SourceOptions) -> Source:
+    """A folder of `Accelerator.save_state`. Same errors."""
+    return _open(root, options, Found(root, "accelerate"))
+
+
+def _open(root: str, options: SourceOptions, found: Found) -> Source:
+    entries = frozenset(os.listdir(root))
+    if _UNFINISHED in entries:
+        raise IncompleteError(f"{root}: has {_UNFINISHED}: the Trainer was stopped while it saved")
+    _read_models(root, entries, found)
+    groups = _read_optimizers(root, entries, found)
+    step, extra = _extra(root, entries)
+    randoms = _random_files(root, entries)
+    found.said = Said(step=step, extra=extra or None, groups=groups, rank_extras=len(randoms))
+    found.rank_extra = partial(_random_states, randoms)
+    place = options.config or root
+    return by_position(found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))})
+
+
+# ---- models
+
+
+def _read_models(root: str, entries: frozenset[str], found: Found) -> None:
+    """Every model of the folder: the first is the part `model`, others `model_1`, ..."""
+    number = 0
+    while True:
+        part = f"model_{number}" if number else MODEL
+        tensors, aliases = _one_model(root, entries, part, number)
+        if not tensors:
+            break
+        found.tensors |= tensors
+        found.aliases[part] = aliases
+        number += 1
+    _check_numbers(root, entries, _MODEL_NUMBER, number)
+    found.tensors |= adapter_tensors(root)
+    if not found.tensors:
+        raise IncompleteError(f"{root}: holds no weights: neither safetensors, nor {BIN}, nor a folder or file pytorch_model_fsdp")
+
+
+def _check_numbers(root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int) -> None:
+    """IncompleteError where there are some with higher numbers: one between them is lost."""
+    beyond = sorted(name for name in entries if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1))
+    if beyond:
+        raise IncompleteError(listed(f"{root}: number {count} is missing, and there are", beyond))
+
+
+def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> tuple[dict[Key, Assembly], dict[str, str]]:
+    """The tensors of a model and their aliases; none where there is no such model."""
+    fsdp, suffix = f"pytorch_model_fsdp_{number}", f"_{number}" if number else ""
+    if fsdp in entries:
+        opened = _dcp(os.path.join(root, fsdp))
+        return {(part, name): one for (of, name), one in opened.tensors.items() if of == MODEL}, {}
+    ranks = rank_files(root, fsdp)
+    if ranks:
+        return model_of_ranks(ranks, part), {}
+    full, pickled = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
+    files = model_files(root, part=part)
+    if files:
+        return whole_tensors(files, part=part), {}
+    if full in entries or (pickled in entries and number):
+        path = os.path.join(root, full if full in entries else pickled)
+        return state_tensors(path, load_torch(path), part=part)
+    if not number and entries & {BIN, BIN_INDEX}:
+        return bin_tensors(root)
+    return {}, {}
+
+
+def _dcp(root: str) -> Assembled:
+    if not os.path.isfile(os.path.join(root, DCP_METADATA)):
+        raise IncompleteError(f"{root}: has no {DCP_METADATA}, which is written last: the save did not end")
+    return open_dcp(root, SourceOptions())
+
+
+# ---- optimizers
+
+
+def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[Mapping[str, Any]]:
+    """Every optimizer of the folder, by name where it is of FSDP, else by position. The groups of the former. FormatError where it has
+    both.
+    """
+    number = 0
+    groups: list[Mapping[str, Any]] = []
+    while True:
+        suffix, folder = f"_{number}" if number else "", f"optimizer_{number}"
+        files = [name for name in (f"optimizer{suffix}.pt", f"optimizer{suffix}.bin") if name in entries]
+        if folder in entries:
+            opened = _dcp(os.path.join(root, folder))
+            found.tensors |= {key: one for key, one in opened.tensors.items() if key[0] == OPTIMIZER}
+            groups += opened.said().groups
+        elif ranks := rank_files(root, folder):
+            tensors, more = optimizer_of_ranks(ranks)
+            found.tensors |= tensors
+            groups += more
+        elif files:
+            if len(files) > 1:
+                raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
+            found.where.append(os.path.join(root, files[0]))
+            found.unnamed += parse_groups(found.where[-1], load_torch(found.where[-1]))
+        else:
+            break
+        number += 1
+    _check_numbers(root, entries, _OPTIMIZER_NUMBER, number)
+    if groups and found.unnamed:
+        raise FormatError(f"{root}: has optimizers both as folders and as files; needed one of the two")
+    return groups
+
+
+# ---- what is no tensor of a part
+
+
+def _extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, Any]]:
+    """The step, and plain values by the name of their file."""
+    extra: dict[str, Any] = {}
+    for name in sorted(entries):
+        stem, _, suffix = name.rpartition(".")
+        if suffix in ("pt", "bin") and any(re.fullmatch(rf"{kind}(_\d+)?", stem) for kind in _PLAIN):
+            extra[stem] = load_torch(os.path.join(root, name))
+    if TRAINER_STATE in entries:
+        extra["trainer_state"] = _json(os.path.join(root, TRAINER_STATE))
+    step = extra.get("trainer_state", {}).get("global_step")
+    return (step if isinstance(step, int) else None), extra
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except ValueError as error:
+        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: holds a {type(found).__name__}; needed an object")
+    return found
+
+
+def _random_files(root: str, entries: frozenset[str]) -> list[str]:
+    """The files of random states, one for each rank. IncompleteError where one in between is missing."""
+    found = {int(match[1] or 0): name for name in entries for kind in _RANDOM if (match := kind.fullmatch(name))}
+    missing = sorted(set(range(len(found))) - set(found))
+    if missing:
+        raise IncompleteError(f"{root}: random states of rank {missing[0]} are missing; there are {', '.join(sorted(found.values()))}")
+    return [os.path.join(root, found[rank]) for rank in sorted(found)]
+
+
+def _random_states(files: Sequence[str], rank: int) -> dict[str, Any] | None:
+    """What a rank left, as `RandomStates` takes it; what that does not know under the name that it has."""
+    if not 0 <= rank < len(files):
+        return None
+    told = load_torch(files[rank])
+    if not isinstance(told, Mapping):
+        raise FormatError(f"{files[rank]}: holds a {type(told).__name__}; needed random states by name")
+    states = {_RANDOM_NAMES.get(key, str(key)): value for key, value in told.items()}
+    if isinstance(states.get("cuda"), torch.Tensor):  # of one device
+        states["cuda"] = [states["cuda"]]
+    return states

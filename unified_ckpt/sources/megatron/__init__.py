@@ -1,0 +1,1 @@
+"""Megatron-LM's and Megatron-Core's checkpoints as a Source. Begin with `source.py`."""

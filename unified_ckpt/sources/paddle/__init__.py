@@ -1,0 +1,1 @@
+"""PaddleNLP's checkpoints as a Source. Begin with `source.py`."""

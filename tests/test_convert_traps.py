@@ -177,3 +177,19 @@ def test_a_format_that_was_told_wrongly_is_an_error_of_ours(tmp_path: Path) -> N
     for one in FORMATS:
         with pytest.raises(uc.CheckpointError):
             uc.open(tmp_path / "empty", options=uc.SourceOptions(format=one.name))
+
+
+def test_the_only_optimizer_of_a_file_is_it_under_any_name_and_masters_are_a_part(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    told = {
+        "model": {n: p.bfloat16() for n, p in model.state_dict().items()},
+        "master_weights": model.state_dict(),
+        "opt": optimizer.state_dict(),
+    }
+    torch.save(told, tmp_path / "a.pt")
+    report = uc.convert(tmp_path / "a.pt", tmp_path / "new")
+    assert report.tensors == {"master_weights": 2, "model": 2, "optimizer": 6}
+    assert report.compared == 2

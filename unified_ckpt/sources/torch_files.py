@@ -22,7 +22,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.modules import unwrapped
-from unified_ckpt.runtime.state import MODEL
+from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
@@ -44,10 +44,12 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     weights = told[place] if place is not None else told
     if not _is_state(weights):
         raise FormatError(f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, told))[:10])}; needed one of {_MODELS}")
-    groups = {key: _groups(path, told[key]) for key in _OPTIMIZERS if place is not None and _has_optimizers(told.get(key))}
-    rest = {key: value for key, value in told.items() if key != place and key not in groups} if place is not None else {}
+    groups = {key: _groups(path, told[key]) for key in _optimizer_keys(told)} if place is not None else {}
+    rest = {key: value for key, value in told.items() if key not in (place, MASTER, *groups)} if place is not None else {}
     step = next((rest[name] for name in _STEPS if isinstance(rest.get(name), int)), None)
     tensors, aliases = state_tensors(path, weights)
+    if place is not None and _is_state(told.get(MASTER)):
+        tensors |= state_tensors(path, told[MASTER], part=MASTER)[0]
     found = Found(
         path,
         "lightning" if _LIGHTNING in told else "torch",
@@ -62,6 +64,14 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     return by_position(found, options, own=own)
 
 
+def _optimizer_keys(told: Mapping[Any, Any]) -> list[Any]:
+    """Where optimizers are: under a name that scripts have for them, else the only one under any name. Of several under others, as of a
+    generator and a critic, none is the model's: they stay what they are, plain values."""
+    usual = [key for key in _OPTIMIZERS if _has_optimizers(told.get(key))]
+    others = [key for key, value in told.items() if _has_optimizers(value)]
+    return usual or (others if len(others) == 1 else [])
+
+
 def _has_optimizers(told: Any) -> bool:
     """Whether it is an optimizer's state dict, or a list of those."""
     return is_optimizer(told) or (isinstance(told, list) and bool(told) and all(map(is_optimizer, told)))
@@ -73,7 +83,9 @@ def _groups(path: str, told: Any) -> list[Group]:
 
 def _stored_order(tensors: Mapping[Key, Assembly]) -> Order:
     """One group of what a state dict has: a module's `parameters()` come in its order, and its buffers between them."""
-    return [[(name, one.spec.shape) for (_, name), one in tensors.items() if name.rpartition(".")[2] not in _STATISTICS]]
+    return [
+        [(name, one.spec.shape) for (part, name), one in tensors.items() if part == MODEL and name.rpartition(".")[2] not in _STATISTICS]
+    ]
 
 
 def open_bin_folder(root: str, _options: SourceOptions) -> Assembled:

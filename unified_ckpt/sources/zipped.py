@@ -101,6 +101,9 @@ class _View(io.RawIOBase):
 def _tensor(held: memoryview) -> torch.Tensor:
     with zipfile.ZipFile(cast("Any", _View(held))) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        swollen = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(held)]
+        if swollen:
+            raise FormatError(f"{swollen[0]}: is compressed, or larger than the archive; needed entries that are stored")
         order = entries.get("byteorder")
         if order is not None and archive.read(order).decode() != sys.byteorder:
             raise FormatError(f"is of a machine whose byte order is {archive.read(order).decode()}; needed {sys.byteorder}")

@@ -193,3 +193,13 @@ def test_the_only_optimizer_of_a_file_is_it_under_any_name_and_masters_are_a_par
     report = uc.convert(tmp_path / "a.pt", tmp_path / "new")
     assert report.tensors == {"master_weights": 2, "model": 2, "optimizer": 6}
     assert report.compared == 2
+
+
+def test_the_master_of_a_tied_tensor_is_found_under_its_other_name(tmp_path: Path) -> None:
+    weight = torch.randn(4)
+    told = {"model": {"emb": weight.bfloat16()}, "master_weights": {"head": weight}}
+    told["model"]["head"] = told["model"]["emb"]
+    torch.save(told, tmp_path / "a.pt")
+    assert uc.convert(tmp_path / "a.pt", tmp_path / "new", model_dtype="float32").compared == 1
+    with uc.open(tmp_path / "new") as found:
+        assert torch.equal(found["model"]["emb"][...], weight), "not made from bfloat16"

@@ -5,6 +5,7 @@ A merge of fragments in the wrong order gives tensors of the right shapes and th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,29 @@ class Compared:
     max_abs: float = 0.0
 
 
+def masters_of(source: Source, names: Collection[str]) -> dict[str, str]:
+    """For those of these model's tensors that have a master: its stored name. Of tied tensors the two parts may store different names."""
+    masters, tied = set(source.names(MASTER)), source.aliases(MASTER)
+    called: dict[str, list[str]] = {}
+    for alias, stored in source.aliases(MODEL).items():
+        called.setdefault(stored, []).append(alias)
+    found = {}
+    for name in names:
+        stored = (one if one in masters else tied.get(one) for one in [name, *called.get(name, ())])
+        master = next((one for one in stored if one in masters), None)
+        if master is not None:
+            found[name] = master
+    return found
+
+
 class Witness:
     """Compares master weights with the model, range by range, as they pass by. `pairs`: how many tensors have two copies."""
 
     def __init__(self, source: Source) -> None:
-        model, masters = set(source.names(MODEL)), source.names(MASTER)
-        both = sorted(name for name in masters if name in model)
-        self._master, self._model = source.specs(MASTER, both), source.specs(MODEL, both)
-        self._catalog = source.catalog({(MODEL, name) for name in both})
+        self._names = {master: name for name, master in masters_of(source, source.names(MODEL)).items()}
+        self._master, model = source.specs(MASTER, list(self._names)), source.specs(MODEL, list(self._names.values()))
+        self._model = {master: model[name] for master, name in self._names.items()}
+        self._catalog = source.catalog({(MODEL, name) for name in self._names.values()})
         self.found: dict[str, Compared] = {}
 
     @property
@@ -74,7 +90,7 @@ class Witness:
             return
         dtype, theirs = TORCH_DTYPES[self._master[name].dtype], self._model[name]
         ours = torch.frombuffer(held, dtype=torch.uint8).view(dtype)
-        at = self._catalog.locations[MODEL, name]
+        at = self._catalog.locations[MODEL, self._names[name]]
         first = start // dtype.itemsize * itemsize(theirs.dtype)
         other = bytearray(ours.numel() * itemsize(theirs.dtype))
         self._catalog.storage.read_at(at.file, at.start + first, memoryview(other))

@@ -13,6 +13,7 @@ from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Catalog, Location, Said, Source, read_box
+from unified_ckpt.engine.witness import masters_of
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.runtime.storage import Buffer, Reader
@@ -82,16 +83,18 @@ class Chosen:
         names = [name for part, name in wanted if part == MODEL]
         if not names or self._dtype is None:
             return {}
-        masters = self._source.names(MASTER)
-        precise = self._source.specs(MASTER, [name for name in names if name in masters])
+        masters = masters_of(self._source, names)
+        precise = self._source.specs(MASTER, list(set(masters.values())))
         found = {}
         for name, spec in self._source.specs(MODEL, names).items():
             given = self._given(MODEL, spec)
             if given == spec:
                 continue
-            has_master = name in precise and precise[name].shape == spec.shape
-            stored = (MASTER, precise[name]) if has_master else (MODEL, spec)
-            found[MODEL, name] = _Cast((stored[0], name), stored[1].dtype, given.dtype)
+            master = masters.get(name)
+            if master is not None and precise[master].shape == spec.shape:
+                found[MODEL, name] = _Cast((MASTER, master), precise[master].dtype, given.dtype)
+            else:
+                found[MODEL, name] = _Cast((MODEL, name), spec.dtype, given.dtype)
         return found
 
 

@@ -38,8 +38,8 @@ def masters_of(source: Source, names: Collection[str]) -> dict[str, str]:
         called.setdefault(stored, []).append(alias)
     found = {}
     for name in names:
-        stored = (one if one in masters else tied.get(one) for one in [name, *called.get(name, ())])
-        master = next((one for one in stored if one in masters), None)
+        stored_as = [one if one in masters else tied.get(one) for one in [name, *called.get(name, ())]]
+        master = next((one for one in stored_as if one in masters), None)
         if master is not None:
             found[name] = master
     return found

@@ -122,9 +122,13 @@ def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertO
 
 
 def _check_apart(place: str, target: str) -> None:
-    """StorageError where one lies in the other: what is replaced would take the source with it, what goes along would hold the target."""
+    """StorageError where the target holds the source, which would go with what is replaced; or lies in a folder of ours, of which all that is
+    not the engine's goes along."""
+    if is_url(place):
+        return
     ours, theirs = os.path.realpath(place), os.path.realpath(target)
-    if not is_url(place) and ours != theirs and os.path.commonpath([ours, theirs]) in (ours, theirs):
+    common = os.path.commonpath([ours, theirs])
+    if ours != theirs and (common == theirs or (common == ours and committed_at(place) is not None)):
         raise StorageError(f"{target}: and the source, {place}, lie in each other; needed a target beside the source")
 
 

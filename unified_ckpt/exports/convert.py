@@ -122,8 +122,8 @@ def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertO
 
 
 def _check_apart(place: str, target: str) -> None:
-    """StorageError where the target holds the source, which would go with what is replaced; or lies in a folder of ours, of which all that is
-    not the engine's goes along."""
+    """StorageError where the target holds the source, which would go with what is replaced; or lies in a folder of ours, all of which but
+    the engine's files goes along."""
     if is_url(place):
         return
     ours, theirs = os.path.realpath(place), os.path.realpath(target)

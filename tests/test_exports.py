@@ -210,13 +210,13 @@ def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
         "-c",
         SCRIPT,
         str(tmp_path / "c"),
-        str(tmp_path / "d"),
+        str(tmp_path / "d.pt"),
         to,
         *([str(tmp_path / "r.toml")] if to == "unified" else []),
     ]
     grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert grown < (500 if to == "unified" else 150), f"{grown} MiB"
     if to == "unified":
-        with uc.open(tmp_path / "d") as opened:
+        with uc.open(tmp_path / "d.pt") as opened:
             w = opened["model"]["w"]
             assert w[5, 0:3].tolist() == [5, 5 + (1 << 13), 5 + (2 << 13)]

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from unified_ckpt.engine.commit import PROBE, committed_at
 from unified_ckpt.format import names
+from unified_ckpt.sources.json_files import CONFIG, config_file
 
-CONFIG = "config.json"
 _HUGGING_FACE = (
     *(CONFIG, "generation_config.json", "adapter_config.json", "preprocessor_config.json", "processor_config.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "chat_template*"),
@@ -26,7 +26,7 @@ def attach(folder: str, *, source: str, config: str | None, weights_only: bool) 
         copy = shutil.copytree if os.path.isdir(there) else shutil.copyfile
         copy(there, os.path.join(folder, name))
     if config is not None and not os.path.exists(os.path.join(folder, CONFIG)):
-        shutil.copyfile(os.path.join(config, CONFIG) if os.path.isdir(config) else config, os.path.join(folder, CONFIG))
+        shutil.copyfile(config_file(config), os.path.join(folder, CONFIG))
 
 
 def found_beside(source: str, *, weights_only: bool) -> Sequence[str]:

@@ -20,7 +20,7 @@ from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.rewrite import sizes_of
 from unified_ckpt.engine.witness import compare_copies
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
-from unified_ckpt.exports.attached import CONFIG, attach
+from unified_ckpt.exports.attached import attach
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
@@ -29,7 +29,7 @@ from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.runtime.storage import LocalStorage, is_url
 from unified_ckpt.sources import local
 from unified_ckpt.sources.find import find_any
-from unified_ckpt.sources.orbax.maxtext import read_config
+from unified_ckpt.sources.json_files import CONFIG, config_file, read_config
 from unified_ckpt.views.chosen import Chosen
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def convert(
         source = _proved_first(comm, source, chosen, place)
         source = _chosen(source, parts, chosen, place)
         config = chosen.source.config
-        if config is not None and not os.path.isfile(os.path.join(config, CONFIG) if os.path.isdir(config) else config):
+        if config is not None and not os.path.isfile(config_file(config)):
             source = NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
         if chosen.to in _EXPORTS:
             return _export(comm, source, chosen, storage.path(name), how, place)

@@ -6,7 +6,6 @@ Names are nanotron's own. Not read: `random/`, which holds objects of its classe
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.safetensor_files import TensorFile, open_tensors
@@ -100,14 +100,7 @@ def _step_folder(root: str) -> str:
 def _json(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise IncompleteError(f"{path}: is missing")
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: holds a {type(found).__name__}; needed an object")
-    return found
+    return read_object(path)
 
 
 # ---- the model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from unified_ckpt.engine.assembled import Assembled, Assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import ADAPTER_CONFIG
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.safetensor_files import open_tensors, whole_tensors
@@ -63,12 +63,4 @@ def _folders(root: str) -> dict[str, str]:
 
 
 def _config(folder: str) -> Mapping[str, Any]:
-    path = os.path.join(folder, ADAPTER_CONFIG)
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: holds a {type(found).__name__}; needed an object")
-    return found
+    return read_object(os.path.join(folder, ADAPTER_CONFIG))

@@ -13,11 +13,11 @@ import torch
 
 from unified_ckpt.engine.positions import Order
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.sources.json_files import CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CONFIG = "config.json"
 # What the Trainer gives no weight decay: these names, and what is in a LayerNorm (transformers, `Trainer.get_decay_parameter_names`).
 _NO_DECAY = [re.compile(one) for one in (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")]
 

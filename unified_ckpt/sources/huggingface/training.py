@@ -6,7 +6,6 @@ rank. Not read: `training_args.bin`, `sampler.bin`, `custom_checkpoint_*.pkl`, w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
 from unified_ckpt.sources.huggingface.fsdp_ranks import model_of_ranks, optimizer_of_ranks, rank_files
 from unified_ckpt.sources.huggingface.models import order_of
+from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.positions import Found, by_position, parse_groups
@@ -168,20 +168,9 @@ def _extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, An
         if suffix in ("pt", "bin") and any(re.fullmatch(rf"{kind}(_\d+)?", stem) for kind in _PLAIN):
             extra[stem] = load_torch(os.path.join(root, name))
     if TRAINER_STATE in entries:
-        extra["trainer_state"] = _json(os.path.join(root, TRAINER_STATE))
+        extra["trainer_state"] = read_object(os.path.join(root, TRAINER_STATE))
     step = extra.get("trainer_state", {}).get("global_step")
     return (step if isinstance(step, int) else None), extra
-
-
-def _json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except ValueError as error:
-        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: holds a {type(found).__name__}; needed an object")
-    return found
 
 
 def _random_files(root: str, entries: frozenset[str]) -> list[str]:

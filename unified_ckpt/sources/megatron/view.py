@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,9 +9,10 @@ from typing import Any
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.assembled import Assembled, Assembly
 from unified_ckpt.engine.source import Said, Source
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.json_files import config_file, read_config
 from unified_ckpt.sources.megatron.files import Arguments
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, Dims, Kind, Stored, apart, hub_tensors, of_state, own_tensor
 from unified_ckpt.views.recut import Made, Piece, recut
@@ -118,16 +117,12 @@ _LIKE_LLAMA: dict[str, tuple[object, ...]] = {
 
 
 def _of_config(path: str) -> Dims:
-    path = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    if not os.path.isfile(path):
-        raise NotFoundError(f"{path}: there is no such file; needed Hugging Face's config.json")
-    with open(path, encoding="utf-8") as file:
-        try:
-            told = json.load(file)
-            kind = _KINDS[told["model_type"]]
-            heads = int(told["num_attention_heads"])
-            groups = int(told.get("num_key_value_heads") or heads)
-            head_dim = int(told.get("head_dim") or int(told["hidden_size"]) // heads)
-            return Dims(kind, heads, groups, head_dim, int(told["vocab_size"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path}: is no config of {', '.join(_KINDS)}: {error!r}") from error
+    told, path = read_config(path), config_file(path)
+    try:
+        kind = _KINDS[told["model_type"]]
+        heads = int(told["num_attention_heads"])
+        groups = int(told.get("num_key_value_heads") or heads)
+        head_dim = int(told.get("head_dim") or int(told["hidden_size"]) // heads)
+        return Dims(kind, heads, groups, head_dim, int(told["vocab_size"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path}: is no config of {', '.join(_KINDS)}: {error!r}") from error

@@ -6,7 +6,6 @@ commit in `_CHECKPOINT_METADATA`. The newest complete step of a root is taken.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.marks import ORBAX_STEP, ORBAX_TREE, ORBAX_UNFINISHED, orbax_items
 
 COMMITTED = "commit_success.txt"
@@ -138,12 +138,3 @@ def read_tree(root: str) -> Tree:
         return Tree(root, arrays, strings, bool(told.get("use_zarr3")), not told.get("store_array_data_equal_to_fill_value"))
     except (KeyError, TypeError, AttributeError, FileNotFoundError) as error:
         raise FormatError(f"{path}: is not what Orbax writes: {error!r}") from error
-
-
-def read_json(path: str) -> Any:
-    """FormatError where the file is no JSON."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except ValueError as error:
-        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,8 +13,9 @@ import torch
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import KEPT_NBYTES, Assembly, Fragment, assembly
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.sources.json_files import read_config
 from unified_ckpt.sources.orbax.arrays import Array, cells
 from unified_ckpt.sources.orbax.maxtext_names import LAYER_AXIS, Link, links, sizes_of
 from unified_ckpt.sources.orbax.maxtext_turns import axes_of, box_of_ours, spread, to_ours, turn_of
@@ -44,21 +43,6 @@ def config_of(path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where:
             "needed the model's config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
         )
     return _config(kind, shapes)
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """A Hugging Face `config.json`, or that of a folder. NotFoundError, or FormatError where it is none."""
-    file = os.path.join(path, "config.json") if os.path.isdir(path) else path
-    if not os.path.isfile(file):
-        raise NotFoundError(f"{file}: there is no such file; needed a Hugging Face config.json")
-    try:
-        with open(file, encoding="utf-8") as opened:
-            found = json.load(opened)
-    except ValueError as error:
-        raise FormatError(f"{file}: is damaged, or no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{file}: holds a {type(found).__name__}; needed an object")
-    return found
 
 
 def _kind(shapes: Iterable[str]) -> str | None:

@@ -19,8 +19,9 @@ from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.orbax.arrays import Array, cells, open_arrays
-from unified_ckpt.sources.orbax.folders import Step, find_step, read_json, read_tree
+from unified_ckpt.sources.orbax.folders import Step, find_step, read_tree
 from unified_ckpt.sources.orbax.maxtext import config_of, huggingface, is_maxtext
 from unified_ckpt.sources.orbax.tree import Path, Places, places
 

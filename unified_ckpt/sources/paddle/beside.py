@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.files import read_json
+from unified_ckpt.sources.paddle.files import json_at
 from unified_ckpt.sources.paddle.lazy_pickles import load_arrays, plain
 
 _PICKLED = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"}
@@ -26,7 +26,7 @@ class Beside:
 def beside(root: str, entries: Collection[str]) -> Beside:
     """FormatError for a file that is damaged, or asks for classes."""
     extra = {name: plain(load_arrays(os.path.join(root, file))) for name, file in _PICKLED.items() if file in entries}
-    trainer = read_json(root, "trainer_state.json")
+    trainer = json_at(root, "trainer_state.json")
     if trainer is not None and not isinstance(trainer, dict):
         raise FormatError(f"{root}/trainer_state.json: is no JSON object")
     step = (trainer or {}).get("global_step")

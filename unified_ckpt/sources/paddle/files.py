@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
@@ -18,6 +17,7 @@ from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.header import Entry, header_nbytes, parse_header
 from unified_ckpt.format.index import parse_index
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.paddle.quant import HIGHEST, LOWEST, SCALES
 from unified_ckpt.sources.paddle.slabs import Held, narrowed
 from unified_ckpt.sources.zipped import Mapped
@@ -26,16 +26,10 @@ BF16 = "U16"  # Paddle gives numpy a bfloat16 as uint16, and has no parameters o
 _FIRST_READ = 64 << 10
 
 
-def read_json(root: str, name: str) -> Any:
+def json_at(root: str, name: str) -> Any:
     """None where there is no such file. FormatError where it does not parse."""
     path = os.path.join(root, name)
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
-        try:
-            return json.loads(file.read())
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{path}: not valid JSON: {error}") from None
+    return read_json(path) if os.path.isfile(path) else None
 
 
 def indexed(root: str, index_file: str, *, absent: Collection[str] = ()) -> dict[str, Held]:

@@ -22,8 +22,9 @@ from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.json_files import config_file
 from unified_ckpt.sources.paddle.beside import beside, with_scheduler
-from unified_ckpt.sources.paddle.files import held_in, indexed, read_json
+from unified_ckpt.sources.paddle.files import held_in, indexed, json_at
 from unified_ckpt.sources.paddle.legacy import legacy_state
 from unified_ckpt.sources.paddle.marks import PEFT, is_legacy
 from unified_ckpt.sources.paddle.names import GATE_UP, Model, layer_of, model_of, split_axis
@@ -67,8 +68,8 @@ _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
 
 def config_at(path: str) -> Mapping[str, Any] | None:
     """A model's config.json: a file, or in a folder; None where there is none."""
-    folder, name = (path, "config.json") if os.path.isdir(path) else os.path.split(path)
-    return _object(folder, name) if os.path.isfile(os.path.join(folder, name)) else None
+    folder, name = os.path.split(config_file(path))
+    return _object(folder, name) if os.path.isfile(config_file(path)) else None
 
 
 def _check_written_by_paddle(root: str, entries: Collection[str], config: Mapping[str, Any], model: Model) -> None:
@@ -106,7 +107,7 @@ def _state(root: str, entries: Collection[str], model: Model) -> State:
 
 
 def _object(root: str, name: str) -> Mapping[str, Any]:
-    found = read_json(root, name)
+    found = json_at(root, name)
     if not isinstance(found, dict):
         raise FormatError(f"{os.path.join(root, name)}: is no JSON object")
     return found

@@ -13,7 +13,6 @@ How it could lose data or hang:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from unified_ckpt.engine.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.manager.agreement import pause_between_looks
+from unified_ckpt.manager.exits import BeforeExit
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -73,10 +73,11 @@ class Convoy:
         self._stopped = threading.Event()
         self._signed = 0.0
         self._thread: threading.Thread | None = None
+        self._exit: BeforeExit | None = None
         if self._comm.rank != 0:
             self._thread = threading.Thread(target=self._follow, name="unified_ckpt-merge", daemon=True)
             self._thread.start()
-            atexit.register(self._at_exit)
+            self._exit = BeforeExit(self._before_exit)
 
     # every lead
 
@@ -108,7 +109,8 @@ class Convoy:
 
     def stop(self) -> None:
         """Gives up what is under way. A merge that hangs clears itself away if it ever comes back."""
-        atexit.unregister(self._at_exit)
+        if self._exit is not None:
+            self._exit.cancel()
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(10 * self._look_seconds)
@@ -171,7 +173,7 @@ class Convoy:
             _LOG.warning("%s: %s", order.name, note)
         return done.nbytes
 
-    def _at_exit(self) -> None:
+    def _before_exit(self) -> None:
         try:
             self.wait()
         except RankError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -14,6 +13,7 @@ from unified_ckpt.engine.transfer import transfer
 from unified_ckpt.errors import IncompleteError, IntegrityError, RankError, StorageError
 from unified_ckpt.manager import policies
 from unified_ckpt.manager.convoy import Convoy, Order
+from unified_ckpt.manager.exits import BeforeExit
 from unified_ckpt.manager.failures import may_pass
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage import LocalStorage
@@ -50,6 +50,7 @@ class Copies:
         self._silence_seconds = silence_seconds
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._exit: BeforeExit | None = None
         self._waiting: Order | None = None
         self._current: Order | None = None
         self._outcomes: list[Outcome] = []
@@ -67,7 +68,7 @@ class Copies:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="unified_ckpt-copy", daemon=True)
                 self._thread.start()
-                atexit.register(self._at_exit)
+                self._exit = BeforeExit(self._before_exit)
             self._changed.notify_all()
         if given_way is not None and given_way.step != order.step:
             _LOG.warning(
@@ -107,7 +108,8 @@ class Copies:
 
     def stop(self) -> None:
         """Gives up what is owed. A copy that hangs clears itself away if it ever comes back."""
-        atexit.unregister(self._at_exit)
+        if self._exit is not None:
+            self._exit.cancel()
         with self._changed:
             self._given_up, self._waiting = True, None
             self._changed.notify_all()
@@ -191,7 +193,7 @@ class Copies:
         if self._given_up:
             raise _GivenUpError(f"{self._target}: given up after {nbytes} bytes more")
 
-    def _at_exit(self) -> None:
+    def _before_exit(self) -> None:
         try:
             self.wait()
         except StorageError as error:

@@ -1,0 +1,39 @@
+"""What a process does before it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_SCRIPT = """
+import threading
+from unified_ckpt.manager.exits import BeforeExit
+
+def finish():
+    thread = threading.Thread(target=print, args=("a thread of its own",))
+    thread.start()
+    thread.join()
+
+waits = BeforeExit(finish)
+{more}
+print("main ends", flush=True)
+"""
+
+
+def _run(more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _SCRIPT.format(more=more)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
+    done = _run("")
+    assert (done.returncode, done.stdout) == (0, "main ends\na thread of its own\n"), done.stderr
+
+
+def test_nothing_is_owed_after_cancel() -> None:
+    done = _run("waits.cancel()")
+    assert (done.returncode, done.stdout) == (0, "main ends\n"), done.stderr
+
+
+def test_a_main_that_fails_owes_it_too() -> None:
+    done = _run("raise SystemExit(3)")
+    assert (done.returncode, done.stdout) == (3, "a thread of its own\n"), done.stderr

@@ -298,9 +298,33 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
+def local(path: str) -> str:
+    """A local path without the scheme that it may have."""
+    return path.removeprefix("file://")
+
+
+def absolute(path: str, *, root: str = "") -> str:
+    """A URL as it is; any other path from `root`, the working directory as it is now without it."""
+    return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
+
+
+def place_of(path: str) -> tuple[LocalStorage, str]:
+    """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
+    if is_url(path):
+        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
+    parent, name = os.path.split(absolute(path))
+    if not name:
+        raise StorageError(f"{path}: is no name for a checkpoint; needed a folder name")
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
+    return LocalStorage(os.path.realpath(parent)), name
+
+
 def reader(path: str) -> LocalStorage | RemoteStorage:
     """The storage whose root is this folder."""
-    return RemoteStorage(path) if is_url(path) else LocalStorage(path.removeprefix("file://"))
+    return RemoteStorage(path) if is_url(path) else LocalStorage(local(path))
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from unified_ckpt.exports.attached import attach
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.runtime.storage import absolute, is_url, place_of
@@ -71,7 +72,7 @@ def convert(
     bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
     place = absolute(where)
-    storage, name = place_of(os.fspath(dst))
+    storage, name = place_of(os.fspath(dst), call_nbytes=ALONE)
     _check_apart(place, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.calls import BESIDE_TRAINING, after, calls
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -44,10 +45,10 @@ class Reader(Protocol):
 
 
 class LocalStorage:
-    """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
+    """A folder of a POSIX file system. Keeps files open until `sync` or `close`. `call_nbytes`: of a write call, at most."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str, *, call_nbytes: int = BESIDE_TRAINING) -> None:
+        self.root, self._call_nbytes = root, call_nbytes
         self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
         self._writing: dict[str, int] = {}
         self._reading: dict[str, int] = {}
@@ -124,14 +125,11 @@ class LocalStorage:
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Writes the buffers one after the other from byte `start`, creating the file where needed."""
         fd = self._open_for_writing(name)
-        left = [b for b in buffers if len(b)]
-        while left:
-            count = self._call(f"write at byte {start} of", name, functools.partial(os.pwritev, fd, left[:1000], start))
-            start += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
+        for left in calls(start, buffers, nbytes=self._call_nbytes):
+            while left:
+                count = self._call(f"write at byte {start} of", name, functools.partial(os.pwritev, fd, left, start))
+                start += count
+                left = after(left, count)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
         """A small new file; with `fsync` its bytes are on the disk on return, its name is once the folder is synced."""
@@ -308,7 +306,7 @@ def absolute(path: str, *, root: str = "") -> str:
     return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
 
 
-def place_of(path: str) -> tuple[LocalStorage, str]:
+def place_of(path: str, *, call_nbytes: int = BESIDE_TRAINING) -> tuple[LocalStorage, str]:
     """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
     if is_url(path):
         raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
@@ -319,7 +317,7 @@ def place_of(path: str) -> tuple[LocalStorage, str]:
         os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
-    return LocalStorage(os.path.realpath(parent)), name
+    return LocalStorage(os.path.realpath(parent), call_nbytes=call_nbytes), name
 
 
 def reader(path: str) -> LocalStorage | RemoteStorage:

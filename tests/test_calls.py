@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.runtime.calls import after, calls
+from unified_ckpt.runtime.calls import after, calls, can_be_uncached
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
@@ -31,3 +32,11 @@ def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObj
     left = after([memoryview(one) for one in pieces], done)
     assert b"".join(left) == whole[done:]
     assert all(len(one) for one in left)
+
+
+@pytest.mark.parametrize(
+    ("release", "can"),
+    [("6.18.44-fc-v595", True), ("6.16", True), ("6.15.9", False), ("5.10.0-generic", False), ("10.0.1", True), ("x", False)],
+)
+def test_uncached_writes_are_for_kernels_that_have_them_right(release: str, can: bool) -> None:
+    assert can_be_uncached(release) == can

@@ -72,7 +72,7 @@ def convert(
     bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
     place = absolute(where)
-    storage, name = place_of(os.fspath(dst), call_nbytes=ALONE)
+    storage, name = place_of(os.fspath(dst), how=ALONE)
     _check_apart(place, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds

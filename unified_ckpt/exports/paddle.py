@@ -73,7 +73,7 @@ def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_fil
     parent, name = os.path.split(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     staging = names.staging_name(name, uuid4().hex)
-    with LocalStorage(parent, call_nbytes=ALONE) as storage:
+    with LocalStorage(parent, how=ALONE) as storage:
         storage.make_folder(staging)
         try:
             for stem, found in outs.items():

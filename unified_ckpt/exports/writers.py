@@ -139,7 +139,7 @@ def _pieces(catalog: Catalog, location: Location, nbytes: int, progress: Progres
     for start in range(0, nbytes, _CHUNK_NBYTES):
         held = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - start)))
         catalog.storage.read_at(location.file, location.start + start, held)
-        yield from (held[at : at + ALONE] for at in range(0, len(held), ALONE))
+        yield from (held[at : at + ALONE.nbytes] for at in range(0, len(held), ALONE.nbytes))
         progress(len(held))
 
 

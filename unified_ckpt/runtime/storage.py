@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.calls import BESIDE_TRAINING, after, calls
+from unified_ckpt.runtime.calls import BESIDE_TRAINING, Calls, after, calls, can_be_uncached, write_uncached
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -45,10 +45,11 @@ class Reader(Protocol):
 
 
 class LocalStorage:
-    """A folder of a POSIX file system. Keeps files open until `sync` or `close`. `call_nbytes`: of a write call, at most."""
+    """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
 
-    def __init__(self, root: str, *, call_nbytes: int = BESIDE_TRAINING) -> None:
-        self.root, self._call_nbytes = root, call_nbytes
+    def __init__(self, root: str, *, how: Calls = BESIDE_TRAINING) -> None:
+        self.root, self._call_nbytes = root, how.nbytes
+        self._uncached = how.uncached and can_be_uncached(os.uname().release)
         self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
         self._writing: dict[str, int] = {}
         self._reading: dict[str, int] = {}
@@ -127,9 +128,17 @@ class LocalStorage:
         fd = self._open_for_writing(name)
         for left in calls(start, buffers, nbytes=self._call_nbytes):
             while left:
-                count = self._call(f"write at byte {start} of", name, functools.partial(os.pwritev, fd, left, start))
+                count = self._call(f"write at byte {start} of", name, functools.partial(self._write, fd, left, start))
                 start += count
                 left = after(left, count)
+
+    def _write(self, fd: int, buffers: Sequence[Buffer], start: int) -> int:
+        if self._uncached:
+            count = write_uncached(fd, buffers, start)
+            if count is not None:
+                return count
+            self._uncached = False
+        return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
         """A small new file; with `fsync` its bytes are on the disk on return, its name is once the folder is synced."""
@@ -306,7 +315,7 @@ def absolute(path: str, *, root: str = "") -> str:
     return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
 
 
-def place_of(path: str, *, call_nbytes: int = BESIDE_TRAINING) -> tuple[LocalStorage, str]:
+def place_of(path: str, *, how: Calls = BESIDE_TRAINING) -> tuple[LocalStorage, str]:
     """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
     if is_url(path):
         raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
@@ -317,7 +326,7 @@ def place_of(path: str, *, call_nbytes: int = BESIDE_TRAINING) -> tuple[LocalSto
         os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
-    return LocalStorage(os.path.realpath(parent), call_nbytes=call_nbytes), name
+    return LocalStorage(os.path.realpath(parent), how=how), name
 
 
 def reader(path: str) -> LocalStorage | RemoteStorage:

@@ -45,6 +45,9 @@ def test_every_byte_is_written_once_by_one_machine_of_its_file(
     ]
     for machine in range(4):
         assert list(shares(files, sizes, machine=machine, count=count, block_nbytes=BLOCK)) == of_ranks[machine], "in one pass"
+        amounts = [sum(span.stop - span.start for of, span in of_ranks[machine] if of == index) for index in range(count)]
+        even = sum(amounts) / count  # each border lies up to a block later
+        assert all(abs(amount - even) < BLOCK + 1 for amount in amounts)
     spans = [(span.key, span.start, span.stop) for of_machine in of_ranks for _, span in of_machine]
     ends = dict.fromkeys(sizes, 0)
     for key, start, stop in sorted(spans):

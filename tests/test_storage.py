@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import fsspec
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.calls import ALONE, Calls
 from unified_ckpt.runtime.storage import LocalStorage, Reader, RemoteStorage, is_url, reader
 
 
@@ -119,6 +122,53 @@ def test_writes_that_the_system_cuts_short_go_on(local: LocalStorage, tmp_path: 
     monkeypatch.setattr(os, "pwritev", short)
     local.write_at("f", 2, views(b"abcdefg", b"hi", b"jklmnopqrstuvw"))
     assert (tmp_path / "f").read_bytes() == b"\0\0abcdefghijklmnopqrstuvw"
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_file_systems_that_cache_all_writes_are_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real, refused = os.pwritev, list[int]()
+
+    def cached(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            refused.append(offset)
+            raise OSError(number, "not here")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", cached)
+    monkeypatch.setattr("unified_ckpt.runtime.storage.can_be_uncached", lambda _: True)
+    with LocalStorage(str(tmp_path), how=Calls(4, uncached=True)) as storage:
+        storage.write_at("f", 0, views(b"abcdefg", b"hi"))
+    assert (tmp_path / "f").read_bytes() == b"abcdefghi"
+    assert refused == [0], "asked once"
+
+
+def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with LocalStorage(str(tmp_path), how=ALONE) as storage, pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"):
+        storage.write_at("f", 0, views(b"abc"))
+
+
+def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Path) -> None:
+    """Two storages stand for two processes: each has the file open for itself."""
+    whole, step = os.urandom(3 << 20), 1000
+    with LocalStorage(str(tmp_path), how=ALONE) as one, LocalStorage(str(tmp_path), how=ALONE) as other:
+
+        def write(storage: LocalStorage, first: int) -> None:
+            for start in range(first, len(whole), 2 * step):
+                storage.write_at("f", start, views(whole[start : start + step]))
+            storage.sync("f")
+
+        threads = [threading.Thread(target=write, args=of) for of in ((one, 0), (other, step))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (tmp_path / "f").read_bytes() == whole
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])

@@ -22,13 +22,13 @@ from unified_ckpt.engine.request import Targets, What, save_request, try_load_re
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import LayoutError, StorageError
+from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
-from unified_ckpt.runtime.storage import LocalStorage, is_url
+from unified_ckpt.runtime.storage import LocalStorage, absolute, place_of
 from unified_ckpt.sources import open_any
 from unified_ckpt.sources.find import find_any, try_changed
 
@@ -241,7 +241,7 @@ class Checkpointer:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
         storage, name = LocalStorage("/"), ""
         try:
-            storage, name = self._place(path)
+            storage, name = place_of(self._resolve(path))
             return storage, name, save_request(self._ranks(), what, options)
         except Exception as error:
             return storage, name, error
@@ -267,25 +267,7 @@ class Checkpointer:
         return self._comm
 
     def _resolve(self, path: Path) -> str:
-        path = os.fspath(path)
-        if is_url(path):
-            return path
-        path = path.removeprefix("file://")
-        return os.path.abspath(path if self._root is None else os.path.join(self._root, path))
-
-    def _place(self, path: Path) -> tuple[LocalStorage, str]:
-        """The folder beside which a checkpoint is built, and the checkpoint's name in it."""
-        found = self._resolve(path)
-        if is_url(found):
-            raise StorageError(f"{found}: fsspec URLs are read, not written, by this version; needed a local folder")
-        parent, name = os.path.split(found)
-        if not name:
-            raise StorageError(f"{found}: is no name for a checkpoint; needed a folder name")
-        try:
-            os.makedirs(parent, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
-        return LocalStorage(os.path.realpath(parent)), name
+        return absolute(os.fspath(path), root=os.fspath(self._root or ""))
 
     def repair(self, path: Path) -> Reports:
         """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls, and gets the reports of all machines."""

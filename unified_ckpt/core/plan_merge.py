@@ -73,20 +73,13 @@ def share(
     files: Sequence[MergedFile], sizes: Mapping[Key, int], *, machine: int, index: int, count: int, block_nbytes: int
 ) -> Iterator[Span]:
     """What rank `index` of the `count` ranks of a machine writes of its files: an even part of the bytes, in the order of the files."""
-    total = sum(nbytes for _, _, nbytes in _own(files, sizes, machine))
-    low, high = total * index // count, total * (index + 1) // count
-    first = 0
-    for number, key, nbytes in _own(files, sizes, machine):
-        start, stop = _cut(low, first, nbytes, block_nbytes), _cut(high, first, nbytes, block_nbytes)
-        if start < stop:
-            yield Span(number, key, start, stop)
-        first += nbytes
+    return (span for rank, span in shares(files, sizes, machine=machine, count=count, block_nbytes=block_nbytes) if rank == index)
 
 
 def shares(
     files: Sequence[MergedFile], sizes: Mapping[Key, int], *, machine: int, count: int, block_nbytes: int
 ) -> Iterator[tuple[int, Span]]:
-    """`share` of all ranks of a machine, in the order of the bytes, each with its index. Goes through the tensors once."""
+    """Of all ranks of a machine, in the order of the bytes, each with its index. Goes through the tensors once."""
     total = sum(nbytes for _, _, nbytes in _own(files, sizes, machine))
     first = index = 0
     for number, key, nbytes in _own(files, sizes, machine):

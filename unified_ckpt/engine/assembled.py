@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect
+from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect, whole
 from unified_ckpt.core.islands import uncovered
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
@@ -25,7 +25,7 @@ from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.runtime.mapped import Pages, copy
 from unified_ckpt.runtime.storage import Buffer
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.tensors import DTYPE_NAMES, TORCH_DTYPES
 
 KEPT_NBYTES = 256 << 20  # of fragments that cost to load; one larger is kept alone
 
@@ -56,10 +56,9 @@ class Assembly:
 
 def assembly(dtype: torch.dtype, shape: Sequence[int], fragments: Sequence[Fragment], *, grid: Sequence[int] | None = None) -> Assembly:
     """FormatError where a box lies outside, two share an element, or `grid` has not as many elements; IncompleteError for a gap."""
-    names = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
-    if dtype not in names:
+    if dtype not in DTYPE_NAMES:
         raise FormatError(f"dtype {dtype} has no name in safetensors")
-    spec, counted = TensorSpec(names[dtype], tuple(shape)), tuple(shape if grid is None else grid)
+    spec, counted = TensorSpec(DTYPE_NAMES[dtype], tuple(shape)), tuple(shape if grid is None else grid)
     if prod(counted) != prod(spec.shape):
         raise FormatError(f"its fragments make up shape {counted}; needed the elements of {spec.shape}")
     for one in fragments:
@@ -71,6 +70,11 @@ def assembly(dtype: torch.dtype, shape: Sequence[int], fragments: Sequence[Fragm
     if sum(one.box.numel for one in fragments) != prod(counted):
         raise FormatError(f"its fragments overlap: they have {sum(one.box.numel for one in fragments)} elements of {prod(counted)}")
     return Assembly(spec, tuple(fragments), counted)
+
+
+def whole_tensor(tensor: torch.Tensor, where: str) -> Assembly:
+    """Of a tensor in memory, or in a mapped file."""
+    return assembly(tensor.dtype, tensor.shape, [Fragment(whole(tuple(tensor.shape)), tensor.detach, where)])
 
 
 class Assembled:

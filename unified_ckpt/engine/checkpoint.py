@@ -20,7 +20,7 @@ from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.locks import reading
-from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url, reader
+from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, reader
 
 _MODEL = "model"
 _DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
@@ -223,7 +223,7 @@ def open_path(path: str, *, hold: bool) -> Folder:
 
     `hold`: nobody who asks removes it until it is closed; one rank of a job is enough.
     """
-    storage = reader(path if is_url(path) else os.path.abspath(path.removeprefix("file://")))
+    storage = reader(absolute(path))
     if isinstance(storage, LocalStorage):
         kind = storage.kind("")
         if kind is None:

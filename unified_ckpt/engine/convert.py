@@ -34,7 +34,7 @@ from unified_ckpt.engine.rewrite import (
 )
 from unified_ckpt.engine.seal import versions, write_manifest
 from unified_ckpt.engine.source import Source
-from unified_ckpt.engine.witness import UNLIKE, Witness
+from unified_ckpt.engine.witness import Witness
 from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
 from unified_ckpt.format import digests
 from unified_ckpt.format.manifest import ConvertedFrom, Manifest
@@ -190,26 +190,12 @@ def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:
 
 
 def _check_copies(meeting: Meeting, witness: Witness, path: str) -> int:
-    """Collective. IntegrityError on rank 0 where two copies of the weights differ; how many were compared."""
-    own = {name: [one.elements, one.differ, one.max_abs] for name, one in witness.found.items()}
-    told = meeting.collect("copies", json.dumps(own).encode(), at=0, ranks=range(meeting.world))
+    """Collective. IntegrityError on rank 0 where two copies of the weights differ; there, how many were compared."""
+    told = meeting.collect("copies", witness.tell(), at=0, ranks=range(meeting.world))
     if meeting.rank:
         return 0
-    elements, differ, apart = Counter[str](), Counter[str](), dict[str, float]()
-    for one in map(json.loads, told):
-        for name, (count, unlike, most) in one.items():
-            elements[name] += count
-            differ[name] += unlike
-            apart[name] = max(apart.get(name, 0.0), most)
-    expected = witness.expected()
-    wrong = witness.unlike()
-    wrong += [f"{n}: {differ[n]} of {expected[n]} elements differ, by {apart[n]:.6g} at most" for n in expected if differ[n]]
-    wrong += [
-        f"{n}: {elements[n]} elements were compared; needed {expected[n]}; this is a bug" for n in expected if elements[n] != expected[n]
-    ]
-    if wrong:
-        raise IntegrityError(listed(f"{path}: {UNLIKE}", wrong))
-    return witness.pairs
+    witness.hear(told)
+    return witness.check(path)
 
 
 def _record(work: Rewrite, how: How, written: Written, pairs: int) -> ConvertedFrom:

@@ -33,7 +33,7 @@ from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, Stor
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.locks import mending, reading
-from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url, reader
+from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, is_url, local, reader
 
 Path = str | os.PathLike[str]
 
@@ -71,7 +71,7 @@ def repair(path: Path, sources: Sequence[Path] = (), *, progress: Progress | Non
     path = os.fspath(path)
     if is_url(path):
         raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
-    storage = LocalStorage(os.path.realpath(path.removeprefix("file://")))
+    storage = LocalStorage(os.path.realpath(local(path)))
     _check_folder(storage)
     with ExitStack() as held:
         held.callback(storage.close)
@@ -79,7 +79,7 @@ def repair(path: Path, sources: Sequence[Path] = (), *, progress: Progress | Non
         held.enter_context(reading(storage.root))
         readers: list[Reader] = []
         for source in [os.fspath(one) for one in sources]:
-            found = reader(source if is_url(source) else os.path.abspath(source.removeprefix("file://")))
+            found = reader(absolute(source))
             held.callback(found.close)
             if isinstance(found, LocalStorage):
                 _check_folder(found)

@@ -10,6 +10,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.commit import committed_at
@@ -24,10 +26,11 @@ from unified_ckpt.exports.attached import attach
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.state import MASTER, MODEL
-from unified_ckpt.runtime.storage import LocalStorage, is_url
-from unified_ckpt.sources import local
+from unified_ckpt.runtime.storage import absolute, is_url, place_of
+from unified_ckpt.runtime.tensors import DTYPE_NAMES
 from unified_ckpt.sources.find import find_any
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_config
 from unified_ckpt.views.chosen import Chosen
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 _BARE = ("huggingface", "maxtext")  # tensors, their indexes and what goes along: no manifest
 _EXPORTS = ("torch", "dcp", "paddle")
 FORMATS = ("unified", *_BARE, *_EXPORTS)
@@ -69,8 +71,8 @@ def convert(
         raise FormatError(f"huggingface: is the model alone; the parts asked for are {', '.join(chosen.parts)}")
     bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
-    place = where if is_url(where) else os.path.abspath(local(where))
-    storage, name = _place(os.fspath(dst))
+    place = absolute(where)
+    storage, name = place_of(os.fspath(dst), how=ALONE)
     _check_apart(place, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds
@@ -159,7 +161,9 @@ def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: C
     """The source as it is to be written."""
     try:
         if not isinstance(source, Exception) and (parts is not None or chosen.model_dtype is not None):
-            source = Chosen(source, parts=parts, model_dtype=_DTYPES[chosen.model_dtype] if chosen.model_dtype else None)
+            source = Chosen(
+                source, parts=parts, model_dtype=DTYPE_NAMES[getattr(torch, chosen.model_dtype)] if chosen.model_dtype else None
+            )
         if not isinstance(source, Exception) and chosen.to == "maxtext":
             config = _config(chosen, place)
             if config is None:
@@ -168,15 +172,3 @@ def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: C
         return source
     except Exception as error:  # told to every rank in the conversion
         return error
-
-
-def _place(path: str) -> tuple[LocalStorage, str]:
-    """The folder beside which the target is built, and the target's name in it."""
-    if is_url(path):
-        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
-    parent, name = os.path.split(os.path.abspath(local(path)))
-    try:
-        os.makedirs(parent, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
-    return LocalStorage(os.path.realpath(parent)), name

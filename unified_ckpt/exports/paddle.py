@@ -29,6 +29,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, St
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense
@@ -72,7 +73,7 @@ def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_fil
     parent, name = os.path.split(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     staging = names.staging_name(name, uuid4().hex)
-    with LocalStorage(parent) as storage:
+    with LocalStorage(parent, how=ALONE) as storage:
         storage.make_folder(staging)
         try:
             for stem, found in outs.items():

@@ -24,6 +24,7 @@ from unified_ckpt.exports.dcp import Entry, write_entries
 from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.format.names import staging_name
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.dcp import open_dcp
@@ -138,7 +139,7 @@ def _pieces(catalog: Catalog, location: Location, nbytes: int, progress: Progres
     for start in range(0, nbytes, _CHUNK_NBYTES):
         held = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - start)))
         catalog.storage.read_at(location.file, location.start + start, held)
-        yield held
+        yield from (held[at : at + ALONE.nbytes] for at in range(0, len(held), ALONE.nbytes))
         progress(len(held))
 
 

@@ -9,10 +9,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.engine import commit
-from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import problem_of
 from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -62,13 +62,7 @@ def drop_announcement(path: str) -> None:
 
 def _is_stock(path: str) -> bool:
     """Whether it is a whole checkpoint of the Trainer's own."""
-    try:
-        if not os.path.isfile(os.path.join(path, "trainer_state.json")) or find_format(path, told=None) is None:
-            return False
-        open_any(path).close()
-    except CheckpointError:
-        return False
-    return True
+    return os.path.isfile(os.path.join(path, "trainer_state.json")) and find_format(path, told=None) is not None and not problem_of(path)
 
 
 def _number(name: str) -> int:

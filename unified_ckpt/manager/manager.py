@@ -31,7 +31,7 @@ from unified_ckpt.manager.tiers import Place, Tiers, keep
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.probe import first_ranks
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import LocalStorage, local
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,7 +57,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         machine: str | None = None,
     ) -> None:
-        self.root = os.path.realpath(os.fspath(root).removeprefix("file://"))
+        self.root = os.path.realpath(local(os.fspath(root)))
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
         self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep")
         self._checkpointer = Checkpointer(self.root, group=group, machine=machine)

@@ -16,7 +16,7 @@ from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
 from unified_ckpt.options import ManagerOptions
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import problem_of
 from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -99,21 +99,12 @@ def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
 def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) -> str | None:
     """The newest folder of another format that can be opened. Each that is passed over is told."""
     for path, (_, kind) in sorted(others.items(), key=lambda item: item[1], reverse=True):
-        why = failed.get(path) or _unreadable(path)
+        why = failed.get(path) or problem_of(path)
         if not why:
             _LOG.warning("%s is of another format (%s): it is read as it is, what is saved next is ours", path, kind)
             return path
         _warn(path, why)
     return None
-
-
-def _unreadable(path: str) -> str:
-    """Why a folder of another format cannot be opened; empty where it can."""
-    try:
-        open_any(path).close()
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:

@@ -9,10 +9,11 @@ import threading
 import numpy as np
 import torch
 
+from unified_ckpt.runtime.tensors import BITS
+
 _DROP_NBYTES = 64 << 20  # read between two drops
 _DONTNEED = 4  # MADV_DONTNEED: clean pages of a file are read from it again when they are next looked at
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pages:
@@ -43,7 +44,7 @@ class Pages:
 
 def copy(into: torch.Tensor, source: torch.Tensor) -> None:
     """`into.copy_(source)`, of one shape and dtype, by this thread alone: torch waits for all cores, busy as they are."""
-    bits = _BITS.get(source.element_size())
+    bits = BITS.get(source.element_size())
     if bits is None or not source.dim() or source.stride(-1) != 1 or source.is_conj() or source.is_neg():
         into.copy_(source)  # numpy is slow at transposing
         return

@@ -15,7 +15,7 @@ from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
 from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, flatten_optimizer
 from unified_ckpt.runtime.placements import Placed, Placer
-from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part, dtype_name
+from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, dtype_name
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
 Masters = Optimizers | None
@@ -166,7 +166,7 @@ def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
     """The dtype that the model is stored in where it is not the tensor's own."""
     if model_dtype is None or local.dtype not in _CAST or local.dtype == getattr(torch, model_dtype):
         return None
-    return next(name for name, dtype in TORCH_DTYPES.items() if dtype == getattr(torch, model_dtype))
+    return DTYPE_NAMES[getattr(torch, model_dtype)]
 
 
 def _part(part: str, fqn: str, at: Placed, dtype: str | None) -> Part:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.calls import BESIDE_TRAINING, Calls, after, calls, can_be_uncached, write_uncached
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -46,8 +47,9 @@ class Reader(Protocol):
 class LocalStorage:
     """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str, *, how: Calls = BESIDE_TRAINING) -> None:
+        self.root, self._call_nbytes = root, how.nbytes
+        self._uncached = how.uncached and can_be_uncached(os.uname().release)
         self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
         self._writing: dict[str, int] = {}
         self._reading: dict[str, int] = {}
@@ -124,14 +126,19 @@ class LocalStorage:
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Writes the buffers one after the other from byte `start`, creating the file where needed."""
         fd = self._open_for_writing(name)
-        left = [b for b in buffers if len(b)]
-        while left:
-            count = self._call(f"write at byte {start} of", name, functools.partial(os.pwritev, fd, left[:1000], start))
-            start += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:
-                left[0] = left[0][count:]
+        for left in calls(start, buffers, nbytes=self._call_nbytes):
+            while left:
+                count = self._call(f"write at byte {start} of", name, functools.partial(self._write, fd, left, start))
+                start += count
+                left = after(left, count)
+
+    def _write(self, fd: int, buffers: Sequence[Buffer], start: int) -> int:
+        if self._uncached:
+            count = write_uncached(fd, buffers, start)
+            if count is not None:
+                return count
+            self._uncached = False
+        return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
         """A small new file; with `fsync` its bytes are on the disk on return, its name is once the folder is synced."""
@@ -298,9 +305,33 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
+def local(path: str) -> str:
+    """A local path without the scheme that it may have."""
+    return path.removeprefix("file://")
+
+
+def absolute(path: str, *, root: str = "") -> str:
+    """A URL as it is; any other path from `root`, the working directory as it is now without it."""
+    return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
+
+
+def place_of(path: str, *, how: Calls = BESIDE_TRAINING) -> tuple[LocalStorage, str]:
+    """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
+    if is_url(path):
+        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
+    parent, name = os.path.split(absolute(path))
+    if not name:
+        raise StorageError(f"{path}: is no name for a checkpoint; needed a folder name")
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
+    return LocalStorage(os.path.realpath(parent), how=how), name
+
+
 def reader(path: str) -> LocalStorage | RemoteStorage:
     """The storage whose root is this folder."""
-    return RemoteStorage(path) if is_url(path) else LocalStorage(path.removeprefix("file://"))
+    return RemoteStorage(path) if is_url(path) else LocalStorage(local(path))
 
 
 @functools.cache

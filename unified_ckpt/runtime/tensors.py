@@ -39,7 +39,7 @@ _NAMES = {
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in _NAMES.items() if hasattr(torch, theirs)}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ELEMENT = ((Box((), ()), Box((), ())),)  # the boxes of a line that is one element
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of an item size
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def same_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as integers of its item size: copies then keep every bit and work for every dtype."""
-    return tensor.view(_BITS[tensor.element_size()])
+    return tensor.view(BITS[tensor.element_size()])
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,27 +5,26 @@ A folder with our manifest, or of Hugging Face's weights alone, is none of these
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from importlib import import_module
 from typing import cast
 
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.source import Source
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage import is_url
+from unified_ckpt.runtime.storage import absolute, is_url, local
 from unified_ckpt.sources.marks import Format, find_format
 
 
 def format_of(path: str, options: SourceOptions) -> Format | None:
     """The format of a path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known."""
-    return None if is_url(path) else find_format(path, told=options.format)
+    return None if is_url(path) else find_format(local(path), told=options.format)
 
 
 def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen
     """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where there is none that can be read."""
-    found = format_of(local(path), options)
+    found = format_of(path, options)
     with ExitStack() as owned:
         opened = open_path(path, hold=True) if found is None else _open(found, path, options)
         owned.callback(opened.close)
@@ -34,11 +33,20 @@ def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # 
     return source
 
 
+def problem_of(path: str) -> str:
+    """Why a checkpoint cannot be opened; empty where it can."""
+    try:
+        open_any(path).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _open(found: Format, path: str, options: SourceOptions) -> Source:
     module, function = found.opener.split(":")
     opener = getattr(import_module(f"{__name__}.{module}"), function)  # only now: what needs torch is not imported for our own folders
     try:
-        return cast("Source", opener(os.path.abspath(local(path)), options))
+        return cast("Source", opener(absolute(path), options))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:  # RecursionError too
         raise FormatError(f"{path}: is damaged, or not what {found.title} writes: {type(error).__name__}: {error}") from error
 
@@ -48,8 +56,3 @@ def changed(source: Source, options: SourceOptions) -> Source:
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
     return cast("Source", import_module("unified_ckpt.views.asked").view(source, options))  # only now: it needs torch
-
-
-def local(path: str) -> str:
-    """A local path without the scheme that it may have."""
-    return path.removeprefix("file://")

@@ -11,14 +11,14 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.probe import everybody
-from unified_ckpt.sources import changed, format_of, local, open_any
+from unified_ckpt.sources import changed, format_of, open_any
 
 
 def find_any(
     comm: Comm, where: str, paths: Sequence[str], machines: Sequence[int], owned: ExitStack, options: LoadOptions
 ) -> Source | Exception:
     """`find_source`, in any format. Collective where the ranks are on several machines, all of which must see the same format."""
-    found = format_of(local(paths[0]), options.source) if len(paths) == 1 else None
+    found = format_of(paths[0], options.source) if len(paths) == 1 else None
     kind = found.name if found is not None else None
     if max(machines) > 0:
         meeting = comm.meet(f"load of {where}", same=False, timeout_seconds=options.timeout_seconds)

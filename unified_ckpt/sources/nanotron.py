@@ -19,7 +19,7 @@ import torch
 
 from unified_ckpt.core.geometry import Box, boxes_between, inside, intersect, whole
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly, whole_tensor
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
@@ -205,8 +205,7 @@ def _optimizer(root: str, states: list[_State], parts: Mapping[str, list[_Part]]
         those = parts[_parameter(key)]
         first = next(iter(of_ranks.values()))[0][1]
         if first.dim() == 0:
-            fragment = Fragment(whole(()), first.detach, next(iter(of_ranks.values()))[0][0].path)
-            tensors[key] = assembly(first.dtype, (), [fragment])
+            tensors[key] = whole_tensor(first, next(iter(of_ranks.values()))[0][0].path)
             continue
         fragments: list[Fragment] = []  # of a tensor that every rank has whole, the lowest one's
         for part in those:

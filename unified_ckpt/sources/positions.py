@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
 from unified_ckpt.engine.positions import ByPosition, Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError
@@ -264,7 +263,6 @@ def _name_state(path: str, groups: Sequence[Group], order: Order) -> _Named:
                 elif value.layout is not torch.strided or value.is_quantized:
                     raise FormatError(f"{path}: {key} of {name} is a {value.layout} tensor; needed a dense one")
                 else:
-                    fragment = Fragment(whole(value.shape), partial(torch.Tensor.detach, value), path)
-                    tensors[OPTIMIZER, f"{name}/{key}"] = assembly(value.dtype, value.shape, [fragment])
+                    tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)
     found = [{"names": [name for name, _ in those], "options": dict(group.options)} for group, those in zip(groups, order, strict=True)]
     return _Named(tensors, scalars, found)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import whole
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
 from unified_ckpt.engine.positions import Order
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
@@ -148,7 +147,7 @@ def state_tensors(path: str, state: Any, *, part: str = MODEL, apart: bool = Fal
             aliases[name] = seen
             continue
         try:
-            tensors[part, name] = assembly(tensor.dtype, tensor.shape, [Fragment(whole(tensor.shape), partial(_same, tensor), path)])
+            tensors[part, name] = whole_tensor(tensor, path)
         except CheckpointError as error:
             raise type(error)(f"{path}: {name}: {error}") from error
     return tensors, aliases
@@ -158,10 +157,6 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value.values())
     return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _named(path: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:

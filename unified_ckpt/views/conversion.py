@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -78,7 +77,7 @@ def _formula(source: Source, value: Any, where: str) -> Formula:
     if isinstance(value, LazyTensor):
         return _ready(value.dtype, value.shape, value.load, where)
     if isinstance(value, torch.Tensor):
-        return _ready(value.dtype, tuple(value.shape), partial(_same, value), where)
+        return _ready(value.dtype, tuple(value.shape), value.detach, where)
     if callable(value):
         first = value()  # for its shape; it is called again when it is read
         if not isinstance(first, torch.Tensor):
@@ -89,7 +88,3 @@ def _formula(source: Source, value: Any, where: str) -> Formula:
 
 def _ready(dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], Any], where: str) -> Formula:
     return _Ready(Given(dtype_name(dtype, fqn=where), tuple(shape), load))
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly
+from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
@@ -28,7 +28,7 @@ from unified_ckpt.sources.deepspeed.layout import Layout, chained, scattered
 from unified_ckpt.sources.deepspeed.model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
 from unified_ckpt.sources.deepspeed.ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
 from unified_ckpt.sources.deepspeed.universal import UNIVERSAL, universal_parameters
-from unified_ckpt.sources.deepspeed.values import Trained, trained_tensors, whole_tensor
+from unified_ckpt.sources.deepspeed.values import Trained, trained_tensors
 from unified_ckpt.sources.marks import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

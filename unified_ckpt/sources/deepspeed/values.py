@@ -14,14 +14,14 @@ from typing import overload
 
 import torch
 
-from unified_ckpt.core.geometry import Box, whole
+from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
+from unified_ckpt.engine.assembled import Assembly, Fragment, whole_tensor
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.runtime.mapped import Pages
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.tensors import DTYPE_NAMES
 from unified_ckpt.sources.deepspeed.layout import Span
 from unified_ckpt.sources.deepspeed.ranks import FP32
 
@@ -60,15 +60,11 @@ class _Fragments(Sequence[Fragment]):
         return Fragment(Box((span.first,), (span.numel,)), partial(self._load, index), self._where(span))
 
 
-def whole_tensor(tensor: torch.Tensor, where: str) -> Assembly:
-    return assembly(tensor.dtype, tensor.shape, [Fragment(whole(tuple(tensor.shape)), lambda: tensor, where)])
-
-
 def spans_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, spans: Sequence[Span], load: Callable[[int], torch.Tensor], where: Callable[[Span], str]
 ) -> Assembly:
     """Of spans that follow one another. `load`: of one, by its number."""
-    spec = next(TensorSpec(name, shape) for name, theirs in TORCH_DTYPES.items() if theirs == dtype)
+    spec = TensorSpec(DTYPE_NAMES[dtype], shape)
     at = 0
     for span in spans:
         if span.first != at:

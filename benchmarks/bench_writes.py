@@ -1,0 +1,64 @@
+"""How fast do bytes go into the page cache, by the length of a write call? Why the engine's calls are short.
+
+python benchmarks/bench_writes.py --size 2GiB --repeats 5 --out results/writes.jsonl
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+from common import parse_size
+
+from unified_ckpt.runtime.calls import _DONTCACHE, can_be_uncached
+
+CALLS = [(length, 0) for length in ("64KiB", "256KiB", "1MiB", "2MiB", "4MiB", "16MiB")]
+CALLS += [(length, _DONTCACHE) for length in ("256KiB", "1MiB", "4MiB")]  # where the kernel has it
+
+
+def write(path: Path, nbytes: int, length: int, flags: int) -> tuple[float, float]:
+    """Seconds of the calls, and of the fsync after them."""
+    buffer = memoryview(bytearray(os.urandom(1 << 20) * (length >> 20) or os.urandom(length)))
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    began = time.perf_counter()
+    for start in range(0, nbytes, length):
+        os.pwritev(file, [buffer], start, flags)
+    written = time.perf_counter()
+    os.fsync(file)
+    ended = time.perf_counter()
+    os.close(file)
+    path.unlink()
+    os.sync()
+    return written - began, ended - written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="2GiB")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dir", default="/var/tmp")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    nbytes, path = parse_size(options.size), Path(options.dir, f"bench-writes-{os.getpid()}")
+    ways = [one for one in CALLS if not one[1] or can_be_uncached(platform.release())]
+    runs: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
+    for turn in range(options.repeats):
+        for at in range(len(ways)):  # memory that one run has used is quick to take for the next one: each comes after each
+            length, flags = ways[(turn + at * (1 + turn % 2)) % len(ways)]
+            runs[length, flags].append(write(path, nbytes, parse_size(length), flags))
+    for (length, flags), found in runs.items():
+        calls, syncs = ([round(one, 3) for one in of] for of in zip(*found, strict=True))
+        row = {"bench": "writes", "call": length, "uncached": bool(flags), "size": options.size, "n": options.repeats}
+        row |= {"kernel": platform.release(), "calls_median": statistics.median(calls), "fsync_median": statistics.median(syncs)}
+        row |= {"calls_seconds": calls, "fsync_seconds": syncs}
+        print(json.dumps(row), flush=True)
+        if options.out:
+            with open(options.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""How buffers are cut into write calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_ckpt.runtime.calls import after, calls, can_be_uncached
+
+
+@given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
+def test_calls_have_all_bytes_in_order_and_end_at_multiples(pieces: list[bytes], start: int, nbytes: int) -> None:
+    found = [b"".join(those) for those in calls(start, [memoryview(one) for one in pieces], nbytes=nbytes)]
+    assert b"".join(found) == b"".join(pieces)
+    at = start
+    for one in found:
+        assert 0 < len(one) <= nbytes
+        assert at == start or at % nbytes == 0, "so that pages are not written in two calls"
+        at += len(one)
+
+
+def test_a_call_takes_no_more_buffers_than_the_system() -> None:
+    found = list(calls(0, [memoryview(b"x")] * 2500, nbytes=1 << 20))
+    assert [len(those) for those in found] == [1000, 1000, 500]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1), st.data())
+def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(pieces)
+    done = data.draw(st.integers(0, len(whole)))
+    left = after([memoryview(one) for one in pieces], done)
+    assert b"".join(left) == whole[done:]
+    assert all(len(one) for one in left)
+
+
+@pytest.mark.parametrize(
+    ("release", "can"),
+    [("6.18.44-fc-v595", True), ("6.16", True), ("6.15.9", False), ("5.10.0-generic", False), ("10.0.1", True), ("x", False)],
+)
+def test_uncached_writes_are_for_kernels_that_have_them_right(release: str, can: bool) -> None:
+    assert can_be_uncached(release) == can

@@ -25,6 +25,7 @@ from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime.calls import BESIDE_TRAINING, WAITED_FOR, Calls
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
@@ -116,7 +117,7 @@ class Checkpointer:
         self.wait()
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         comm, options = self._ranks(), options or self._options
-        storage, name, request = self._request(path, what, options)
+        storage, name, request = self._request(path, what, options, WAITED_FOR)
         land = self._find_land(storage, name, request, options)
         return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
 
@@ -163,7 +164,7 @@ class Checkpointer:
         at_end: Callable[[], object] | None,
     ) -> PendingSave:
         options = options or self._options
-        storage, name, request = self._request(path, what, options)
+        storage, name, request = self._request(path, what, options, BESIDE_TRAINING)
         steppers = list({id(one): one for one in (*as_list(what.optimizer), *as_list(what.master_weights))}.values()) if lazy else []
         if lazy and not steppers and isinstance(request, SaveRequest):
             request = LayoutError(
@@ -237,11 +238,11 @@ class Checkpointer:
             self._machines = machine_numbers(comm, what, name, timeout_seconds=timeout_seconds) if comm.world > 1 else [0]
         return self._machines
 
-    def _request(self, path: Path, what: What, options: SaveOptions) -> tuple[LocalStorage, str, SaveRequest | Exception]:
+    def _request(self, path: Path, what: What, options: SaveOptions, how: Calls) -> tuple[LocalStorage, str, SaveRequest | Exception]:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
         storage, name = LocalStorage("/"), ""
         try:
-            storage, name = place_of(self._resolve(path))
+            storage, name = place_of(self._resolve(path), how=how)
             return storage, name, save_request(self._ranks(), what, options)
         except Exception as error:
             return storage, name, error

@@ -26,6 +26,7 @@ from unified_ckpt.engine.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.manager.agreement import pause_between_looks
 from unified_ckpt.manager.exits import BeforeExit
+from unified_ckpt.runtime.calls import BESIDE_TRAINING
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -167,7 +168,7 @@ class Convoy:
         )
         with contextlib.suppress(OSError):
             os.makedirs(self._target, exist_ok=True)
-        storage, paths = LocalStorage(self._target), [os.path.join(self._source, order.name)]
+        storage, paths = LocalStorage(self._target, how=BESIDE_TRAINING), [os.path.join(self._source, order.name)]
         done = merge_paths(self._comm, paths, storage, order.name, how, machines=range(self._comm.world), beat=sign)
         for note in done.notes:
             _LOG.warning("%s: %s", order.name, note)

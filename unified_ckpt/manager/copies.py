@@ -16,6 +16,7 @@ from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.exits import BeforeExit
 from unified_ckpt.manager.failures import may_pass
 from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.calls import BESIDE_TRAINING
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -170,7 +171,7 @@ class Copies:
             seconds = time.monotonic() - began
             _LOG.info("merged %s to %s: %.3f GB by this machine in %.2f s", order.name, self._target, nbytes / 1e9, seconds)
             return
-        with LocalStorage(self._target) as storage:
+        with LocalStorage(self._target, how=BESIDE_TRAINING) as storage:
             done = transfer(path, storage, order.name, if_exists=order.if_exists, fsync=order.fsync, beat=self._beat)
         seconds = time.monotonic() - began
         if done.nbytes:

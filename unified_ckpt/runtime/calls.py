@@ -20,7 +20,8 @@ class Calls:
     uncached: bool
 
 
-BESIDE_TRAINING = Calls(1 << 20, uncached=False)  # each call waits for the interpreter's lock; a job that is started again reads the cache
+WAITED_FOR = Calls(1 << 20, uncached=False)  # a job that is started again at once reads the cache
+BESIDE_TRAINING = Calls(4 << 20, uncached=False)  # after each call one waits for the interpreter's lock, and who trains for that
 ALONE = Calls(256 << 10, uncached=True)
 _MOST_BUFFERS = 1000  # IOV_MAX is 1024
 _DONTCACHE = 0x80  # RWF_DONTCACHE of linux/fs.h, which Python has no name for

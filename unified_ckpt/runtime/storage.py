@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.calls import BESIDE_TRAINING, Calls, after, calls, can_be_uncached, write_uncached
+from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -47,7 +47,7 @@ class Reader(Protocol):
 class LocalStorage:
     """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
 
-    def __init__(self, root: str, *, how: Calls = BESIDE_TRAINING) -> None:
+    def __init__(self, root: str, *, how: Calls = WAITED_FOR) -> None:
         self.root, self._call_nbytes = root, how.nbytes
         self._uncached = how.uncached and can_be_uncached(os.uname().release)
         self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
@@ -315,7 +315,7 @@ def absolute(path: str, *, root: str = "") -> str:
     return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
 
 
-def place_of(path: str, *, how: Calls = BESIDE_TRAINING) -> tuple[LocalStorage, str]:
+def place_of(path: str, *, how: Calls = WAITED_FOR) -> tuple[LocalStorage, str]:
     """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
     if is_url(path):
         raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")

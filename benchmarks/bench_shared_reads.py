@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,8 +40,8 @@ class Volume:
     def install(self) -> None:
         volume = self
 
-        def init(storage: LocalStorage, root: str) -> None:
-            volume._make(storage, root)
+        def init(storage: LocalStorage, root: str, **how: Any) -> None:
+            volume._make(storage, root, **how)
             storage.machine = threading.current_thread().name  # type: ignore[attr-defined]  # the rank's thread makes what it serves, too
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:

@@ -111,7 +111,7 @@ class Storages:
     def __init__(self) -> None:
         self.kinds: dict[str, Callable[[str], LocalStorage]] = {}  # by the name of the rank's thread, or "all"
 
-    def __call__(self, root: str) -> LocalStorage:
+    def __call__(self, root: str, **_: object) -> LocalStorage:
         kind = self.kinds.get(threading.current_thread().name, self.kinds.get("all", LocalStorage))
         return kind(root)
 

@@ -157,7 +157,7 @@ def test_a_rank_that_comes_with_an_error_of_its_own(tmp_path: Path) -> None:
 def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time-out is much longer than the test may take."""
     full = threading.local()
-    monkeypatch.setattr(api, "LocalStorage", lambda root: FullStorage(root, 1) if getattr(full, "yes", False) else LocalStorage(root))
+    monkeypatch.setattr(api, "LocalStorage", lambda root, **_: FullStorage(root, 1) if getattr(full, "yes", False) else LocalStorage(root))
     for rank in range(3):
 
         def act(comm: Comm, rank: int = rank) -> None:
@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             back.wait(HARD)
             super().write_at(name, start, buffers)
 
-    def storage(root: str) -> LocalStorage:
+    def storage(root: str, **_: object) -> LocalStorage:
         return Hanging(root) if getattr(here, "hangs", False) else LocalStorage(root)
 
     monkeypatch.setattr(api, "LocalStorage", storage)

@@ -405,7 +405,7 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Pat
                 manager.close()
 
         with monkeypatch.context() as patch:
-            patch.setattr(convoy, "LocalStorage", lambda root, fuse=fuse: FaultyStorage(root, fuse))
+            patch.setattr(convoy, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse))
             patch.setattr(convoy.Convoy, "_ended_or_blown", ended_or_blown, raising=False)
             found = try_ranks(4, act)
         assert fuse.blown or not any(isinstance(one, BaseException) for one in found), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ class Reads:
         self.machines: dict[int, set[int]] = {}
         lock, read, make = threading.Lock(), LocalStorage.read_at, LocalStorage.__init__
 
-        def init(storage: LocalStorage, root: str) -> None:
-            make(storage, root)
+        def init(storage: LocalStorage, root: str, **how: Any) -> None:
+            make(storage, root, **how)
             storage.made_by = threading.current_thread().name  # type: ignore[attr-defined]  # "rank-2": a rank's own, or what it serves
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:

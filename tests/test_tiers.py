@@ -244,7 +244,7 @@ def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(tmp_path: Path
     for at in range(0, 60, 3):
         top, fuse = tmp_path / str(at), Fuse(at)
 
-        def faulty(root: str, fuse: Fuse = fuse) -> LocalStorage:
+        def faulty(root: str, fuse: Fuse = fuse, **_: object) -> LocalStorage:
             return FaultyStorage(root, fuse)
 
         with monkeypatch.context() as patch:

@@ -242,7 +242,8 @@ class Checkpointer:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
         storage, name = LocalStorage("/"), ""
         try:
-            storage, name = place_of(self._resolve(path), how=how)
+            parent, name = place_of(self._resolve(path))
+            storage = LocalStorage(parent, how=how)
             return storage, name, save_request(self._ranks(), what, options)
         except Exception as error:
             return storage, name, error

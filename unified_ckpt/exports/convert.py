@@ -29,7 +29,7 @@ from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.probe import machine_id
 from unified_ckpt.runtime.state import MASTER, MODEL
-from unified_ckpt.runtime.storage import absolute, is_url, place_of
+from unified_ckpt.runtime.storage import LocalStorage, absolute, is_url, place_of
 from unified_ckpt.runtime.tensors import DTYPE_NAMES
 from unified_ckpt.sources.find import find_any
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_config
@@ -72,7 +72,8 @@ def convert(
     bare = chosen.to in _BARE
     comm, where = comms.from_torch(group), os.fspath(src)
     place = absolute(where)
-    storage, name = place_of(os.fspath(dst), how=ALONE)
+    parent, name = place_of(os.fspath(dst))
+    storage = LocalStorage(parent, how=ALONE)
     _check_apart(place, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds

@@ -315,7 +315,7 @@ def absolute(path: str, *, root: str = "") -> str:
     return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
 
 
-def place_of(path: str, *, how: Calls = WAITED_FOR) -> tuple[LocalStorage, str]:
+def place_of(path: str) -> tuple[str, str]:
     """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
     if is_url(path):
         raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
@@ -326,7 +326,7 @@ def place_of(path: str, *, how: Calls = WAITED_FOR) -> tuple[LocalStorage, str]:
         os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to") from error
-    return LocalStorage(os.path.realpath(parent), how=how), name
+    return os.path.realpath(parent), name
 
 
 def reader(path: str) -> LocalStorage | RemoteStorage:

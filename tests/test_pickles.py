@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.sources.opcodes import check_numbers
 from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch
 
 
@@ -109,3 +112,39 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, cut: int) -> N
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"x\.pt"):
         load_torch(str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        (b"r\xff\xff\xff\x7f", "numbers an object 2147483647"),
+        (b"p3000000000\n", "numbers an object 3000000000"),
+        (b"p" + b"9" * 5000 + b"\n", "needed a number"),
+        (b"\xff", "0xff at byte 3"),
+    ],
+)
+def test_a_number_that_would_take_all_memory_is_refused(tmp_path: Path, put: bytes, why: str) -> None:
+    path = tmp_path / "x.pickle"
+    path.write_bytes(b"\x80\x02}" + put + b".")
+    with pytest.raises(FormatError, match=rf"x\.pickle: is damaged, or no pickle: .*{why}"):
+        load_pickle(str(path), {})
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_what_python_pickles_passes_and_cut_short_is_refused(protocol: int) -> None:
+    value = {"a" * 300: [1, -(1 << 70), 1.5, None, True, b"x" * 300, (1, 2, 3, 4), {"b"}], "o": OrderedDict(a=Path("x"))}
+    value |= {str(n): (n,) for n in range(1000)}
+    whole = pickle.dumps(value, protocol)
+    check_numbers(whole)
+    for stop in (0, 1, len(whole) // 2, len(whole) - 1):
+        with pytest.raises(FormatError):
+            check_numbers(whole[:stop])
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_walked_through_or_refused(held: bytes) -> None:
+    try:
+        check_numbers(held)
+    except FormatError:
+        return
+    assert b"." in held

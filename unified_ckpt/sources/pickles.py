@@ -7,6 +7,7 @@ file that names anything else is refused, with the list of what it asked for.
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -19,6 +20,7 @@ import torch
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.storage import Buffer
+from unified_ckpt.sources.opcodes import check_numbers
 
 
 class Stub:
@@ -131,6 +133,14 @@ def _asked_for(file: str | io.BytesIO, where: str) -> str:
     return listed(f"{where}: asks for classes that are not read from files", sorted(map(str, names))) if names else ""
 
 
+def _check_numbers(file: BinaryIO, path: str) -> None:
+    try:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
+            check_numbers(held)
+    except (ValueError, FormatError) as error:  # ValueError: of an empty file
+        raise FormatError(f"{path}: is damaged, or no pickle: {error}") from error
+
+
 class _Restricted(pickle.Unpickler):
     """A raw pickle whose globals are those of `known` only, by "module.name". For any other it goes on with a stub, and notes the name."""
 
@@ -149,6 +159,7 @@ class _Restricted(pickle.Unpickler):
 def load_pickle(path: str, known: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
     """A raw pickle's value. FormatError for one that is damaged or names other globals than `known`; it lists them."""
     with open(path, "rb") as file:
+        _check_numbers(file, path)
         reader = _Restricted(file, known, encoding=encoding)
         try:
             found = reader.load()

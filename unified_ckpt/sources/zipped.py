@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from unified_ckpt.errors import FormatError
+from unified_ckpt.sources.opcodes import check_numbers
 
 # Others are stored as bytes, their dtype beside them.
 STORAGES = {
@@ -107,7 +108,9 @@ def _tensor(held: memoryview) -> torch.Tensor:
         order = entries.get("byteorder")
         if order is not None and archive.read(order).decode() != sys.byteorder:
             raise FormatError(f"is of a machine whose byte order is {archive.read(order).decode()}; needed {sys.byteorder}")
-        found = _Tensor(io.BytesIO(archive.read(entries["data.pkl"])), held, entries).load()
+        pickled = archive.read(entries["data.pkl"])
+        check_numbers(pickled)
+        found = _Tensor(io.BytesIO(pickled), held, entries).load()
     if not isinstance(found, torch.Tensor):
         raise FormatError(f"holds a {type(found).__name__}; needed a tensor")
     return found

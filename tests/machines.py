@@ -70,7 +70,7 @@ def on_machine(comm: Comm, machines: Sequence[int], *, storage: Callable[[str], 
     made._machine = f"machine {machines[comm.rank]}"
     if storage is not None:
         place = made._place
-        made._place = lambda path: (storage(place(path)[0].root), place(path)[1])  # type: ignore[method-assign]
+        made._place = lambda path, how: (storage(place(path, how)[0].root), place(path, how)[1])  # type: ignore[method-assign]
     try:
         yield made
     finally:

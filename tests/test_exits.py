@@ -29,6 +29,11 @@ def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
     assert (done.returncode, done.stdout) == (0, "main ends\na thread of its own\n"), done.stderr
 
 
+def test_what_other_threads_still_do_comes_first() -> None:
+    done = _run("threading.Timer(1, print, ('a save ends',)).start(); BeforeExit(lambda: None)")
+    assert (done.returncode, done.stdout) == (0, "main ends\na save ends\na thread of its own\n"), done.stderr
+
+
 def test_nothing_is_owed_after_cancel() -> None:
     done = _run("waits.cancel()")
     assert (done.returncode, done.stdout) == (0, "main ends\n"), done.stderr

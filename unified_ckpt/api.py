@@ -242,8 +242,7 @@ class Checkpointer:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
         storage, name = LocalStorage("/"), ""
         try:
-            parent, name = place_of(self._resolve(path))
-            storage = LocalStorage(parent, how=how)
+            storage, name = self._place(path, how)
             return storage, name, save_request(self._ranks(), what, options)
         except Exception as error:
             return storage, name, error
@@ -270,6 +269,10 @@ class Checkpointer:
 
     def _resolve(self, path: Path) -> str:
         return absolute(os.fspath(path), root=os.fspath(self._root or ""))
+
+    def _place(self, path: Path, how: Calls) -> tuple[LocalStorage, str]:
+        parent, name = place_of(self._resolve(path))
+        return LocalStorage(parent, how=how), name
 
     def repair(self, path: Path) -> Reports:
         """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls, and gets the reports of all machines."""

@@ -21,7 +21,7 @@ class Lane:
         free = len(os.sched_getaffinity(0)) > ranks
         self.ahead = 2 if free else 0
         self._calls: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="unified_ckpt-lane") if free else None
+        self._thread = Thread(target=self._run, name="unified_ckpt-lane", daemon=True) if free else None  # it ends with its owner
         if self._thread is not None:
             self._thread.start()
 

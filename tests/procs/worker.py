@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -15,8 +16,12 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def started() -> Iterator[tuple[int, int]]:
-    """(rank, world) inside a gloo group where there is more than one rank; stacks are dumped if it hangs."""
+def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
+    """(rank, world) inside a gloo group where there is more than one rank; stacks are dumped if it hangs.
+
+    `at_once`: the process then ends without the interpreter's own end: of many groups some thread of gloo's may still hold a tensor, and
+    its release aborts a process whose interpreter is gone ("terminate called without an active exception", pytorch/pytorch#179291).
+    """
     faulthandler.enable()
     faulthandler.dump_traceback_later(float(os.environ.get("WORKER_TIMEOUT_SECONDS", "300")), exit=True)
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
@@ -33,3 +38,7 @@ def started() -> Iterator[tuple[int, int]]:
         dist.barrier()
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+    if at_once:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

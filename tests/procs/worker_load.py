@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="+")
     arguments = parser.parse_args()
     root: Path = arguments.root
-    with started() as (rank, world):
+    with started(at_once=True) as (rank, world):
         cases: list[dict[str, object]] = []
         for kind, tied in KINDS.items():
             targets = [build_with_oracle(row, tied=tied) for row in ROWS if world_of(row) == world]

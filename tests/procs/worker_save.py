@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     root = parser.parse_args().root
-    with started() as (rank, world):
+    with started(at_once=True) as (rank, world):
         wrong: list[str] = []
         for row in ROWS:
             for kind, save_one in (("formula", save_formula), ("trained", save_trained)):

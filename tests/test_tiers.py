@@ -18,7 +18,7 @@ import pytest
 from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
-from unified_ckpt.manager import copies
+from unified_ckpt.manager import copies, tiers
 from unified_ckpt.manager.lineage import MARKER, Lineage, read, strangers
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
@@ -425,6 +425,39 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
         manager.save(45, **state(45))
     assert steps_in(tmp_path / LOCAL) == [45]
     assert steps_in(tmp_path / ROOT) == [30, 40], "rotated when something is committed there"
+
+
+def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate, committed, keep_local = tiers.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
+    copied, seen = threading.Event(), threading.Event()
+
+    def rotate_late(storage: LocalStorage, *args: Any, **more: Any) -> object:
+        found = rotate(storage, *args, **more)
+        if threading.current_thread() is not threading.main_thread() and Path(storage.root).name == LOCAL:
+            copied.set()
+            assert seen.wait(60)
+        return found
+
+    def committed_while_it_ends(self: tiers.Tiers, place: tiers.Place, step: int, **more: Any) -> None:
+        if step == 11:
+            gate.open.set()
+            assert copied.wait(60), "step 10 is in the root, and its thread removes what need not stay"
+        committed(self, place, step, **more)
+
+    def keep_after_commit(self: tiers.Tiers, *args: Any) -> None:
+        if self._newest == {11}:
+            seen.set()
+        keep_local(self, *args)
+
+    monkeypatch.setattr(tiers, "rotate", rotate_late)
+    monkeypatch.setattr(tiers.Tiers, "committed", committed_while_it_ends)
+    monkeypatch.setattr(tiers.Tiers, "_keep_local", keep_after_commit)
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(1, 10))
+        gate.open.clear()
+        train(manager, range(10, 12))
+    assert steps_in(tmp_path / ROOT) == [10]
+    assert steps_in(tmp_path / LOCAL) == [11]
 
 
 # other runs

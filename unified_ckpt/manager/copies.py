@@ -54,6 +54,7 @@ class Copies:
         self._exit: BeforeExit | None = None
         self._waiting: Order | None = None
         self._current: Order | None = None
+        self._held: Order | None = None  # of the current one, until `let_go`
         self._outcomes: list[Outcome] = []
         self._given_up = False
         self._last_sign = time.monotonic()
@@ -78,9 +79,14 @@ class Copies:
             )
 
     def owed(self) -> set[int]:
-        """Steps that are being copied or wait for it."""
+        """Steps that are being copied or wait for it: their files are needed."""
         with self._changed:
-            return {order.step for order in (self._waiting, self._current) if order is not None}
+            return {order.step for order in (self._waiting, self._held) if order is not None}
+
+    def let_go(self) -> None:
+        """For `copied`: the files of the copied one are needed no more."""
+        with self._changed:
+            self._held = None
 
     def outcomes(self) -> list[Outcome]:
         """What has ended since it was last asked."""
@@ -126,7 +132,7 @@ class Copies:
                 if self._waiting is None:
                     return
                 order, self._waiting = self._waiting, None
-                self._current = order
+                self._current = self._held = order
                 self._last_sign = time.monotonic()
             error = self._copy(order)
             if error is None:
@@ -136,7 +142,7 @@ class Copies:
                     _LOG.warning("%s: what follows a copy failed: %s", self._target, late)
             self._tell_ended(order)
             with self._changed:
-                self._current = None
+                self._current = self._held = None
                 self._outcomes.append(Outcome(order.step, error))
                 self._changed.notify_all()
 

@@ -248,17 +248,18 @@ class Tiers:
                 name = os.path.relpath(place.path, self.directory)
                 self._copies.order(Order(step, name, options.if_exists, options.fsync, options.max_file_bytes, self._due))
             try:
-                owed = self._copies.owed() if self._convoy is None else self._convoy.agree(self._copies.owed())
+                agreed = None if self._convoy is None else self._convoy.agree(self._copies.owed())
             except CheckpointError as error:
                 _LOG.warning("%s: old checkpoints stay for now: %s", self.directory, error)
                 return
             self._newest = {step}
-            self._keep_local(owed)
+            self._keep_local(agreed)
 
     def _after_copy(self, order: Order) -> None:
         self._keep_root(order.step)
         if self._convoy is None:
-            self._keep_local(self._copies.owed() - {order.step})
+            self._copies.let_go()
+            self._keep_local(None)
         elif self._lineage is not None:
             self._convoy.tell(self._lineage.saves)  # local ones go on all machines alike, with the next commit
 
@@ -269,11 +270,14 @@ class Tiers:
         keep(LocalStorage(self.root), self._options, policies.rules(self._options), protected={step})
         self._note(self._committed())
 
-    def _keep_local(self, steps: set[int]) -> None:
+    def _keep_local(self, needed: set[int] | None) -> None:
+        """`needed`: steps that stay in any case; None: those that this machine still copies, asked for under the lock, so that of a
+        commit and the end of a copy the later one sees what both have changed."""
         with self._housekeeping:
+            needed = self._copies.owed() if needed is None else needed
             apart = self._lineage.strangers if self._lineage else frozenset()
             rules = policies.local_rules(self._options)
-            keep(LocalStorage(self.directory), self._options, rules, protected=steps | self._newest, apart=apart)
+            keep(LocalStorage(self.directory), self._options, rules, protected=needed | self._newest, apart=apart)
         self._note(None)
 
     def _note(self, saves: frozenset[str] | None) -> None:

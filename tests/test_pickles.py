@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.opcodes import check_numbers
-from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch
+from unified_ckpt.sources.pickles import load_pickle, load_torch
+from unified_ckpt.sources.stubs import Stub
+from unified_ckpt.sources.trees import check_tree
 
 
 class Hostile:
@@ -148,3 +151,37 @@ def test_any_bytes_are_walked_through_or_refused(held: bytes) -> None:
     except FormatError:
         return
     assert b"." in held
+
+
+def shared(levels: int, kind: Callable[[Any, Any], Any]) -> Any:
+    """Each level holds the one before twice."""
+    found: Any = "lol"
+    for _ in range(levels):
+        found = kind(found, found)
+    return found
+
+
+@pytest.mark.parametrize("kind", [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: argparse.Namespace(a=a, b=b)])
+def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(tmp_path: Path, kind: Callable[[Any, Any], Any]) -> None:
+    torch.save({"w": torch.ones(2), "x": shared(40, kind)}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt: .* branches on .* levels; needed at most"):
+        load_torch(str(tmp_path / "x.pt"), stubs=["argparse.Namespace"])
+
+
+def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
+    found: dict[str, Any] = {"w": 1}
+    found["x"] = [found]
+    torch.save(found, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="holds itself"):
+        load_torch(str(tmp_path / "x.pt"))
+
+
+def test_what_is_nested_too_deep_is_refused_and_what_is_shared_is_not() -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = (deep,)
+    with pytest.raises(FormatError, match="201 levels"):
+        check_tree(deep)
+    names = [f"name{n}" for n in range(1000)]
+    check_tree([names, [names, (names, names)]] * 100)
+    check_tree(shared(20, lambda a, b: [a, b]))

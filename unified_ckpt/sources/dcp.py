@@ -24,7 +24,8 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.marks import DCP_METADATA
-from unified_ckpt.sources.pickles import Stub, load_pickle, load_torch_bytes, stub
+from unified_ckpt.sources.pickles import load_pickle, load_torch_bytes
+from unified_ckpt.sources.stubs import Stub, stub
 from unified_ckpt.sources.zipped import Mapped
 
 _ROOT = "torch.distributed.checkpoint"

@@ -17,7 +17,8 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.dcp import open_dcp
-from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
+from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.stubs import HOLDERS, plain
 
 META = "meta.pt"
 _MODELS = ("state_dict", "model")  # of ModelParallelStrategy, of FSDPStrategy

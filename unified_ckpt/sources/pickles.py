@@ -21,50 +21,8 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.sources.opcodes import check_numbers
-
-
-class Stub:
-    """Stands in for an object of a class that is not imported: `args` it was made with, `state` it was given."""
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> Stub:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        """`__new__` has done it: some pickles call that only."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def stub(name: str) -> type[Stub]:
-    """A class of its own for one name, as messages show it."""
-    return type(name.rpartition(".")[2], (Stub,), {})
-
-
-# Classes that only hold what they are given, which scripts put among their settings.
-HOLDERS = (
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    *(f"pathlib{inner}.{kind}" for inner in ("", "._local") for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-)
-
-
-def plain(value: Any) -> Any:
-    """A tree with dicts for stubs of namespaces, and text for those of paths."""
-    if isinstance(value, Stub):
-        is_path = type(value).__name__.endswith("Path")
-        return os.path.join(*map(str, value.args or ["."])) if is_path else plain(dict(value.state or {}))
-    if type(value) is dict:
-        return {key: plain(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    return value
-
+from unified_ckpt.sources.stubs import stub
+from unified_ckpt.sources.trees import check_tree
 
 # What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
 _NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
@@ -103,7 +61,9 @@ def _load(file: str | io.BytesIO, where: str, stubs: Collection[str], *, mmap: b
     allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1).numpy().dtype), *_numpy_dtypes()]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            check_tree(found)
+            return found
     except pickle.UnpicklingError as error:
         raise FormatError(_asked_for(file, where) or f"{where}: {error}") from error
     except Exception as error:  # a damaged pickle may raise anything

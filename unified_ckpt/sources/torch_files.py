@@ -24,8 +24,9 @@ from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
-from unified_ckpt.sources.pickles import HOLDERS, load_torch, plain
+from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups
+from unified_ckpt.sources.stubs import HOLDERS, plain
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers")

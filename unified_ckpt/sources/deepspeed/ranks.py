@@ -18,7 +18,8 @@ import torch
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.deepspeed.layout import Layout, Span
-from unified_ckpt.sources.pickles import Stub, load_torch
+from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.stubs import Stub
 
 FP32 = "fp32"  # our key for the weights, among the keys of the optimizer's state
 Owners = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]

@@ -14,7 +14,8 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.marks import MEGATRON_TRACKER
 from unified_ckpt.sources.megatron.names import core_name
-from unified_ckpt.sources.pickles import Stub, load_torch
+from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.stubs import Stub
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"

@@ -21,7 +21,8 @@ from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.paddle.slabs import Held, narrowed
-from unified_ckpt.sources.pickles import stub
+from unified_ckpt.sources.stubs import stub
+from unified_ckpt.sources.trees import check_tree
 from unified_ckpt.sources.zipped import Mapped
 
 _PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
@@ -188,6 +189,7 @@ def load_arrays(path: str) -> Any:
         reader = _Lazy(file, size)
         try:
             found = reader.load()
+            check_tree(found)
         except EOFError as error:
             if not reader.strangers:
                 raise IncompleteError(f"{path}: ends early: {error}") from error

@@ -10,13 +10,13 @@ import errno
 import functools
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
+from unified_ckpt.runtime.descriptors import OpenFiles
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -45,14 +45,13 @@ class Reader(Protocol):
 
 
 class LocalStorage:
-    """A folder of a POSIX file system. Keeps files open until `sync` or `close`."""
+    """A folder of a POSIX file system. Keeps some files open until `sync` or `close`."""
 
     def __init__(self, root: str, *, how: Calls = WAITED_FOR) -> None:
         self.root, self._call_nbytes = root, how.nbytes
         self._uncached = how.uncached and can_be_uncached(os.uname().release)
-        self._lock = threading.Lock()  # a writer thread and its owner may open one file at the same time
-        self._writing: dict[str, int] = {}
-        self._reading: dict[str, int] = {}
+        self._reading, self._writing = OpenFiles(root, self._open_to_read), OpenFiles(root, self._open_to_write)
+        self._unsynced: dict[str, None] = {}
 
     def __enter__(self) -> LocalStorage:
         return self
@@ -66,16 +65,15 @@ class LocalStorage:
     # reading
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        with self._lock:
-            if name not in self._reading:
-                self._reading[name] = self._call("open", name, lambda: os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC))
-            fd = self._reading[name]
-        done = 0
-        while done < len(into):
-            count = self._call("read", name, functools.partial(os.preadv, fd, [into[done:]], start + done))
-            if count == 0:
-                raise StorageError(f"{self.path(name)}: ends at byte {start + done}; needed bytes [{start}, {start + len(into)})")
-            done += count
+        done, file = 0, self._reading.take(name)
+        try:
+            while done < len(into):
+                count = self._call("read", name, functools.partial(os.preadv, file.fd, [into[done:]], start + done))
+                if count == 0:
+                    raise StorageError(f"{self.path(name)}: ends at byte {start + done}; needed bytes [{start}, {start + len(into)})")
+                done += count
+        finally:
+            self._reading.give_back(file)
 
     def read(self, name: str) -> bytes:
         def whole() -> bytes:
@@ -121,16 +119,17 @@ class LocalStorage:
 
     def resize(self, name: str, nbytes: int) -> None:
         """Sets the file's length, creating it where needed. Never allocates: other ranks may have written to it already."""
-        self._call("resize", name, lambda: os.ftruncate(self._open_for_writing(name), nbytes))
+        with self._writing.use(name) as fd:
+            self._call("resize", name, lambda: os.ftruncate(fd, nbytes))
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Writes the buffers one after the other from byte `start`, creating the file where needed."""
-        fd = self._open_for_writing(name)
-        for left in calls(start, buffers, nbytes=self._call_nbytes):
-            while left:
-                count = self._call(f"write at byte {start} of", name, functools.partial(self._write, fd, left, start))
-                start += count
-                left = after(left, count)
+        with self._writing.use(name) as fd:
+            for left in calls(start, buffers, nbytes=self._call_nbytes):
+                while left:
+                    count = self._call(f"write at byte {start} of", name, functools.partial(self._write, fd, left, start))
+                    start += count
+                    left = after(left, count)
 
     def _write(self, fd: int, buffers: Sequence[Buffer], start: int) -> int:
         if self._uncached:
@@ -149,19 +148,20 @@ class LocalStorage:
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
         """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a hint."""
         flush = _libc_function("sync_file_range")
-        if flush is not None and name in self._writing:
-            flush(self._writing[name], ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
+        if flush is not None and name in self._unsynced:
+            with self._writing.use(name) as fd:
+                flush(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
 
     def written(self) -> list[str]:
         """The files that were written to and not synced yet."""
-        with self._lock:
-            return list(self._writing)
+        return list(self._unsynced)
 
     def sync(self, name: str) -> None:
         """Returns once the file's bytes are on the disk, and closes it."""
-        fd = self._open_for_writing(name)
-        self._call("fsync", name, lambda: os.fsync(fd))
-        os.close(self._writing.pop(name))
+        with self._writing.use(name) as fd:
+            self._call("fsync", name, lambda: os.fsync(fd))
+        self._unsynced.pop(name, None)
+        self._writing.close(name)
 
     def sync_tree(self, name: str) -> None:
         """`sync` for a file, or for everything in a folder."""
@@ -232,18 +232,18 @@ class LocalStorage:
         return stats.f_bavail * stats.f_frsize
 
     def close(self) -> None:
-        with self._lock:
-            open_now = (*self._writing.values(), *self._reading.values())
-            self._writing, self._reading = {}, {}
-        for fd in open_now:
-            os.close(fd)
+        self._unsynced = {}
+        self._writing.close()
+        self._reading.close()
 
-    def _open_for_writing(self, name: str) -> int:
+    def _open_to_read(self, name: str) -> int:
+        return self._call("open", name, lambda: os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC))
+
+    def _open_to_write(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with self._lock:
-            if name not in self._writing:
-                self._writing[name] = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
-            return self._writing[name]
+        fd = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
+        self._unsynced[name] = None
+        return fd
 
     def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
         try:

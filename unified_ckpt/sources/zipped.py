@@ -7,7 +7,6 @@ storage (torch/serialization.py). The pickle names a storage by a tuple ("storag
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 import struct
@@ -43,16 +42,17 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name
 
 
 class Mapped:
-    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors reach the file."""
+    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors reach the file. It is not kept open."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     @cached_property
     def _memory(self) -> memoryview:
-        with open(self.path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            return memoryview(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)) if nbytes else memoryview(b"")
+        nbytes = os.stat(self.path).st_size
+        if not nbytes:
+            return memoryview(b"")
+        return memoryview(cast("Any", torch.from_file(self.path, shared=False, size=nbytes, dtype=torch.uint8).numpy()))
 
     def bytes(self, start: int, length: int) -> memoryview:
         """FormatError where the file ends before."""

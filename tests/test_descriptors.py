@@ -1,0 +1,179 @@
+"""Files kept open: few, of all storages together; none closed under a reader; none that another file has taken the place of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime import descriptors
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "KEPT", 4)
+
+
+def of(root: Path) -> list[str]:
+    """The files below `root` that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the one of the listing
+            continue
+    return sorted(one for one in found if one.startswith(f"{root}/"))
+
+
+def put(root: Path, count: int) -> list[str]:
+    root.mkdir(exist_ok=True)
+    names = [f"{n}.bin" for n in range(count)]
+    for n, name in enumerate(names):
+        (root / name).write_bytes(bytes([n % 256]) * 64)
+    return names
+
+
+def read(storage: LocalStorage, name: str) -> bytes:
+    found = bytearray(64)
+    storage.read_at(name, 0, memoryview(found))
+    return bytes(found)
+
+
+def test_a_bounded_number_of_all_storages_stays_open(tmp_path: Path) -> None:
+    with LocalStorage(str(tmp_path / "a")) as a, LocalStorage(str(tmp_path / "b")) as b:
+        for storage in (a, b):
+            for n, name in enumerate(put(Path(storage.root), 20)):
+                assert read(storage, name) == bytes([n]) * 64
+                storage.write_at(f"new{n}", 0, [memoryview(b"x")])
+                assert len(of(tmp_path)) <= 4
+        assert len(of(tmp_path)) == 4
+        assert a.written() == [f"new{n}" for n in range(20)]
+        for n in range(20):
+            a.sync(f"new{n}")
+            assert (tmp_path / "a" / f"new{n}").read_bytes() == b"x"
+        assert a.written() == []
+    assert of(tmp_path) == []
+
+
+def test_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    names = put(tmp_path, 6)
+    with LocalStorage(str(tmp_path)) as storage:
+        for name in [*names[:4], names[0], names[4], names[5]]:
+            read(storage, name)
+        assert of(tmp_path) == [str(tmp_path / names[n]) for n in (0, 3, 4, 5)]
+
+
+def test_no_file_is_closed_under_those_who_read_it(tmp_path: Path) -> None:
+    names = put(tmp_path, 16)
+    storages = [LocalStorage(str(tmp_path)) for _ in range(2)]
+
+    def act(seed: int) -> None:
+        for n in range(600):
+            at = (n * (2 * seed + 1) + seed) % 16
+            assert read(storages[n % 2], names[at]) == bytes([at]) * 64
+            if n % 97 == seed:
+                storages[n % 2].close()
+
+    with ThreadPoolExecutor(8) as pool:
+        for one in [pool.submit(act, seed) for seed in range(8)]:
+            one.result()
+    assert len(of(tmp_path)) <= 4
+    for storage in storages:
+        storage.close()
+    assert of(tmp_path) == []
+
+
+def test_one_in_use_is_closed_once_it_is_given_back(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    files = descriptors.OpenFiles(str(tmp_path), lambda name: os.open(tmp_path / name, os.O_RDONLY))
+    with files.use("0.bin") as fd:
+        files.close()
+        assert os.pread(fd, 1, 0) == b"\0"
+        with files.use("0.bin") as other:
+            assert other != fd
+    files.close()
+    assert of(tmp_path) == []
+
+
+def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> None:
+    names = put(tmp_path, 1)
+    reached, go = threading.Event(), threading.Event()
+
+    def hang(name: str) -> int:
+        reached.set()
+        assert go.wait(60)
+        return os.open(tmp_path / name, os.O_RDONLY)
+
+    def use() -> None:
+        with descriptors.OpenFiles("remote", hang).use(names[0]):
+            pass
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert reached.wait(60)
+    with LocalStorage(str(tmp_path)) as storage:
+        assert read(storage, names[0]) == bytes(64)
+    go.set()
+    thread.join()
+
+
+def test_a_file_that_took_the_place_of_another_is_not_read_on(tmp_path: Path) -> None:
+    names = put(tmp_path, 6)
+    with LocalStorage(str(tmp_path)) as storage:
+        for name in names:
+            read(storage, name)
+        (tmp_path / "beside").write_bytes(b"y" * 64)
+        os.replace(tmp_path / "beside", tmp_path / names[0])
+        with pytest.raises(StorageError, match=r"0\.bin: is another file than before"):
+            read(storage, names[0])
+        storage.close()
+        assert read(storage, names[0]) == b"y" * 64
+        with pytest.raises(NotFoundError):
+            read(storage, "absent")
+
+
+SCRIPT = """
+import resource, sys, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+import torch.distributed.checkpoint as dcp
+import unified_ckpt as uc
+from unified_ckpt.options import SaveOptions
+
+def state():
+    return {f"layers.{n}.weight": torch.full((64,), float(n)) for n in range(600)}
+
+def zeros():
+    return {name: torch.zeros(64) for name in state()}
+
+def check(found):
+    assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
+
+top = sys.argv[1]
+uc.save(f"{top}/ours", model=state(), options=SaveOptions(max_file_bytes=300))
+found = zeros()
+uc.load(f"{top}/ours", model=found)
+check(found)
+assert uc.verify(f"{top}/ours", deep=True).ok
+uc.convert(f"{top}/ours", f"{top}/again")
+found = zeros()
+uc.load(f"{top}/again", model=found)
+check(found)
+dcp.save({"model": state()}, storage_writer=dcp.FileSystemWriter(f"{top}/dcp", single_file_per_rank=False))
+found = zeros()
+uc.load(f"{top}/dcp", model=found)
+check(found)
+"""
+
+
+def test_a_checkpoint_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("ours", "dcp"):
+        assert sum(one.suffix in (".safetensors", ".distcp") for one in (tmp_path / name).iterdir()) >= 600

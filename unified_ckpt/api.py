@@ -26,6 +26,7 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.calls import BESIDE_TRAINING, WAITED_FOR, Calls
+from unified_ckpt.runtime.collector import paused
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list
 from unified_ckpt.runtime.probe import machine_id
@@ -150,7 +151,8 @@ class Checkpointer:
         """
         self.wait()
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
-        self._pending = self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
+        with paused:
+            self._pending = self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
         return self._pending
 
     def _begin(

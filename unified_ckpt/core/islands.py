@@ -93,11 +93,15 @@ def _holes(boxes: Collection[Box], shape: Sequence[int], dim: int) -> Iterator[t
         here = [box for box in here if box.offsets[dim] + box.shape[dim] > edge]
         while waiting and waiting[-1].offsets[dim] == edge:
             here.append(waiting.pop())
-        found = list(_holes(here, shape, dim + 1))
+        found = [] if any(_is_whole_after(box, shape, dim) for box in here) else list(_holes(here, shape, dim + 1))
         if found != open_spans:
             yield from (((since, edge), *rest) for rest in open_spans)
             since, open_spans = edge, found
     yield from (((since, shape[dim]), *rest) for rest in open_spans)
+
+
+def _is_whole_after(box: Box, shape: Sequence[int], dim: int) -> bool:
+    return box.shape[dim + 1 :] == shape[dim + 1 :] and not any(box.offsets[dim + 1 :])
 
 
 def without(box: Box, hole: Box) -> list[Box]:

@@ -13,6 +13,7 @@ from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.collector import paused
 from unified_ckpt.runtime.storage import absolute, is_url, local
 from unified_ckpt.sources.marks import Format, find_format
 
@@ -25,7 +26,7 @@ def format_of(path: str, options: SourceOptions) -> Format | None:
 def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen
     """The checkpoint at a path, in any format. NotFoundError, FormatError or IncompleteError where there is none that can be read."""
     found = format_of(path, options)
-    with ExitStack() as owned:
+    with ExitStack() as owned, paused:
         opened = open_path(path, hold=True) if found is None else _open(found, path, options)
         owned.callback(opened.close)
         source = changed(opened, options)

@@ -25,14 +25,14 @@ from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.marks import DCP_METADATA
 from unified_ckpt.sources.pickles import load_pickle, load_torch_bytes
-from unified_ckpt.sources.stubs import Stub, stub
+from unified_ckpt.sources.stubs import Fields, Stub, stub
 from unified_ckpt.sources.zipped import Mapped
 
 _ROOT = "torch.distributed.checkpoint"
+_MANY = [f"{_ROOT}.metadata.MetadataIndex", f"{_ROOT}.metadata.ChunkStorageMetadata", f"{_ROOT}.filesystem._StorageInfo"]
 _STUBS = [
-    *(f"{_ROOT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata")),
-    *(f"{_ROOT}.metadata.{name}" for name in ("BytesStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    f"{_ROOT}.filesystem._StorageInfo",
+    *(f"{_ROOT}.metadata.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *(f"{_ROOT}.metadata.{name}" for name in ("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     "torch.serialization._get_layout",
     "pathlib.PosixPath",
     "pathlib.PurePosixPath",
@@ -160,7 +160,7 @@ def _groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
 def assemble(files: Mapping[str, Mapped], root: str, key: str, one: Entry, dtype: torch.dtype) -> Assembly:
     """The tensor of an entry. FormatError or IncompleteError naming it where its shards do not cover it once."""
     fragments = [
-        Fragment(shard.box, partial(files[shard.file].tensor, shard.start, shard.nbytes), os.path.join(root, shard.file))
+        Fragment(shard.box, partial(files[shard.file].tensor, shard.start, shard.nbytes), files[shard.file].path)
         for shard in one.shards
         if shard.box is not None
     ]
@@ -199,6 +199,7 @@ def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
     """What `.metadata` lists, by flat key. `stubs`: names of further classes that it may hold. FormatError where it is damaged."""
     path = os.path.join(root, DCP_METADATA)
     known: dict[str, Any] = {name: stub(name) for name in (*_STUBS, *stubs)}
+    known |= {name: stub(name, base=Fields) for name in _MANY}
     known |= _DTYPES | {"torch.Size": torch.Size, "collections.OrderedDict": OrderedDict}
     told = load_pickle(path, known)
     try:
@@ -207,8 +208,9 @@ def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
         found = {key: _entry(paths.get(key, (key,)), one) for key, one in listed_keys.items()}
         chunks = {key: _chunks(one) for key, one in listed_keys.items() if found[key].dtype is not None}
         for index, place in storage.items():
-            key = _of(index, "fqn")
-            found[key].shards.append(_shard(chunks.get(key), index, place))
+            told_index = _fields(index)
+            key = told_index["fqn"]
+            found[key].shards.append(_shard(chunks.get(key), told_index, _fields(place)))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, StopIteration, RecursionError) as error:
         raise FormatError(f"{path}: is not what torch.distributed.checkpoint writes: {error!r}") from error
     return found
@@ -230,27 +232,30 @@ def _dtype(properties: Any) -> torch.dtype:
 
 def _chunks(told: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Of a tensor: offsets -> sizes."""
-    return {tuple(_of(chunk, "offsets")): tuple(_of(chunk, "sizes")) for chunk in _of(told, "chunks")}
+    return {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in map(_fields, _of(told, "chunks"))}
 
 
-def _shard(chunks: Mapping[tuple[int, ...], tuple[int, ...]] | None, index: Any, place: Any) -> Shard:
+def _shard(chunks: Mapping[tuple[int, ...], tuple[int, ...]] | None, index: Mapping[str, Any], place: Mapping[str, Any]) -> Shard:
     """`chunks`: of a tensor, None for an object."""
     box = None
     if chunks is not None:
-        offset = _of(index, "offset")
+        offset = index["offset"]
         at = tuple(offset) if offset is not None else next(iter(chunks))
         box = Box(at, chunks[at])
-    if _of(place, "transform_descriptors", None):
-        raise FormatError(f"{_of(index, 'fqn')}: is transformed by {_of(place, 'transform_descriptors')}; needed plain bytes")
-    return Shard(box, str(_of(place, "relative_path")), int(_of(place, "offset")), int(_of(place, "length")))
+    if place.get("transform_descriptors"):
+        raise FormatError(f"{index['fqn']}: is transformed by {place['transform_descriptors']}; needed plain bytes")
+    return Shard(box, str(place["relative_path"]), int(place["offset"]), int(place["length"]))
 
 
-_NEEDED = object()
-
-
-def _of(one: Any, name: str, default: Any = _NEEDED) -> Any:
+def _of(one: Any, name: str) -> Any:
     """A field of a stub."""
-    state = one.state if isinstance(one, Stub) else None
-    if not isinstance(state, dict):
-        raise TypeError(f"{one!r} has no fields")
-    return state[name] if default is _NEEDED else state.get(name, default)
+    return _fields(one)[name]
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    """Of a stub."""
+    if isinstance(one, Fields):
+        return one.__dict__
+    if isinstance(one, Stub) and isinstance(one.state, dict):
+        return one.state
+    raise TypeError(f"{one!r} has no fields")

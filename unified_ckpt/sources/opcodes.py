@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import pickle
 import pickletools
+import re
 
 from unified_ckpt.errors import FormatError
 
@@ -25,14 +26,25 @@ for _one in pickletools.opcodes:
         _ARGUMENTS[ord(_one.code)] = _one.arg.n if _one.arg is not None else 0
 
 
+def _opcodes(nbytes: int) -> bytes:
+    """A pattern: one of those whose arguments have so many bytes, and its arguments."""
+    codes = [re.escape(bytes([code])) for code in range(256) if _ARGUMENTS[code] == nbytes]
+    return b"[" + b"".join(codes) + b"]" + b"." * nbytes
+
+
+# As many as there are of a length that is known, passed over at once: most of all by far. A number below 2^24 takes 128 MiB at most.
+_KNOWN_LENGTHS = [_opcodes(nbytes) for nbytes in (0, 1, 2, 4, 8)] + [pickle.LONG_BINPUT + rb"...\0"]
+_PLAIN = re.compile(b"(?:" + b"|".join(_KNOWN_LENGTHS) + b")*+", re.DOTALL)
+
+
 def check_numbers(held: bytes | mmap.mmap) -> None:
     """FormatError for a pickle that ends early, has an opcode that there is not, or numbers an object beyond the bytes that it has."""
-    at, stop, arguments = 0, len(held), _ARGUMENTS
-    while at < stop:
+    at, stop = 0, len(held)
+    while (at := _after_plain(held, at)) < stop:
         code = held[at]
         at += 1
-        nbytes = arguments[code]
-        if nbytes >= 0:  # most of all by far
+        nbytes = _ARGUMENTS[code]
+        if nbytes >= 0:  # it is cut short
             at += nbytes
         elif nbytes == _LINE:
             at = _after_line(held, code, at)
@@ -47,6 +59,11 @@ def check_numbers(held: bytes | mmap.mmap) -> None:
         else:
             raise FormatError(f"has {code:#x} at byte {at - 1}, where an opcode of a pickle is needed")
     raise FormatError(f"ends at byte {stop}, before its end is told")
+
+
+def _after_plain(held: bytes | mmap.mmap, at: int) -> int:
+    found = _PLAIN.match(held, at) if at < len(held) else None
+    return found.end() if found is not None else at
 
 
 def _after_line(held: bytes | mmap.mmap, code: int, at: int) -> int:

@@ -24,9 +24,13 @@ class Stub:
         self.state = state
 
 
-def stub(name: str) -> type[Stub]:
+class Fields:
+    """Stands in for a plain dataclass, of which there may be millions: C's reader makes it and fills its `__dict__` by itself."""
+
+
+def stub(name: str, *, base: type = Stub) -> type:
     """A class of its own for one name, as messages show it."""
-    return type(name.rpartition(".")[2], (Stub,), {})
+    return type(name.rpartition(".")[2], (base,), {})
 
 
 # Classes that only hold what they are given, which scripts put among their settings.

@@ -1,0 +1,78 @@
+"""The garbage collector is paused while it would only cost time, and runs again whatever happened."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.runtime.collector import paused
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_it_runs_again_after_the_last_pause() -> None:
+    with paused:
+        with paused:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_runs_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="x"), paused:
+        raise ValueError("x")
+    assert gc.isenabled()
+
+
+def test_where_it_did_not_run_it_does_not() -> None:
+    gc.disable()
+    with paused:
+        pass
+    assert not gc.isenabled()
+
+
+def test_pauses_of_threads_overlap() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def act() -> None:
+        with paused:
+            inside.set()
+            assert go.wait(60)
+
+    thread = threading.Thread(target=act)
+    with paused:
+        thread.start()
+        assert inside.wait(60)
+    assert not gc.isenabled()
+    go.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_it_runs_after_saves_and_opens_good_and_bad(tmp_path: Path) -> None:
+    model = {"w": torch.ones(3)}
+    with uc.Checkpointer() as checkpointer:
+        pending = checkpointer.save_async(tmp_path / "a", model=model)
+        assert gc.isenabled()
+        pending.result()
+        with pytest.raises(CheckpointError):
+            checkpointer.save_async(tmp_path / "a", model=model).result()
+    assert gc.isenabled()
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    uc.open(tmp_path / "x.pt").close()
+    (tmp_path / "x.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError):
+        uc.open(tmp_path / "x.pt")
+    assert gc.isenabled()

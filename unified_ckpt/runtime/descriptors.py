@@ -1,5 +1,5 @@
 """Files that storages keep open between calls: a bounded number of all in this process, for it may have some thousand, and a checkpoint
-more. The one that was used longest ago goes first."""
+more. The one that was used longest ago goes first, and is opened again when it is needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ KEPT = 256  # beside those in use: shells let a process have 1,024, sockets to o
 
 @dataclass(slots=True)
 class OpenFile:
-    """`kept`: found by its name; else the last of its users closes it."""
+    """`folder`: device and inode of the one that it is in. `kept`: found by its name; else the last of its users closes it."""
 
     fd: int
+    folder: tuple[int, int]
     users: int = 0
     kept: bool = True
 
@@ -30,16 +31,15 @@ _open: OrderedDict[tuple[OpenFiles, str], OpenFile] = OrderedDict()  # the one t
 
 
 class OpenFiles:
-    """Of one storage, by name. `open_file` opens one; `root`: where they are, for people. Safe on many threads: none is closed while
-    somebody uses it."""
+    """Of one storage, by name below `root`. `open_file` opens one. Safe on many threads: none is closed while somebody uses it."""
 
     def __init__(self, root: str, open_file: Callable[[str], int]) -> None:
         self._root, self._open_file = root, open_file
-        self._known: dict[str, tuple[int, int]] = {}  # which file had the name when it was first opened
+        self._closed: dict[str, tuple[int, int]] = {}  # to make room: their folders, for a checkpoint may have been replaced since
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
-        """Its descriptor. What `open_file` raises; StorageError where another file has the name by now."""
+        """Its descriptor. What `open_file` raises; StorageError where its folder is another one than before."""
         one = self.take(name)
         try:
             yield one.fd
@@ -65,43 +65,52 @@ class OpenFiles:
             os.close(one.fd)
 
     def close(self, name: str | None = None) -> None:
-        """One, or all; those in use once they are given back. What is opened under the name from now on may be another file."""
+        """One, or all; those in use once they are given back. What has the name from now on may be anything."""
         with _lock:
-            names = list(self._known) if name is None else [name]
-            for one in names:
-                self._known.pop(one, None)
-            idle = _let_go([(self, one) for one in names])
+            keys = [key for key in _open if key[0] is self] if name is None else [(self, name)]
+            idle = [one.fd for one in map(_let_go, keys) if one is not None and not one.users]
+            for forgotten in list(self._closed) if name is None else [name]:
+                self._closed.pop(forgotten, None)
         _close(idle)
 
     def _opened(self, name: str) -> OpenFile:
         """In use by the caller."""
         fd = self._open_file(name)
         try:
-            status = os.fstat(fd)
+            folder = self._folder_of(name)
             with _lock:
-                if self._known.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
-                    raise StorageError(f"{self._root}/{name}: is another file than before; needed one that nobody replaces meanwhile")
-                one = _open.setdefault((self, name), OpenFile(fd))  # another thread may have been faster
+                if self._closed.get(name, folder) != folder:
+                    raise StorageError(f"{self._root}/{name}: its folder was replaced; needed one that stays while it is used")
+                one = _open.setdefault((self, name), OpenFile(fd, folder))  # another thread may have been faster
                 one.users += 1
-                idle = _let_go(_too_many())
+                idle = [other.fd for other in _make_room()]
         except BaseException:
             os.close(fd)
             raise
         _close(idle if one.fd == fd else [fd, *idle])
         return one
 
+    def _folder_of(self, name: str) -> tuple[int, int]:
+        try:
+            status = os.stat(os.path.dirname(os.path.join(self._root, name)))
+        except OSError as error:
+            raise StorageError(f"{self._root}/{name}: its folder cannot be looked at: {error.strerror}") from error
+        return status.st_dev, status.st_ino
 
-def _too_many() -> list[tuple[OpenFiles, str]]:
+
+def _make_room() -> list[OpenFile]:
     surplus = len(_open) - KEPT
-    return list(islice((key for key, one in _open.items() if not one.users), surplus)) if surplus > 0 else []
+    keys = list(islice((key for key, one in _open.items() if not one.users), surplus)) if surplus > 0 else []
+    for files, name in keys:
+        files._closed[name] = _open[files, name].folder
+    return [one for one in map(_let_go, keys) if one is not None]
 
 
-def _let_go(keys: list[tuple[OpenFiles, str]]) -> list[int]:
-    """Those of them that are to be closed now; the others are by the last who uses them."""
-    gone = [one for one in (_open.pop(key, None) for key in keys) if one is not None]
-    for one in gone:
+def _let_go(key: tuple[OpenFiles, str]) -> OpenFile | None:
+    one = _open.pop(key, None)
+    if one is not None:
         one.kept = False
-    return [one.fd for one in gone if not one.users]
+    return one
 
 
 def _close(fds: list[int]) -> None:

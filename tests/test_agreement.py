@@ -163,11 +163,15 @@ def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
 
 
 def test_the_second_interrupt_goes_through() -> None:
-    with Interruption() as interruption:
-        signal.raise_signal(signal.SIGINT)
-        assert interruption.received == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    try:
+        with Interruption() as interruption:
             signal.raise_signal(signal.SIGINT)
+            assert interruption.received == "SIGINT"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_stood_there_before_is_called_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,16 @@ def test_pauses_of_threads_overlap() -> None:
     assert not gc.isenabled()
     go.set()
     thread.join()
+    assert gc.isenabled()
+
+
+def test_a_child_that_is_forked_meanwhile_has_it(tmp_path: Path) -> None:
+    with paused:
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert not gc.isenabled()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert gc.isenabled()
 
 

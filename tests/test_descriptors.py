@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +35,19 @@ def of(root: Path) -> list[str]:
     return sorted(one for one in found if one.startswith(f"{root}/"))
 
 
+def close_badly(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[], object]) -> None:
+    """Closing this file does `act` first."""
+    close = os.close
+
+    def badly(fd: int) -> None:
+        found = os.readlink(f"/proc/self/fd/{fd}")
+        if found == str(path):
+            act()
+        close(fd)
+
+    monkeypatch.setattr(os, "close", badly)
+
+
 def put(root: Path, count: int) -> list[str]:
     root.mkdir(exist_ok=True)
     names = [f"{n}.bin" for n in range(count)]
@@ -52,8 +68,8 @@ def test_a_bounded_number_of_all_storages_stays_open(tmp_path: Path) -> None:
             for n, name in enumerate(put(Path(storage.root), 20)):
                 assert read(storage, name) == bytes([n]) * 64
                 storage.write_at(f"new{n}", 0, [memoryview(b"x")])
-                assert len(of(tmp_path)) <= 4
-        assert len(of(tmp_path)) == 4
+                assert len(of(tmp_path)) <= 12
+        assert len(of(tmp_path)) == 12, "4 that are read, of both, and 4 that each has written"
         assert a.written() == [f"new{n}" for n in range(20)]
         for n in range(20):
             a.sync(f"new{n}")
@@ -122,6 +138,60 @@ def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> 
         assert read(storage, names[0]) == bytes(64)
     go.set()
     thread.join()
+
+
+def test_no_storage_closes_what_another_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "local").mkdir()
+
+    def hang() -> None:
+        raise AssertionError("this closes the root's file, which may take for ever")
+
+    with LocalStorage(str(tmp_path / "root")) as root, LocalStorage(str(tmp_path / "local")) as local:
+        root.write_at("x", 0, [memoryview(b"x")])
+        with monkeypatch.context() as patch:
+            close_badly(patch, tmp_path / "root" / "x", hang)
+            for name in put(tmp_path / "local", 10):
+                local.write_at(f"new-{name}", 0, [memoryview(b"x")])
+                read(local, name)
+                local.sync(f"new-{name}")
+
+
+def test_an_error_of_closing_is_told_to_who_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    storage = LocalStorage(str(tmp_path))
+    storage.write_at("x", 0, [memoryview(b"x")])
+    with monkeypatch.context() as patch:
+        close_badly(patch, tmp_path / "x", fail)
+        for n in range(3):
+            storage.write_at(f"new{n}", 0, [memoryview(b"x")])
+        with pytest.raises(StorageError, match="x: close failed: No space left"):
+            storage.write_at("new3", 0, [memoryview(b"x")])
+    storage.close()
+    assert of(tmp_path) == [str(tmp_path / "x")], "the one that could not be closed"
+
+
+def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    with LocalStorage(str(tmp_path)) as storage:
+        for n in range(6):
+            storage.write_at(f"{n}.bin", 0, [memoryview(b"x" * 64)])
+        (tmp_path / "0.bin").unlink()
+        for act in (lambda: storage.write_at("0.bin", 64, [memoryview(b"x")]), lambda: storage.sync("0.bin")):
+            with pytest.raises(NotFoundError, match=r"0\.bin"):
+                act()
+        assert not (tmp_path / "0.bin").exists()
+
+
+def test_a_child_of_a_process_whose_thread_reads_can_read(tmp_path: Path) -> None:
+    (name,) = put(tmp_path, 1)
+    with descriptors.READERS.lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            os._exit(0 if read(LocalStorage(str(tmp_path)), name) == bytes(64) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_that_took_the_place_of_another_is_not_read_on(tmp_path: Path) -> None:

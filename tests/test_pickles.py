@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.sources.dcp import read_entries
 from unified_ckpt.sources.opcodes import check_numbers
 from unified_ckpt.sources.pickles import load_pickle, load_torch
 from unified_ckpt.sources.stubs import Stub
@@ -121,6 +122,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ("put", "why"),
     [
         (b"r\xff\xff\xff\x7f", "numbers an object 2147483647"),
+        (b"r\xff\xff\xff\0", "numbers an object 16777215"),
         (b"p3000000000\n", "numbers an object 3000000000"),
         (b"p" + b"9" * 5000 + b"\n", "needed a number"),
         (b"\xff", "0xff at byte 3"),
@@ -185,3 +187,16 @@ def test_what_is_nested_too_deep_is_refused_and_what_is_shared_is_not() -> None:
     names = [f"name{n}" for n in range(1000)]
     check_tree([names, [names, (names, names)]] * 100)
     check_tree(shared(20, lambda a, b: [a, b]))
+
+
+def test_a_long_list_that_is_shared_often_is_refused_at_once() -> None:
+    long = [None] * 1_000_000
+    with pytest.raises(FormatError, match="branches"):
+        check_tree([long] * 1_000_000)
+
+
+def test_an_error_does_not_write_out_what_a_pickle_holds(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(shared(24, lambda a, b: [a, b])))
+    with pytest.raises(FormatError) as caught:
+        read_entries(str(tmp_path))
+    assert len(str(caught.value)) < 1000

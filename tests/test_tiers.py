@@ -460,6 +460,37 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gat
     assert steps_in(tmp_path / LOCAL) == [11]
 
 
+def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_is_damaged(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed, keep_local, kept = tiers.Tiers.committed, tiers.Tiers._keep_local, threading.Event()
+
+    def keep(self: tiers.Tiers, *args: Any) -> None:
+        keep_local(self, *args)
+        if threading.current_thread() is not threading.main_thread():
+            kept.set()
+
+    def committed_after_the_copy(self: tiers.Tiers, place: tiers.Place, step: int, **more: Any) -> None:
+        if step == 12:
+            gate.open.set()
+            assert kept.wait(60), "step 11 is in the root, and 12 has its name"
+        committed(self, place, step, **more)
+
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(1, 20))
+    flip(tmp_path / LOCAL / "checkpoint-19")
+    monkeypatch.setattr(tiers.Tiers, "_keep_local", keep)
+    monkeypatch.setattr(tiers.Tiers, "committed", committed_after_the_copy)
+    with tiers_of(None, tmp_path) as manager:
+        report = manager.restore(**state(0))
+        assert report is not None
+        assert report.step == 10
+        gate.open.clear()
+        manager.save(11, force=True, **state(11))
+        manager.save(12, **state(12))
+        assert 12 in steps_in(tmp_path / LOCAL)
+
+
 # other runs
 
 

@@ -173,7 +173,8 @@ class Saves:
         """Where it went and what `start` returned: in the local tier first, if there is one. None for a failure that may be."""
         place = Place(wanted.name)
         if self._tiers is not None:
-            place = self._tiers.where(wanted.name, due=wanted.due, straight=wanted.due and self._straight, final=final)
+            straight = wanted.due and self._straight
+            place = self._tiers.where(wanted.step, wanted.name, due=wanted.due, straight=straight, final=final)
         if place.local:
             try:
                 return place, start(place)

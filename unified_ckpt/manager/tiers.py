@@ -63,7 +63,7 @@ class Tiers:
         self._token = secrets.token_hex(8)  # rank 0's is that of all
         self._convoy: Convoy | None = None  # on the leads of several machines
         self._due = 0  # local saves that were due
-        self._newest: set[int] = set()  # the last step that was committed locally: a later one may be there, and be damaged
+        self._newest: set[int] = set()  # the last steps that were saved locally: a later one may be there, and be damaged
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -71,8 +71,8 @@ class Tiers:
 
     # collective
 
-    def where(self, name: str, *, due: bool, straight: bool, final: bool) -> Place:
-        """Collective. Where the save `name` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
+    def where(self, step: int, name: str, *, due: bool, straight: bool, final: bool) -> Place:
+        """Collective. Where the save `name` of `step` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
         `raise_after` times in a row.
 
         One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
@@ -90,6 +90,7 @@ class Tiers:
         self._join()
         place = Place(**told["place"])
         self._distrusted = self._distrusted and (place.local or not due)
+        self._newest = self._newest | {step} if place.local else self._newest
         return replace(place, path=os.path.join(self.directory, name)) if place.local else place
 
     def _join(self) -> None:
@@ -247,12 +248,12 @@ class Tiers:
             if due and rank == 0:
                 name = os.path.relpath(place.path, self.directory)
                 self._copies.order(Order(step, name, options.if_exists, options.fsync, options.max_file_bytes, self._due))
+            self._newest = {step}
             try:
                 agreed = None if self._convoy is None else self._convoy.agree(self._copies.owed())
             except CheckpointError as error:
                 _LOG.warning("%s: old checkpoints stay for now: %s", self.directory, error)
                 return
-            self._newest = {step}
             self._keep_local(agreed)
 
     def _after_copy(self, order: Order) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from types import TracebackType
 
@@ -30,5 +31,13 @@ class _Paused:
             if not self._pauses and self._ran:
                 gc.enable()
 
+    def forked(self) -> None:
+        """In a child: threads that have paused it are not there."""
+        self._lock = threading.Lock()
+        if self._pauses and self._ran:
+            gc.enable()
+        self._pauses = 0
+
 
 paused = _Paused()
+os.register_at_fork(after_in_child=paused.forked)

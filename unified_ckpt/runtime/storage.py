@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
-from unified_ckpt.runtime.descriptors import OpenFiles
+from unified_ckpt.runtime.descriptors import READERS, OpenFiles
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -50,7 +50,7 @@ class LocalStorage:
     def __init__(self, root: str, *, how: Calls = WAITED_FOR) -> None:
         self.root, self._call_nbytes = root, how.nbytes
         self._uncached = how.uncached and can_be_uncached(os.uname().release)
-        self._reading, self._writing = OpenFiles(root, self._open_to_read), OpenFiles(root, self._open_to_write)
+        self._reading, self._writing = OpenFiles(root, self._open_to_read, room=READERS), OpenFiles(root, self._open_to_write)
         self._unsynced: dict[str, None] = {}
 
     def __enter__(self) -> LocalStorage:
@@ -148,9 +148,10 @@ class LocalStorage:
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
         """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a hint."""
         flush = _libc_function("sync_file_range")
-        if flush is not None and name in self._unsynced:
-            with self._writing.use(name) as fd:
-                flush(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
+        file = self._writing.take_open(name) if flush is not None else None
+        if flush is not None and file is not None:
+            flush(file.fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
+            self._writing.give_back(file)
 
     def written(self) -> list[str]:
         """The files that were written to and not synced yet."""
@@ -233,14 +234,17 @@ class LocalStorage:
 
     def close(self) -> None:
         self._unsynced = {}
-        self._writing.close()
-        self._reading.close()
+        try:
+            self._writing.close()
+        finally:
+            self._reading.close()
 
     def _open_to_read(self, name: str) -> int:
         return self._call("open", name, lambda: os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC))
 
     def _open_to_write(self, name: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= 0 if name in self._unsynced else os.O_CREAT  # what was written to it is to be there
         fd = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
         self._unsynced[name] = None
         return fd

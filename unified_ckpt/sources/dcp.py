@@ -258,4 +258,4 @@ def _fields(one: Any) -> dict[str, Any]:
         return one.__dict__
     if isinstance(one, Stub) and isinstance(one.state, dict):
         return one.state
-    raise TypeError(f"{one!r} has no fields")
+    raise TypeError(f"a {type(one).__name__} has no fields")

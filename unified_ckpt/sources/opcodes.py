@@ -32,8 +32,8 @@ def _opcodes(nbytes: int) -> bytes:
     return b"[" + b"".join(codes) + b"]" + b"." * nbytes
 
 
-# As many as there are of a length that is known, passed over at once: most of all by far. A number below 2^24 takes 128 MiB at most.
-_KNOWN_LENGTHS = [_opcodes(nbytes) for nbytes in (0, 1, 2, 4, 8)] + [pickle.LONG_BINPUT + rb"...\0"]
+# As many as there are of a length that is known, passed over at once: most of all by far. A number below 2^16 takes 1 MiB.
+_KNOWN_LENGTHS = [_opcodes(nbytes) for nbytes in (0, 1, 2, 4, 8)] + [pickle.LONG_BINPUT + rb"..\0\0"]
 _PLAIN = re.compile(b"(?:" + b"|".join(_KNOWN_LENGTHS) + b")*+", re.DOTALL)
 
 

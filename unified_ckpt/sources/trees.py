@@ -19,25 +19,30 @@ def check_tree(found: Any) -> None:
     todo = [found]
     while todo:
         one = todo[-1]
-        held = _held(one)
-        if not held or id(one) in known:
+        if id(one) in known:
             todo.pop()
-        elif id(one) not in open_:
+            continue
+        held = _held(one)
+        inside = [inner for inner in held if isinstance(inner, _HOLDERS)]
+        if id(one) not in open_:
             open_.add(id(one))
-            todo += held
-            if any(id(inner) in open_ for inner in held):
+            todo += [inner for inner in inside if id(inner) not in known]
+            if any(id(inner) in open_ for inner in inside):
                 raise FormatError("has an object that holds itself; needed a tree")
         else:
             open_.discard(id(one))
-            inside = [known.get(id(inner), (1, 0)) for inner in held]
-            known[id(one)] = branches, levels = 1 + sum(count for count, _ in inside), 1 + max(level for _, level in inside)
+            branches = 1 + len(held) - len(inside) + sum(known[id(inner)][0] for inner in inside)
+            levels = 1 + max((known[id(inner)][1] for inner in inside), default=0)
             if branches > MANY or levels > DEEP:
                 raise FormatError(f"has {branches} branches on {levels} levels; needed at most {MANY} on {DEEP}")
+            known[id(one)] = branches, levels
             todo.pop()
 
 
+_HOLDERS = (dict, list, tuple, set, frozenset, Stub)
+
+
 def _held(one: Any) -> list[Any]:
-    """What it holds that may hold something itself, or is counted."""
     if isinstance(one, dict):
         return [*one.keys(), *one.values()]
     if isinstance(one, (list, tuple, set, frozenset)):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from common import MOMENTS, llama_shapes, parse_size
+from common import MOMENTS, llama_shapes, parse_size, write_rows
 
 import unified_ckpt as uc
 
@@ -104,10 +104,7 @@ def main() -> None:
         for name, source in sources.items():
             for ranks in map(int, options.ranks.split(",")):
                 row = compare(name, source, root, ranks, options)
-                print(json.dumps(row), flush=True)
-                if options.out:
-                    with open(options.out, "a") as file:
-                        file.write(json.dumps(row) + "\n")
+                write_rows([row], options.out)
     finally:
         shutil.rmtree(root)
 

@@ -12,9 +12,12 @@ import os
 import pickle
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+
+from common import write_rows
 
 NBYTES = 1500  # of a shard: a zip archive with one row
 FILES = 1024  # that a process may have open, as shells have it
@@ -99,13 +102,10 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         for case in ("dcp", "unified"):
-            seconds = sorted(one[case]["seconds"] for one in rounds)
+            seconds = [one[case]["seconds"] for one in rounds]
             row = {"bench": "open_dcp", "case": case, "ranks": ranks, "tensors": tensors, "shards": ranks * tensors, "metadata_bytes": size}
-            row |= {"seconds_median": seconds[len(seconds) // 2], "rounds": seconds, "kept_bytes": rounds[-1][case]["kept_bytes"]}
-            print(json.dumps(row), flush=True)
-            if told.out:
-                with open(told.out, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+            row |= {"seconds_median": statistics.median(seconds), "rounds": seconds, "kept_bytes": rounds[-1][case]["kept_bytes"]}
+            write_rows([row], told.out)
 
 
 if __name__ == "__main__":

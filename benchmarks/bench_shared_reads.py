@@ -9,7 +9,6 @@ reads all), `always` (each block is read by one). Seconds: median of `--rounds`,
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import write_rows
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm import Comm
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=128 << 20)
     parser.add_argument("--rate", type=float, default=200e6)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out")
     arguments = parser.parse_args()
     state = {f"w{i}": torch.randn(arguments.nbytes // 16 // 4) for i in range(16)}
     with tempfile.TemporaryDirectory() as root:
@@ -114,10 +114,7 @@ def main() -> None:
                     "n": arguments.rounds,
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 }
-                print(json.dumps(row), flush=True)
-                if arguments.out is not None:
-                    with arguments.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                write_rows([row], arguments.out)
 
 
 if __name__ == "__main__":

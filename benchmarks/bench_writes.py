@@ -4,14 +4,13 @@ python benchmarks/bench_writes.py --size 2GiB --repeats 5 --out results/writes.j
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import time
 from pathlib import Path
 
-from common import parse_size
+from common import parse_size, write_rows
 
 from unified_ckpt.runtime.calls import _DONTCACHE, can_be_uncached
 
@@ -54,10 +53,7 @@ def main() -> None:
         row = {"bench": "writes", "call": length, "uncached": bool(flags), "size": options.size, "n": options.repeats}
         row |= {"kernel": platform.release(), "calls_median": statistics.median(calls), "fsync_median": statistics.median(syncs)}
         row |= {"calls_seconds": calls, "fsync_seconds": syncs}
-        print(json.dumps(row), flush=True)
-        if options.out:
-            with open(options.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
+        write_rows([row], options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,10 +116,36 @@ def load_case(
 
 
 def keys_in_store(comm: Comm) -> int:
-    """Collective. How many keys the ranks have in their store, on rank 0; 0 elsewhere."""
-    meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
-    with meeting.phase("count"):
+    """Collective. How many keys the ranks have in their store when each has deleted what it can, on rank 0; 0 elsewhere."""
+    with counting(comm):
         return int(comm._store.num_keys()) if comm.rank == 0 else 0
+
+
+@contextmanager
+def counting(comm: Comm) -> Iterator[None]:
+    """Collective. Every rank has deleted what it can of its keys, and waits until all have left the block."""
+    meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
+    meeting.agree("tidy")
+    with meeting.phase("count"):
+        yield
+
+
+class Held:
+    """What this process holds that may not grow: threads and open files."""
+
+    def __init__(self) -> None:
+        self.threads, self.files = self._now()
+
+    def no_more(self, *, threads: int = 0, files: int = 0) -> None:
+        """Nothing is held beyond this much more than at first, once threads that are about to end are gone."""
+        bound, deadline = (self.threads + threads, self.files + files), time.monotonic() + SECONDS
+        while any(now > most for now, most in zip(self._now(), bound, strict=True)):
+            assert time.monotonic() < deadline, f"{self._now()} threads and open files; needed at most {bound}"
+            time.sleep(0.01)
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def fine(found: Sequence[Result | BaseException]) -> list[Result]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import struct
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import LOAD, SAVE, folder_of, on_machine
+from machines import LOAD, SAVE, Held, counting, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -219,13 +218,10 @@ def save_halves(root: Path) -> None:
     run_ranks(2, act)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_nothing_is_left_of_30_loads(tmp_path: Path) -> None:
     save_halves(tmp_path)
-    counts: list[tuple[int, int, int]] = []
+    held: list[Held] = []
+    keys: list[int] = []
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
@@ -234,17 +230,14 @@ def test_nothing_is_left_of_30_loads(tmp_path: Path) -> None:
                 made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
                 assert torch.equal(target["w"], FULL)
                 if turn in (4, 29):
-                    meeting = comm.meet("count", same=False, timeout_seconds=30)
-                    time.sleep(0.3)  # for threads that end
-                    if comm.rank == 0:
-                        counts.append((threading.active_count(), open_files(), comm._store.num_keys()))
-                    meeting.agree("counted")
+                    with counting(comm):
+                        if comm.rank == 0:
+                            keys.append(comm._store.num_keys())
+                            held.append(Held())
+                            held[0].no_more()
 
     run_ranks(2, act)
-    (threads, files, keys), after = counts
-    assert after[0] <= threads
-    assert after[1] <= files
-    assert after[2] <= keys + 5
+    assert keys[1] <= keys[0]
 
 
 def test_a_load_that_fails_leaves_nothing_either(tmp_path: Path) -> None:
@@ -258,13 +251,11 @@ def test_a_load_that_fails_leaves_nothing_either(tmp_path: Path) -> None:
         with on_machine(comm, [0, 1]) as made:
             made.load(folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=LOAD)
 
-    before: tuple[int, int] | None = None
+    held: list[Held] = []
     for _ in range(6):
         same_error(try_ranks(2, act), uc.IntegrityError, "no machine has these bytes undamaged")
-        time.sleep(0.2)
-        before = before or (threading.active_count(), open_files())
-    assert threading.active_count() <= before[0]
-    assert open_files() <= before[1]
+        held.append(Held())
+    held[0].no_more()
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:

@@ -114,6 +114,11 @@ def test_memory_is_given_back() -> None:
 
 # the two ways of an exchange
 
+
+def waiting(windows: dict[int, Window], *, seconds: float = SECONDS) -> Wait:
+    return Wait(timeout_seconds=seconds, windows=windows, heed=lambda: None)
+
+
 WORLD, COUNT, SHARE = 3, 7, TILE // 3
 
 
@@ -123,7 +128,7 @@ def mine(rank: int) -> slice:
 
 def fill(windows: dict[int, Window], rank: int) -> list[list[int]]:
     """Each rank fills its part of each of rank 0's tiles. Rank 0 returns what it found in them."""
-    window, wait, found = windows[0], Wait(timeout_seconds=SECONDS, windows=windows), []
+    window, wait, found = windows[0], waiting(windows), []
     if rank == 0:
         window.serve(1)
     for number in range(COUNT):
@@ -139,7 +144,7 @@ def fill(windows: dict[int, Window], rank: int) -> list[list[int]]:
 
 def empty(windows: dict[int, Window], rank: int) -> list[int]:
     """Rank 0 fills its tiles; the others return what they found in them."""
-    window, wait, found = windows[0], Wait(timeout_seconds=SECONDS, windows=windows), []
+    window, wait, found = windows[0], waiting(windows), []
     if rank == 0:
         window.serve(2)
     for number in range(COUNT):
@@ -178,7 +183,7 @@ print(int(tile.sum()), flush=True)
 ours, fd = create_window(world=2, tile_nbytes=8192)
 print(ours.token, flush=True)
 theirs = open_window(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
-wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours})
+wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours}, heed=lambda: None)
 for number in range(6):
     wait.until_progress(0, exchange=1, tiles=number - 1)
     theirs.tile(number)[:] = number + 1
@@ -223,7 +228,7 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(make: Callable[[
     window = make(2)
     assert child.says() == str(3 * TILE), "a view of a closed window that is still held stays readable"
     theirs = open_window(child.says(), world=2, tile_nbytes=TILE)
-    wait = Wait(timeout_seconds=SECONDS, windows={0: window, 1: theirs})
+    wait = waiting({0: window, 1: theirs})
     window.serve(1)
     child.tell(window.token)
     seen = []
@@ -252,7 +257,7 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(make: Callable[[
 
 def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> None:
     windows = {0: make(3), 2: make(3)}
-    wait = Wait(timeout_seconds=0.2, windows=windows)
+    wait = waiting(windows, seconds=0.2)
     windows[2].serve(4)
     windows[2].advance(1)
     with pytest.raises(RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"):
@@ -267,14 +272,14 @@ def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> No
 def test_a_rank_that_is_further_already_is_not_waited_for(make: Callable[[int], Window]) -> None:
     windows = {1: make(2)}
     windows[1].serve(8)
-    Wait(timeout_seconds=0.2, windows=windows).until_progress(1, exchange=7, tiles=100)
+    waiting(windows, seconds=0.2).until_progress(1, exchange=7, tiles=100)
     windows[1].mark(0, 9)
-    Wait(timeout_seconds=0.2, windows=windows).until_done(windows[1], (), 100)
+    waiting(windows, seconds=0.2).until_done(windows[1], (), 100)
 
 
 def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window]) -> None:
     windows = {0: make(2), 1: make(2)}
-    wait = Wait(timeout_seconds=SECONDS, windows=windows)
+    wait = waiting(windows)
     threading.Timer(0.1, windows[1].fail).start()
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
@@ -292,7 +297,7 @@ def test_what_was_done_before_giving_up_counts(make: Callable[[int], Window]) ->
     window.serve(1)
     window.advance(1)
     window.fail()
-    Wait(timeout_seconds=SECONDS, windows={1: window}).until_progress(1, exchange=1, tiles=1)
+    waiting({1: window}).until_progress(1, exchange=1, tiles=1)
 
 
 def test_a_block_that_fails_gives_up(make: Callable[[int], Window]) -> None:

@@ -223,7 +223,7 @@ def _read(
         tile_nbytes=max((group.reads.tile_nbytes for group in groups if group.reads.moves.mine), default=0),
         partners={rank for group in groups for rank in group.reads.moves.partners(meeting.rank)},
     )
-    wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened)
+    wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened, heed=meeting.heed)
     fetched = []
     with giving_up(opened.get(meeting.rank)):
         for group in groups:

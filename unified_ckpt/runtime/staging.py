@@ -161,11 +161,11 @@ def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
 class Wait:
     """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died.
 
-    `heed`: raises what ranks on other machines have failed with, if they have.
+    `heed`: raises what any rank has failed with, if one has: those on other machines, and those that came to no exchange, mark no window.
     """
 
     def __init__(
-        self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object] = lambda: None
+        self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object]
     ) -> None:
         self._timeout, self._windows, self._heed = timeout_seconds, windows, heed
 

@@ -1,0 +1,53 @@
+"""A rank that fails in the middle of a load: the others learn of it at once, wherever they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import same_error
+
+import unified_ckpt as uc
+from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+
+NAME, SECONDS = "checkpoint-1", 60.0
+LOAD = uc.LoadOptions(timeout_seconds=SECONDS)
+SHAPES = {"both": (40, 30), "alone": (7,)}
+
+
+def wanted(rank: int) -> dict[str, torch.Tensor]:
+    """Ranks 0 and 1 read one tensor together, rank 2 another."""
+    return {"alone": torch.zeros(7)} if rank == 2 else {"both": torch.zeros(40, 30)}
+
+
+def test_a_rank_that_left_before_the_exchange_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 fails while rank 1 waits for rank 0's window; rank 0 comes last, and would wait for rank 1 for as long as it may."""
+    run_ranks(1, lambda comm: checkpointer_of(comm).save(tmp_path / NAME, model={n: torch.ones(s) for n, s in SHAPES.items()}))
+    left, ready = threading.Event(), Windows.ready
+
+    def late(windows: Windows, meeting: Meeting, **what: Any) -> Any:
+        if meeting.rank == 2:
+            raise StorageError("oh")
+        if meeting.rank == 0:
+            assert left.wait(SECONDS)
+        try:
+            return ready(windows, meeting, **what)
+        finally:
+            if meeting.rank == 1:
+                left.set()
+
+    def act(comm: Comm) -> None:
+        checkpointer_of(comm).load(tmp_path / NAME, model=wanted(comm.rank), options=LOAD)
+
+    run_ranks(3, act)
+    monkeypatch.setattr(Windows, "ready", late)
+    started = time.monotonic()
+    same_error(try_ranks(3, act), StorageError, "rank 2: oh")
+    assert time.monotonic() - started < SECONDS / 2

@@ -108,7 +108,7 @@ def test_memory_is_given_back() -> None:
     other.close()
     window.close()
     os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert mapped not in Path("/proc/self/maps").read_text()
 
 

@@ -109,5 +109,5 @@ def test_everything_is_given_back(ranks: Ranks) -> None:
     for windows in ranks.windows:
         windows.close()
         windows.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert mapped(ranks) == 0

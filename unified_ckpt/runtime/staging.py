@@ -164,9 +164,7 @@ class Wait:
     `heed`: raises what any rank has failed with, if one has: those on other machines, and those that came to no exchange, mark no window.
     """
 
-    def __init__(
-        self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object]
-    ) -> None:
+    def __init__(self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object]) -> None:
         self._timeout, self._windows, self._heed = timeout_seconds, windows, heed
 
     def until_done(self, window: Window, ranks: Sequence[int], tiles: int) -> None:

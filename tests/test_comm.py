@@ -257,6 +257,38 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
             raise error
 
 
+@pytest.mark.parametrize("where", ["roll call", "phase", "key"])
+def test_a_meeting_within_another_ends_when_that_one_fails(where: str) -> None:
+    """Rank 2 fails before it comes to the smaller meeting, or in it before it says what the others wait for; the next ones are fine."""
+    ours = comms(3)
+
+    def act(rank: int) -> list[int | str]:
+        numbers = list[int | str]()
+        inner = ours[rank].among("some", [0, 1, 2])
+        for turn in range(4):
+            outer = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+            try:
+                with outer.phase("part"):
+                    if turn == 1 and rank == 2 and where == "roll call":
+                        raise LayoutError("oh")
+                    part = inner.meet("part", same=False, timeout_seconds=SECONDS, within=outer)
+                    if turn == 1 and rank == 2:
+                        raise LayoutError("oh")
+                    if where == "key":
+                        part.collect("said", b"1", at=0, ranks=range(3))
+                    part.agree("x")
+                    numbers.append(part.number)
+            except LayoutError as error:
+                numbers.append(str(error))
+        return numbers
+
+    began = time.monotonic()
+    found = in_threads(3, act)
+    assert found[0][1] == "rank 2: oh"
+    assert found == [found[0]] * 3, "they go on in the same meetings"
+    assert time.monotonic() - began < SECONDS / 2
+
+
 def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
     ours, over = connected(3), threading.Event()
 

@@ -27,7 +27,8 @@ from unified_ckpt.engine.build import Kept, SaveRequest
 from unified_ckpt.engine.checkpoint import open_folder
 from unified_ckpt.engine.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.save import save
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from unified_ckpt.errors import RankError
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.staging import Window
 from unified_ckpt.runtime.windows import Windows
 

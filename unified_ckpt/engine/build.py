@@ -25,8 +25,8 @@ from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.format import codec, names
 from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, RankExtraFile
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.files import Files, SharedFiles
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
@@ -155,18 +155,19 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
     """Collective. The folder under construction, seen by every rank; or what is said of the checkpoint that stays."""
     meeting, storage, name, options = job.meeting, job.storage, job.name, job.request.options
     said: dict[str, Any] = {"options": options.model_dump(mode="json"), "name": name}
-    with meeting.phase("begin"):
-        if meeting.rank == 0:
-            stays = _stays(job)
-            if stays is None:
-                begun = commit.begin(storage, name, save_id=job.gate.save_id if job.gate else None)
-                said |= {"folder": begun.folder, "id": begun.save_id}
-            else:
-                said |= {"id": stays.save_id, "step": stays.step}
-            meeting.put("begun", json.dumps(said).encode())
-    told = json.loads(meeting.get("begun", of=0))
-    construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
+    construction = None
     try:
+        with meeting.phase("begin"):
+            if meeting.rank == 0:
+                stays = _stays(job)
+                if stays is None:
+                    construction = commit.begin(storage, name, save_id=job.gate.save_id if job.gate else None)
+                    said |= {"folder": construction.folder, "id": construction.save_id}
+                else:
+                    said |= {"id": stays.save_id, "step": stays.step}
+                meeting.put("begun", json.dumps(said).encode())
+        told = json.loads(meeting.get("begun", of=0))
+        construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
         with meeting.phase("see"):
             for key in ("name", "options"):
                 if told[key] != json.loads(json.dumps(said[key])):
@@ -178,8 +179,7 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
                 if job.plan.book is not None:
                     commit.check_room(storage, construction, job.plan.book.nbytes)
     except BaseException as error:
-        if construction is not None:
-            _abandon(job, construction, error)
+        _abandon(job, construction, error)
         raise
     return construction, told
 
@@ -324,9 +324,9 @@ def _publish(job: Job, construction: commit.Construction) -> str | None:
     return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists)
 
 
-def _abandon(job: Job, construction: commit.Construction, error: BaseException) -> None:
-    """Rank 0 clears away what a failed save left, once nobody writes to it."""
-    if job.post is not None:
+def _abandon(job: Job, construction: commit.Construction | None, error: BaseException) -> None:
+    """Rank 0 clears away what a failed save left, once nobody writes to it. None where this rank knows of nothing yet."""
+    if job.post is not None and construction is not None:
         job.post.hang_up()
         job.post.shut(construction.save_id)
     commit.abandon_together(job.meeting, job.storage, construction, error, lead=0)

@@ -14,7 +14,7 @@ from typing import Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.tables import Group, Row, decode_table, encode_table
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 
 
 @dataclass(frozen=True, slots=True)

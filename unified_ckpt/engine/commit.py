@@ -17,7 +17,7 @@ from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manif
 from unified_ckpt.runtime.storage import LocalStorage
 
 if TYPE_CHECKING:
-    from unified_ckpt.runtime.comm import Meeting  # it needs torch, which looking at folders does not
+    from unified_ckpt.runtime.meeting import Meeting  # it needs torch, which looking at folders does not
 
 PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
 _HEADROOM_NBYTES = 16 << 20  # for index, manifest and what `attach` adds
@@ -177,10 +177,15 @@ def abandon(storage: LocalStorage, construction: Construction) -> None:
         return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint
 
 
-def abandon_together(meeting: Meeting, storage: LocalStorage, construction: Construction, error: BaseException, *, lead: int) -> None:
-    """Every rank calls, after it has stopped writing. The lead removes the folder once the others have; `error`: why it is abandoned."""
+def abandon_together(
+    meeting: Meeting, storage: LocalStorage, construction: Construction | None, error: BaseException, *, lead: int
+) -> None:
+    """Every rank calls, after it has stopped writing. The lead removes the folder once the others have; `error`: why it is abandoned.
+
+    `construction`: None on a rank that has not learnt of it yet, on the lead where it has begun none.
+    """
     meeting.put(f"stopped/{meeting.rank}", b"1")
-    if meeting.rank != lead:
+    if meeting.rank != lead or construction is None:
         return
     if getattr(error, "agreed", False):
         meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)

@@ -39,7 +39,8 @@ from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageE
 from unified_ckpt.format import digests
 from unified_ckpt.format.manifest import ConvertedFrom, Manifest
 from unified_ckpt.format.names import check_part_name
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
 

@@ -30,7 +30,7 @@ from unified_ckpt.engine.transfer import Copy
 from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Manifest, encode_manifest
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.wire import parse_address

@@ -11,8 +11,8 @@ from typing import Any
 from unified_ckpt.engine.objects import with_states
 from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.files import Files
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
 

@@ -8,8 +8,8 @@ from unified_ckpt.engine.plan import SavePlan
 from unified_ckpt.engine.snapshot import Snapshot, parts_of, write_copied
 from unified_ckpt.engine.tiles import write_tiles
 from unified_ckpt.engine.write import Digested, Writer, write_extents, write_headers
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.files import Files
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.staging import Wait, giving_up
 from unified_ckpt.runtime.storage import LocalStorage

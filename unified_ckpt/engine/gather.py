@@ -16,7 +16,8 @@ from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.whole import Whole, choose, decode_whole
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.probe import everybody, first_ranks, numbered
 from unified_ckpt.runtime.storage import LocalStorage, Reader, is_url

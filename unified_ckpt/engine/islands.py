@@ -21,7 +21,8 @@ from unified_ckpt.engine.extras import Words
 from unified_ckpt.engine.plan import checked_groups
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.tensors import Part
 
 Rules = Mapping[Key, Sharding | None]  # by world row: the rule within the island, None for a tensor that is stored in fragments
@@ -95,10 +96,10 @@ def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: Layout | Non
     return found
 
 
-def island_rules(comm: Comm, parts: Sequence[Part], island: Island, *, timeout_seconds: float) -> Rules:
-    """Collective over the island. What of the ranks' tensors it holds whole, and by which rule."""
-    rows = [part.row for part in parts]
-    meeting = comm.meet("island", same=False, timeout_seconds=timeout_seconds)
+def island_rules(gate: Gate, comm: Comm, parts: Sequence[Part]) -> Rules:
+    """Collective over the island, whose ranks `comm` has. What of their tensors it holds whole, and by which rule."""
+    rows, island = [part.row for part in parts], gate.island
+    meeting = comm.meet("island", same=False, timeout_seconds=gate.meeting.timeout_seconds, within=gate.meeting)
     with meeting.phase("island"):
         census = announce(meeting, rows)
         if census is not None:

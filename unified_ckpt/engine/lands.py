@@ -16,7 +16,8 @@ from unified_ckpt.core.islands import Island
 from unified_ckpt.core.tables import short
 from unified_ckpt.core.volumes import Volume, block_nbytes_of
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.probe import everybody, file_system, first_ranks, numbered
 from unified_ckpt.runtime.storage import LocalStorage

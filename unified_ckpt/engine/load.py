@@ -26,7 +26,8 @@ from unified_ckpt.engine.sharing import overlap, share_reads
 from unified_ckpt.engine.source import Catalog, Said, Source
 from unified_ckpt.errors import CheckpointError, MismatchError
 from unified_ckpt.options import LoadOptions
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
 from unified_ckpt.runtime.staging import Wait, giving_up
 from unified_ckpt.runtime.state import MODEL, State

@@ -41,7 +41,8 @@ from unified_ckpt.engine.rewrite import (
 from unified_ckpt.engine.seal import write_manifest
 from unified_ckpt.errors import IntegrityError, NotFoundError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 

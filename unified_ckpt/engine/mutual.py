@@ -18,8 +18,9 @@ from unified_ckpt.engine.repair import RepairReport, mend
 from unified_ckpt.engine.truth import look
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.locks import mending, reading
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage

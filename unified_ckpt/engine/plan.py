@@ -15,7 +15,7 @@ from unified_ckpt.core.tables import Group, Row, check_agreed, check_complete, g
 from unified_ckpt.engine.census import Census, Membership, announce, check_rules, holders_of, memberships, publish
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.manifest import FileRecord
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.tensors import Part
 
 Fingerprint = tuple[object, ...]

@@ -12,7 +12,7 @@ from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
 from unified_ckpt.engine.source import Catalog, Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import reader
 
 Proofs = Mapping[tuple[str, str], Sequence[int] | None]  # (part, name) -> CRC of each block, None where the source has none

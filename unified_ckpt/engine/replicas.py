@@ -12,7 +12,7 @@ from unified_ckpt.engine.plan import GroupPlan
 from unified_ckpt.engine.write import CHUNK_NBYTES, Scratch
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.tensors import Part, as_bytes, dense
 
 _SHOWN = 20

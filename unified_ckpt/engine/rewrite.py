@@ -23,8 +23,8 @@ from unified_ckpt.errors import IntegrityError, StorageError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.lane import Lane
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 

@@ -18,7 +18,8 @@ from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
 from unified_ckpt.engine.snapshot import Snapshot, copy, prepare
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.state import steady_keys
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
@@ -160,7 +161,7 @@ def _arrive(
     gate = open_gate(meeting, land.island)
     with telling(gate):
         parts, words = _landed(gate, land.comm, request, kept, same=same), spread_extra(gate, words)
-        own = land.comm.meet("save of an island", same=same, timeout_seconds=meeting.timeout_seconds)
+        own = land.comm.meet("save of an island", same=same, timeout_seconds=meeting.timeout_seconds, within=meeting)
         if background:
             own.to_background()
         try:
@@ -181,7 +182,7 @@ def _landed(gate: Gate, comm: Comm, request: SaveRequest, kept: Kept, *, same: b
         kept.orders = None
         check_copies(gate, request.options.machine_copies)
         kept.totals = check_world(gate.meeting, parts, layout=request.layout, matched=request.matched)
-        kept.rules = island_rules(comm, parts, gate.island, timeout_seconds=gate.meeting.timeout_seconds)
+        kept.rules = island_rules(gate, comm, parts)
     return on_island(parts, kept.rules, gate.island, index=comm.rank)
 
 

@@ -16,8 +16,8 @@ from unified_ckpt.engine.write import Digested
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, Part, RankExtraFile, encode_manifest
-from unified_ckpt.runtime.comm import Meeting
 from unified_ckpt.runtime.files import Files
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
 

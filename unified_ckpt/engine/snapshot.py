@@ -22,7 +22,7 @@ from unified_ckpt.engine.plan import GroupPlan
 from unified_ckpt.engine.write import Digested, Writer, chunks
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.probe import free_memory_nbytes
 from unified_ckpt.runtime.tensors import ELEMENT, TORCH_DTYPES, Part, as_bytes, copy_lines, dense, fill_lines
 

@@ -11,7 +11,7 @@ from unified_ckpt.engine import commit
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import is_ours, is_step, scan
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 
 _FILES = ".accelerate-files-"  # begins a folder that holds the hooks' files until they are attached
 

@@ -32,7 +32,7 @@ from unified_ckpt.integrations import acc_folders as folders
 from unified_ckpt.integrations import acc_hooks as hooks
 from unified_ckpt.integrations import acc_state as states
 from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 
 __all__ = ["attach", "load_state", "save_state", "save_state_async"]
 

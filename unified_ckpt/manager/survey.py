@@ -22,7 +22,8 @@ from unified_ckpt.engine.joint import Joint
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager import lineage
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -35,7 +36,7 @@ class Survey:
 
     def __init__(self, meeting: Meeting, ranks: Comm, leads: Sequence[int], *, root: str, directory: str, prefix: str) -> None:
         self._meeting, self._leads, self._root, self._directory, self._prefix = meeting, leads, root, directory, prefix
-        self._comm = ranks.among("tiers/survey", leads)
+        self._comm = ranks.among("tiers/survey", leads, within=meeting)
         self._asked = 0
         self._plain: set[str | None] = set()  # saves in the root that rank 0 sees, of one folder
 

@@ -26,7 +26,8 @@ from unified_ckpt.manager.removal import clear
 from unified_ckpt.manager.rotation import rotate
 from unified_ckpt.manager.steps import Scan, scan
 from unified_ckpt.options import ManagerOptions, SaveOptions
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.probe import first_ranks
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.verdicts import decode_error, encode_error

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 
 
 def machine_id() -> str:

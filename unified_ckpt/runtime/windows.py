@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from unified_ckpt.runtime.comm import Meeting
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.staging import FarWindow, Window, create_window, open_window
 

@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a load: the others learn of it at once, wherever they are."""
+"""A rank that fails where the others do not look for it: they learn of it at once, wherever they wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from machines import SAVE, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm import Comm, Meeting
+from unified_ckpt.errors import FormatError, StorageError
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
@@ -51,3 +53,34 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(tmp_path: Path, 
     started = time.monotonic()
     same_error(try_ranks(3, act), StorageError, "rank 2: oh")
     assert time.monotonic() - started < SECONDS / 2
+
+
+def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -> None:
+    """In the background, with a layout that is known, the ranks of a machine go straight to a meeting of their own."""
+    machines = [0, 0, 1, 1]
+    options = SAVE.model_copy(update={"if_exists": "replace", "timeout_seconds": SECONDS})
+
+    def act(comm: Comm) -> list[BaseException | None]:
+        found: list[BaseException | None] = []
+        with on_machine(comm, machines) as made:
+            for turn in range(5):
+                extra = object() if turn % 2 and comm.rank == 3 else turn
+                state = {"w": torch.full((4, 3), float(turn))}
+                try:
+                    made.save_async(folder_of(tmp_path, machines[comm.rank]), model=state, rank_extra=extra, options=options).result(
+                        SECONDS
+                    )
+                except uc.CheckpointError as error:
+                    found.append(error)
+                else:
+                    found.append(None)
+        return found
+
+    started = time.monotonic()
+    found = run_ranks(4, act)
+    assert time.monotonic() - started < SECONDS / 2
+    for turn, of_ranks in enumerate(zip(*found, strict=True)):
+        if turn % 2:
+            same_error(of_ranks, FormatError, "rank 3: rank_extra")
+        else:
+            assert of_ranks == (None,) * 4

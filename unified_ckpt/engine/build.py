@@ -166,9 +166,9 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
                 else:
                     said |= {"id": stays.save_id, "step": stays.step}
                 meeting.put("begun", json.dumps(said).encode())
-        told = json.loads(meeting.get("begun", of=0))
-        construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
         with meeting.phase("see"):
+            told = json.loads(meeting.get("begun", of=0))
+            construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
             for key in ("name", "options"):
                 if told[key] != json.loads(json.dumps(said[key])):
                     raise RankError(f"rank {meeting.rank} saves with {key} {said[key]!r}, rank 0 with {told[key]!r}; needed the same")

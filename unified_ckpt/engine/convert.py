@@ -91,7 +91,7 @@ def convert(
     """
     began, path = time.monotonic(), storage.path(name)
     meeting = comm.meet(f"conversion of {how.path} to {path}", same=False, timeout_seconds=how.timeout_seconds)
-    with storage:
+    with storage, meeting.telling():
         with meeting.phase("open"):
             if isinstance(source, Exception):
                 raise source

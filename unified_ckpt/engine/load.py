@@ -100,6 +100,19 @@ def load(
     """
     started = time.monotonic()
     meeting = comm.meet(f"load of {what}", same=False, timeout_seconds=timeout_seconds)
+    with meeting.telling():
+        return _load(meeting, comm, what, request, windows, machines or [0] * comm.world, started)
+
+
+def _load(
+    meeting: Meeting,
+    comm: Comm,
+    what: str,
+    request: LoadRequest | Exception,
+    windows: Windows,
+    machines: Sequence[int],
+    started: float,
+) -> LoadReport:
     with meeting.phase("target"):
         if isinstance(request, Exception):
             raise request
@@ -121,7 +134,7 @@ def load(
         verdict = _compare(meeting, request, differences, filling)
     _raise_differences(request, verdict)
     with meeting.phase("plan"):
-        groups = _plan(meeting, request, by_row, catalog, machines or [0] * comm.world)
+        groups = _plan(meeting, request, by_row, catalog, machines)
     try:
         with meeting.phase("read"):
             fetched = _read(meeting, groups, by_row, catalog, windows, verify=verify != "off")

@@ -90,7 +90,7 @@ def merge(
     written. What was at `name` is as it was after any error, and nothing is left beside it.
     """
     meeting = comm.meet(f"merge to {storage.path(name)}", same=False, timeout_seconds=options.timeout_seconds)
-    with storage:
+    with storage, meeting.telling():
         lead, held = _survey(meeting, joint, machines)
         told = _begin(meeting, joint, storage, name, options, lead=lead)
         if "folder" not in told:

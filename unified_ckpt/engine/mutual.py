@@ -38,7 +38,7 @@ def repair_together(comm: Comm, path: str, machines: Sequence[int], *, timeout_s
     meeting = comm.meet(f"repair of {path}", same=False, timeout_seconds=timeout_seconds)
     own, leads = machines[meeting.rank], first_ranks(machines)
     lead, root = leads[own] == meeting.rank, os.path.realpath(path)
-    with ExitStack() as held:
+    with ExitStack() as held, meeting.telling():
         with ExitStack() as marked:
             with meeting.phase("serve"):
                 if lead:

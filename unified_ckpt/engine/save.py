@@ -41,8 +41,9 @@ def save(
     """
     started = time.monotonic()
     meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=True)
-    job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
-    return finish(job, kept, None)
+    with meeting.telling():
+        job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
+        return finish(job, kept, None)
 
 
 def begin_save(
@@ -97,14 +98,15 @@ class Staged:
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
         """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is one of all ranks."""
         try:
-            with telling(self._job.gate), self._job.meeting.phase("copy"):
-                if self._error is not None:
-                    raise self._error
-                self._comm.tidy()
-            report = finish(self._job, self._kept, self._snapshot)
-            with telling(self._job.gate), self._job.meeting.phase("after"):
-                if after_commit is not None:
-                    after_commit(report)
+            with telling(self._job.gate), self._job.meeting.telling():
+                with self._job.meeting.phase("copy"):
+                    if self._error is not None:
+                        raise self._error
+                    self._comm.tidy()
+                report = finish(self._job, self._kept, self._snapshot)
+                with self._job.meeting.phase("after"):
+                    if after_commit is not None:
+                        after_commit(report)
             return report
         finally:
             self._job.meeting.leave()
@@ -122,7 +124,9 @@ def _meet(
         mark = fingerprint(request.parts(), rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
         mark = (*mark, request.options.machine_copies)
         same = kept.plan is not None and kept.plan.fingerprint == mark and kept.land is land
+        # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
         same = same and (kept.orders is not None or land is None or land.island is None)
+        same = same and (kept.plan is None or kept.plan.replicas_checked or request.options.check_replicas != "first")
     kept.land = land
     return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds, tidy=tidy), mark
 

@@ -173,6 +173,23 @@ class Meeting:
             raise
         self.agree(name)
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a whole call: an error between its phases is told to all ranks too."""
+        try:
+            yield
+        except BaseException as error:
+            if self.world == 1 or getattr(error, "agreed", False):
+                raise
+            self._tell(error)
+            raise self.failure(error) from error
+
+    def _tell(self, error: BaseException) -> None:
+        """What this rank has failed with, unless another was first."""
+        if getattr(error, "echo", False):
+            self.wait(["failed"], seconds=_ECHO_SECONDS, heedless=True)  # the rank that failed first says why
+        self.settle("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
+
     def agree(self, phase: str, error: BaseException | None = None) -> None:
         """Returns once all ranks have got through `phase`, or raises the first error on all of them, naming its rank.
 
@@ -182,9 +199,7 @@ class Meeting:
             raise error
         self.put(f"at/{phase}/{self.rank}", b"1")
         if error is not None:
-            if getattr(error, "echo", False):
-                self.wait(["failed"], seconds=_ECHO_SECONDS, heedless=True)  # the rank that failed first says why
-            self.settle("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
+            self._tell(error)
             self.settle(f"done/{phase}", "failed")
             raise self.failure(error)
         if self.count(f"at/{phase}") == self.world:

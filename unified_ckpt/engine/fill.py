@@ -52,6 +52,8 @@ def write_parts(
                 alone = write_extents(group, parts, writer, rank=meeting.rank) if snapshot is None else write_copied(snapshot, i, writer)
                 found.append(tiles + alone)
             writer.drain()
+            if post is not None:
+                post.handed_in()
         return found
     finally:
         writer.close()

@@ -3,7 +3,8 @@ that another machine writes.
 
 How bytes could be lost: a sender goes on before its bytes are in the file, a receiver's error reaches nobody, bytes of a failed save come
 late and land in the next one. So a sender waits for word of all it has sent (`flush`) before its rank says that it has written; that word
-carries the first error; and bytes are taken only for the save that they name, while it lasts.
+carries the first error; and bytes are taken only for the save that they name, while it lasts. What was sent into a connection that breaks
+is missed by who waits for it, who cannot know why: so a sender asks for word of its pieces of tiles, too (`handed_in`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -77,10 +78,8 @@ class Post:
                 continue
             held = bytearray(nbytes)
             fill(connection, memoryview(held))
-            if words["what"] == "tile":
-                self._paste(words, held)
-            elif not failure:
-                failure = self._write(words, held)
+            if not failure:
+                failure = self._paste(words, held) if words["what"] == "tile" else self._write(words, held)
 
     def _write(self, words: Mapping[str, object], held: bytearray) -> str:
         """The error, if there is one. One at a time, so that `shut` can wait for the last."""
@@ -96,14 +95,18 @@ class Post:
                 return str(error)
         return ""
 
-    def _paste(self, words: Mapping[str, object], held: bytearray) -> None:
-        """Pieces of a tile, once it is free for them. An error ends the connection; who waits for the pieces has a time-out."""
+    def _paste(self, words: Mapping[str, object], held: bytearray) -> str:
+        """Pieces of a tile, once it is free for them; the error, if there is one."""
         until, pause = time.monotonic() + self._timeout, 0.0
-        while not self._pasted(words, held):
-            if time.monotonic() > until:
-                raise ConnectionAbortedError("no room in the tile")
-            time.sleep(pause)
-            pause = min(pause + 20e-6, 1e-3)
+        try:
+            while not self._pasted(words, held):
+                if time.monotonic() > until:
+                    return f"no room in tile {words['number']} within {self._timeout:g} s"
+                time.sleep(pause)
+                pause = min(pause + 20e-6, 1e-3)
+        except Exception as error:  # told to the sender, on whose rank it is raised
+            return str(error)
+        return ""
 
     def _pasted(self, words: Mapping[str, object], held: bytearray) -> bool:
         """False where the window does not serve the exchange yet, or its slot is not empty. Nobody takes the window away meanwhile."""
@@ -133,15 +136,25 @@ class Post:
     def flush(self) -> None:
         """Returns once everything sent to be written is. StorageError, naming the rank, where it is not. Ends the connections."""
         try:
-            for (rank, kind), line in list(self._lines.items()):
-                if kind == "write":
-                    with self._trouble(rank):
-                        send_words(line, {"what": "flush"})
-                        words, _ = receive_words(line)
-                    if words["error"]:
-                        raise StorageError(f"{words['error']} (bytes of rank {self._ranks[self.rank]}, sent to rank {self._ranks[rank]})")
+            for rank, error in self._answers("write"):
+                raise StorageError(f"{error} (bytes of rank {self._ranks[self.rank]}, sent to rank {self._ranks[rank]})")
         finally:
             self.hang_up()
+
+    def handed_in(self) -> None:
+        """Returns once all pieces of tiles are where they belong. RankError, naming the rank, where they are not."""
+        for rank, error in self._answers("tile"):
+            with self._trouble(rank):
+                raise ConnectionAbortedError(error)
+
+    def _answers(self, kind: str) -> Iterator[tuple[int, str]]:
+        """Asks every rank that was sent something of a kind, and yields the errors of those that have one."""
+        for (rank, _), line in [one for one in self._lines.items() if one[0][1] == kind]:
+            with self._trouble(rank):
+                send_words(line, {"what": "flush"})
+                words, _ = receive_words(line)
+            if words["error"]:
+                yield rank, str(words["error"])
 
     def hand_in(self, window: FarWindow, *, exchange: int, number: int, tiles: int, spans: Sequence[Span]) -> None:
         """Fills these pieces of a tile in another rank's window as they are in its image here; then says that `tiles` are filled."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.staging import FarWindow, Window, create_window, open_window
+from unified_ckpt.runtime.staging import FarWindow, Window, create_window, giving_up, open_window
 
 _MAX_GROUPS = 1 << 20
 
@@ -41,16 +41,22 @@ class Windows:
         A rank that only fills or empties has one too, by which the others see that it lives. StorageError where the memory of one
         cannot be reached.
         """
+        wanted, self._post = set(partners), post or self._post
+        own = self._ensure(meeting.world, tile_nbytes) if meeting.rank in wanted else None
+        with giving_up(own):
+            if own is not None:
+                own.revive()
+                if post is not None:
+                    post.lend(own)
+                meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
+            found = self._partners(meeting, wanted - {meeting.rank}, post)
+        return found if own is None else {meeting.rank: own, **found}
+
+    def _partners(self, meeting: Meeting, ranks: Iterable[int], post: Post | None) -> dict[int, Window]:
+        """The windows of other ranks; those on other machines are in `far` then."""
         found: dict[int, Window] = {}
-        wanted, kept, self.far = set(partners), self.far, {}
-        if meeting.rank in wanted:
-            own = found[meeting.rank] = self._ensure(meeting.world, tile_nbytes)
-            own.revive()
-            if post is not None:
-                post.lend(own)
-                self._post = post
-            meeting.put(f"window/{meeting.rank}", f"{own.token} {own.tile_nbytes}".encode())
-        for rank in sorted(wanted - {meeting.rank}):
+        kept, self.far = self.far, {}
+        for rank in sorted(ranks):
             token, size = meeting.get(f"window/{rank}", of=rank).decode().split()
             nbytes = int(size)
             if post is not None and not post.volume.near(meeting.rank, rank):

@@ -289,10 +289,9 @@ class Tiers:
                 return
             if saves is not None:
                 self._lineage = replace(self._lineage, saves=saves)
-            if lineage.read(self.directory) == self._lineage:
-                return
             try:
-                lineage.write(self.directory, self._lineage)
+                if lineage.read(self.directory) != self._lineage:
+                    lineage.write(self.directory, self._lineage)
             except CheckpointError as error:
                 _LOG.warning("after a restart local checkpoints may be taken for those of another run: %s", error)
 

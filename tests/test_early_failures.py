@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,9 +15,11 @@ from machines import SAVE, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.errors import FormatError, StorageError
+from unified_ckpt.core.volumes import Volume
+from unified_ckpt.errors import FormatError, RankError, StorageError
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
+from unified_ckpt.runtime.post import Post
 from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
@@ -84,3 +88,30 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
             same_error(of_ranks, FormatError, "rank 3: rank_extra")
         else:
             assert of_ranks == (None,) * 4
+
+
+def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines 0 and 1 share a folder, 2 and 3 another; rank 3 has no socket left."""
+    make = Post.__init__
+
+    def without_sockets(post: Post, volume: Volume, find: Any, *, rank: int, **what: Any) -> None:
+        if threading.current_thread().name == "rank-3":
+            raise OSError(errno.EMFILE, "Too many open files")
+        make(post, volume, find, rank=rank, **what)
+
+    def act(comm: Comm) -> None:
+        with on_machine(comm, [0, 1, 2, 3]) as made:
+            options = SAVE.model_copy(update={"timeout_seconds": SECONDS})
+            place = tmp_path / f"pair-{comm.rank // 2}" / NAME
+            place.parent.mkdir(exist_ok=True)
+            made.save(place, model={"w": torch.ones(4, 3)}, options=options)
+
+    run_ranks(4, act)
+    shutil.rmtree(tmp_path / "pair-0")
+    shutil.rmtree(tmp_path / "pair-1")
+    monkeypatch.setattr(Post, "__init__", without_sockets)
+    started = time.monotonic()
+    same_error(try_ranks(4, act), RankError, "rank 3: OSError: .*Too many open files")
+    assert time.monotonic() - started < SECONDS / 2
+    monkeypatch.undo()
+    run_ranks(4, act)

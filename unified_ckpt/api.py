@@ -260,8 +260,9 @@ class Checkpointer:
                 if isinstance(request, Exception):
                     raise request
                 found = look(meeting, storage, self._machine or machine_id(), block_nbytes=options.write_alignment)
-            alike = [land for known, land in self._lands.values() if known == found]
-            self._lands[storage.root] = found, alike[0] if alike else find_land(comm, found, timeout_seconds=timeout)
+            with meeting.phase("land"):
+                alike = [land for known, land in self._lands.values() if known == found]
+                self._lands[storage.root] = found, alike[0] if alike else find_land(comm, found, timeout_seconds=timeout)
         return self._lands[storage.root][1]
 
     def _ranks(self) -> comms.Comm:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.islands import Island
 from unified_ckpt.core.tables import short
 from unified_ckpt.core.volumes import Volume, block_nbytes_of
-from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
@@ -52,23 +52,29 @@ class Found:
 
 
 def find_land(comm: Comm, found: Found, *, timeout_seconds: float) -> Land | None:
-    """Collective over all ranks. None where all are on one machine."""
+    """Collective over all ranks, inside a phase of theirs. None where all are on one machine."""
     island, several = found.island, len(set(found.machines)) > 1
     if island.count == 1 and not several:
         return None
     own = comm if island.count == 1 else comm.among(f"island/{island.number}", island.ranks)
     if not several:
         return Land(own, island, None)
-    keys, meeting = own.keys("post"), own.meet("connections", same=False, timeout_seconds=timeout_seconds)
-    with meeting.phase("listen"):
-        post = Post(
-            Volume(found.machines, found.block_nbytes),
-            lambda rank: parse_address(keys.get(str(rank)).decode()),
-            rank=own.rank,
-            ranks=own.ranks,
-            timeout_seconds=timeout_seconds,
-        )
-        keys.set(str(own.rank), post.address.encode())
+    keys, meeting, post = own.keys("post"), own.meet("connections", same=False, timeout_seconds=timeout_seconds), None
+    try:
+        with meeting.phase("listen"):
+            post = Post(
+                Volume(found.machines, found.block_nbytes),
+                lambda rank: parse_address(keys.get(str(rank)).decode()),
+                rank=own.rank,
+                ranks=own.ranks,
+                timeout_seconds=timeout_seconds,
+            )
+            keys.set(str(own.rank), post.address.encode())
+    except CheckpointError as error:
+        if post is not None:
+            post.close()
+        error.agreed = False  # among these ranks, not yet among all
+        raise
     return Land(own, island if island.count > 1 else None, post)
 
 

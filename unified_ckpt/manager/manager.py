@@ -263,7 +263,7 @@ class CheckpointManager:
                 meeting.put("told", body)
             elif survey is not None:
                 survey.answer()
-        return meeting.get("told")
+            return meeting.get("told")
 
     def _look(self, survey: Survey | None) -> Scan:
         """Rank 0 only: all that is there."""

@@ -151,7 +151,7 @@ class Tiers:
                 meeting.put("told", json.dumps({**said, "outcomes": outcomes, "saves": saves}).encode())
             elif others is not None and meeting.rank in self._leads:
                 others(meeting)
-        found: dict[str, Any] = json.loads(meeting.get("told"))
+            found: dict[str, Any] = json.loads(meeting.get("told"))
         if self._convoy is not None and self._lineage is not None and not self._lineage.saves.issuperset(found["saves"]):
             self._note(frozenset(found["saves"]))
         return found

@@ -20,6 +20,7 @@ from unified_ckpt.errors import FormatError, RankError, StorageError
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
+from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
@@ -57,6 +58,40 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(tmp_path: Path, 
     started = time.monotonic()
     same_error(try_ranks(3, act), StorageError, "rank 2: oh")
     assert time.monotonic() - started < SECONDS / 2
+
+
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_load_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, verify: str) -> None:
+    """Rank 0's storage takes more than twice the time-out; the others wait for its tiles, or until all are through."""
+    names = [f"w{number}" for number in range(16)]
+    full = {name: torch.arange(160_000.0).reshape(400, 400) for name in names}
+    layout = uc.Layout(mesh={"dp": 2}, rules={"w*": {"dp": cut}}, shapes=dict.fromkeys(names, (400, 400)))
+    run_ranks(1, lambda comm: checkpointer_of(comm).save(tmp_path / NAME, model=full))
+    make, read_at, of_first = LocalStorage.__init__, LocalStorage.read_at, set[int]()
+
+    def made(storage: LocalStorage, *args: Any, **what: Any) -> None:
+        make(storage, *args, **what)
+        if threading.current_thread().name == "rank-0":
+            of_first.add(id(storage))
+
+    def slow(storage: LocalStorage, name: str, start: int, into: memoryview) -> None:
+        if id(storage) in of_first and name.startswith("model"):
+            slept.append(0.3)
+            time.sleep(slept[-1])
+        read_at(storage, name, start, into)
+
+    def act(comm: Comm) -> None:
+        target = {name: torch.zeros_like(tensor.chunk(2, cut)[comm.rank]) for name, tensor in full.items()}
+        options = uc.LoadOptions(timeout_seconds=1.0, verify=verify)
+        checkpointer_of(comm).load(tmp_path / NAME, model=target, layout=layout, options=options)
+        assert all(torch.equal(target[name], full[name].chunk(2, cut)[comm.rank]) for name in names)
+
+    slept: list[float] = []
+    monkeypatch.setattr(LocalStorage, "__init__", made)
+    monkeypatch.setattr(LocalStorage, "read_at", slow)
+    run_ranks(2, act)
+    assert sum(slept) > 2, "that is twice the time-out"
 
 
 def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_memory_is_given_back() -> None:
 
 
 def waiting(windows: dict[int, Window], *, seconds: float = SECONDS) -> Wait:
-    return Wait(timeout_seconds=seconds, windows=windows, heed=lambda: None)
+    return Wait(timeout_seconds=seconds, windows=windows, heed=lambda: None, signs=lambda: 0)
 
 
 WORLD, COUNT, SHARE = 3, 7, TILE // 3
@@ -183,7 +183,7 @@ print(int(tile.sum()), flush=True)
 ours, fd = create_window(world=2, tile_nbytes=8192)
 print(ours.token, flush=True)
 theirs = open_window(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
-wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours}, heed=lambda: None)
+wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours}, heed=lambda: None, signs=lambda: 0)
 for number in range(6):
     wait.until_progress(0, exchange=1, tiles=number - 1)
     theirs.tile(number)[:] = number + 1
@@ -290,6 +290,16 @@ def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window])
         wait.until_done(windows[0], (1,), 1)
     assert caught.value.echo, "the rank that gave up says why"
     assert time.monotonic() - started < SECONDS / 2
+
+
+def test_the_time_out_is_one_of_silence(make: Callable[[int], Window]) -> None:
+    """Whoever gets on is waited for: three signs of life, and then none."""
+    window, signs = make(2), iter([1, 2, 3, 3])
+    wait = Wait(timeout_seconds=0.2, windows={1: window}, heed=lambda: None, signs=lambda: next(signs))
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 did not come to tile 0 of exchange 1 within 0.2 s"):
+        wait.until_progress(1, exchange=1, tiles=1)
+    assert time.monotonic() - began > 0.8
 
 
 def test_what_was_done_before_giving_up_counts(make: Callable[[int], Window]) -> None:

@@ -41,7 +41,7 @@ def write_parts(
             partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
             post=post,
         )
-        wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**opened, **windows.far}, heed=meeting.heed)
+        wait = Wait(timeout_seconds=meeting.timeout_seconds, windows={**opened, **windows.far}, heed=meeting.heed, signs=meeting.signs)
         found: list[Digested] = []
         with giving_up(opened.get(meeting.rank)):
             for i, (group, parts) in enumerate(zip(plan.groups, held, strict=True)):

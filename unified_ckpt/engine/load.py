@@ -21,7 +21,7 @@ from unified_ckpt.engine.match import Differences, Match, match_all, unknown_par
 from unified_ckpt.engine.objects import Filling, look_up
 from unified_ckpt.engine.pieces import JointStorage
 from unified_ckpt.engine.prove import saved_digests, verify_read
-from unified_ckpt.engine.read import Fetched, ReadGroup, Targets, read_extents, read_tiles
+from unified_ckpt.engine.read import Beating, Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.sharing import overlap, share_reads
 from unified_ckpt.engine.source import Catalog, Said, Source
 from unified_ckpt.errors import CheckpointError, MismatchError
@@ -237,14 +237,15 @@ def _read(
         tile_nbytes=max((group.reads.tile_nbytes for group in groups if group.reads.moves.mine), default=0),
         partners={rank for group in groups for rank in group.reads.moves.partners(meeting.rank)},
     )
-    wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened, heed=meeting.heed)
+    wait = Wait(timeout_seconds=meeting.timeout_seconds, windows=opened, heed=meeting.heed, signs=meeting.signs)
+    storage = Beating(catalog.storage, meeting.beat)
     fetched = []
     with giving_up(opened.get(meeting.rank)):
         for group in groups:
             targets, into = Targets([by_row[row].target for row in group.rows]), Fetched()
             number = exchange_number(meeting, group.index)
-            read_tiles(group, targets, catalog.storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
-            read_extents(group, targets, catalog.storage, verify=verify, rank=meeting.rank, ranks=meeting.world, into=into)
+            read_tiles(group, targets, storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
+            read_extents(group, targets, storage, verify=verify, rank=meeting.rank, ranks=meeting.world, into=into)
             targets.settle()
             fetched.append(into)
     return fetched

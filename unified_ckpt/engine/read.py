@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +62,18 @@ class Targets:
         self._dense = {}
 
 
-def read_extents(group: ReadGroup, targets: Targets, storage: Reader, *, verify: bool, rank: int, ranks: int, into: Fetched) -> None:
+class Beating:
+    """A storage that gives a sign of life with each read: the others may have long been through."""
+
+    def __init__(self, storage: Reader, beat: Callable[[], None]) -> None:
+        self._storage, self._beat = storage, beat
+
+    def read_at(self, name: str, start: int, into: memoryview) -> None:
+        self._storage.read_at(name, start, into)
+        self._beat()
+
+
+def read_extents(group: ReadGroup, targets: Targets, storage: Beating, *, verify: bool, rank: int, ranks: int, into: Fetched) -> None:
     """Straight into the tensors where their memory is what the file holds; one chunk read ahead while the last is digested."""
     extents = sorted(group.reads.moves.extents, key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start))
     cut = len(extents) * group.holders.index(rank) // len(group.holders)  # ranks meet in a file as little as may be
@@ -115,7 +126,7 @@ def _put(part: Part, local: int, scratch: torch.Tensor) -> None:
 def read_tiles(
     group: ReadGroup,
     targets: Targets,
-    storage: Reader,
+    storage: Beating,
     windows: Mapping[int, Window],
     wait: Wait,
     *,
@@ -145,7 +156,7 @@ def read_tiles(
             wait.until_done(own, mine[number].parties, number + 1)
 
 
-def _read_tile(memory: torch.Tensor, tile: Tile, group: ReadGroup, storage: Reader, *, verify: bool, into: Fetched) -> None:
+def _read_tile(memory: torch.Tensor, tile: Tile, group: ReadGroup, storage: Beating, *, verify: bool, into: Fetched) -> None:
     view = as_bytes(memory)
     for piece in tile.pieces:
         location = group.locations[piece.row]

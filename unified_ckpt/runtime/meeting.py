@@ -86,7 +86,7 @@ class Meeting:
             waited = time.monotonic() - began
             left = (self.timeout_seconds if seconds is None else seconds) - waited
             if left <= 0:
-                heard = 0 if seconds is not None else self._beats()
+                heard = 0 if seconds is not None else self.signs()
                 if heard <= beats:
                     return False
                 began, beats = time.monotonic(), heard
@@ -107,7 +107,8 @@ class Meeting:
             self._last_beat = now
             self.count("beats")
 
-    def _beats(self) -> int:
+    def signs(self) -> int:
+        """Grows as long as some rank gets on."""
         return self._store.add(f"{self._prefix}n/beats", 0)
 
     def failure(self, cause: BaseException | None = None) -> CheckpointError:

@@ -161,11 +161,19 @@ def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
 class Wait:
     """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died.
 
+    `timeout_seconds`: of silence; `signs`: a number that grows as long as some rank gets on, asked for when the time is out.
     `heed`: raises what any rank has failed with, if one has: those on other machines, and those that came to no exchange, mark no window.
     """
 
-    def __init__(self, *, timeout_seconds: float, windows: Mapping[int, Window | FarWindow], heed: Callable[[], object]) -> None:
-        self._timeout, self._windows, self._heed = timeout_seconds, windows, heed
+    def __init__(
+        self,
+        *,
+        timeout_seconds: float,
+        windows: Mapping[int, Window | FarWindow],
+        heed: Callable[[], object],
+        signs: Callable[[], int],
+    ) -> None:
+        self._timeout, self._windows, self._heed, self._signs = timeout_seconds, windows, heed, signs
 
     def until_done(self, window: Window, ranks: Sequence[int], tiles: int) -> None:
         """Until all these parties are through with `tiles` tiles of the window."""
@@ -182,7 +190,7 @@ class Wait:
                 break
 
     def _pauses(self, rank: int, what: str) -> Iterator[None]:
-        started, pause, looked = time.monotonic(), 0.0, 0.0
+        started, pause, looked, seen = time.monotonic(), 0.0, 0.0, 0
         partner = self._windows[rank]
         while True:
             yield
@@ -199,6 +207,9 @@ class Wait:
                 if not partner.alive():
                     raise RankError(f"rank {rank} (process {partner.token.split(':')[0]}) is gone; waited for {what}")
             if waited > self._timeout:
+                if (now := self._signs()) > seen:
+                    started, looked, seen = time.monotonic(), 0.0, now
+                    continue
                 raise RankError(f"rank {rank} did not come to {what} within {self._timeout:g} s")
 
 

@@ -85,8 +85,8 @@ class LoadOptions(_Options):
     were read whole, "full" also reads the rest of the others, "off" none; sizes and headers are always checked first. `cast`: whether a
     tensor may be read into another dtype. `hyperparameters`: those of the checkpoint, or the optimizer's own. `max_over_read`: bytes read
     on this machine over bytes wanted on it. `share_reads`: where several machines see one folder, each byte is read by one of them and sent
-    to the others: "auto" where they want the same bytes and the file system may be the bound.
-    `source`: of a checkpoint that others wrote, how to read it.
+    to the others: "auto" where they want the same bytes and the file system may be the bound. `timeout_seconds`: without word from a
+    rank for this long, the load fails on all of them. `source`: of a checkpoint that others wrote, how to read it.
     """
 
     parts: tuple[str, ...] | None = None

@@ -150,3 +150,20 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(tmp_
     assert time.monotonic() - started < SECONDS / 2
     monkeypatch.undo()
     run_ranks(4, act)
+
+
+def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
+    """On one rank of one machine, while a rank of the other is late."""
+    machines = [0, 0, 1, 1]
+
+    def after(rank: int) -> None:
+        if rank == 3:
+            raise StorageError("after")
+        time.sleep(1.0 if rank == 1 else 0.0)
+
+    def act(comm: Comm) -> None:
+        with on_machine(comm, machines) as made:
+            what = {"model": {"w": torch.ones(4, 3)}, "options": SAVE, "after_commit": lambda _: after(comm.rank)}
+            made.save_async(folder_of(tmp_path, machines[comm.rank]), **what).result(SECONDS)
+
+    same_error(try_ranks(4, act), StorageError, "rank 3: after")

@@ -87,6 +87,12 @@ class Kept:
     orders: Orders | None = None  # of an island
     slowest: str = ""
 
+    def move_to(self, land: Land | None) -> None:
+        """Before a save: what was kept for other ranks means nothing to these, who also count their exchanges from another start."""
+        if self.land is not land:
+            self.windows.close()
+            self.windows, self.land, self.plan, self.rules, self.orders = Windows(), land, None, None, None
+
     def close(self) -> None:
         self.windows.close()
         self.load_windows.close()

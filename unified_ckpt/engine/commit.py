@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 PROBE = "probe"  # a file in the folder under construction, by which the other ranks see that it is the same folder
 _HEADROOM_NBYTES = 16 << 20  # for index, manifest and what `attach` adds
-_STOP_SECONDS = 10.0  # for the other ranks to stop writing before what has failed is cleared away
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +183,9 @@ def abandon_together(
 
     `construction`: None on a rank that has not learnt of it yet, on the lead where it has begun none.
     """
-    meeting.put(f"stopped/{meeting.rank}", b"1")
-    if meeting.rank != lead or construction is None:
-        return
-    if getattr(error, "agreed", False):
-        meeting.wait([f"stopped/{rank}" for rank in range(meeting.world)], seconds=_STOP_SECONDS, heedless=True)
-    abandon(storage, construction)
+    if meeting.world > 1 and not getattr(error, "agreed", False):
+        meeting.tell(error)
+    meeting.stop()
+    if meeting.rank == lead and construction is not None:
+        meeting.wait_for_stops()
+        abandon(storage, construction)

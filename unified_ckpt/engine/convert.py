@@ -145,18 +145,24 @@ def _names_crc(source: Source, sizes: Mapping[Key, int]) -> int:
 
 def _begin(meeting: Meeting, storage: LocalStorage, name: str, how: How) -> dict[str, Any]:
     """Collective. The folder under construction and its id; the id and the step of the checkpoint that stays."""
-    with meeting.phase("begin"):
-        if meeting.rank == 0:
-            if how.bare and storage.kind(name) is not None:
-                raise StorageError(f"{storage.path(name)}: is there; needed a free name")
-            there = commit.check_target(storage, name, if_exists=how.if_exists)
-            if there is not None:
-                said = {"id": there.save_id, "step": there.step}
-            else:
-                begun = commit.begin(storage, name, save_id=None)
-                said = {"id": begun.save_id, "folder": begun.folder}
-            meeting.put("begun", json.dumps(said).encode())
-    told: dict[str, Any] = json.loads(meeting.get("begun"))
+    begun = None
+    try:
+        with meeting.phase("begin"):
+            if meeting.rank == 0:
+                if how.bare and storage.kind(name) is not None:
+                    raise StorageError(f"{storage.path(name)}: is there; needed a free name")
+                there = commit.check_target(storage, name, if_exists=how.if_exists)
+                if there is not None:
+                    said = {"id": there.save_id, "step": there.step}
+                else:
+                    begun = commit.begin(storage, name, save_id=None)
+                    said = {"id": begun.save_id, "folder": begun.folder}
+                meeting.put("begun", json.dumps(said).encode())
+            told: dict[str, Any] = json.loads(meeting.get("begun"))
+    except BaseException:
+        if begun is not None:  # nobody writes to it yet
+            commit.abandon(storage, begun)
+        raise
     return told
 
 

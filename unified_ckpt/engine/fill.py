@@ -53,7 +53,7 @@ def write_parts(
                 found.append(tiles + alone)
             writer.drain()
             if post is not None:
-                post.handed_in()
+                post.handed_in(wait)
         return found
     finally:
         writer.close()

@@ -131,18 +131,24 @@ def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[in
 
 def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, options: MergeOptions, *, lead: int) -> dict[str, str]:
     """Collective. The folder under construction and its id; the id alone of the checkpoint that stays."""
-    with meeting.phase("begin"):
-        if meeting.rank == lead:
-            _check_proofs(joint)
-            there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
-            if there is None or there.save_id != joint.save_id:
-                there = commit.check_target(storage, name, if_exists=options.if_exists)
-            said = {"id": there.save_id} if there is not None else {}
-            if there is None:
-                begun = commit.begin(storage, name, save_id=None)  # an id of its own: a merge that was cut off may lie there
-                said = {"id": begun.save_id, "folder": begun.folder}
-            meeting.put("begun", json.dumps(said).encode())
-    told: dict[str, str] = json.loads(meeting.get("begun"))
+    begun = None
+    try:
+        with meeting.phase("begin"):
+            if meeting.rank == lead:
+                _check_proofs(joint)
+                there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
+                if there is None or there.save_id != joint.save_id:
+                    there = commit.check_target(storage, name, if_exists=options.if_exists)
+                said = {"id": there.save_id} if there is not None else {}
+                if there is None:
+                    begun = commit.begin(storage, name, save_id=None)  # an id of its own: a merge that was cut off may lie there
+                    said = {"id": begun.save_id, "folder": begun.folder}
+                meeting.put("begun", json.dumps(said).encode())
+            told: dict[str, str] = json.loads(meeting.get("begun"))
+    except BaseException:
+        if begun is not None:  # nobody writes to it yet
+            commit.abandon(storage, begun)
+        raise
     return told
 
 

@@ -64,6 +64,7 @@ def begin_save(
     started = time.monotonic()
     meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=False)
     meeting.to_background()
+    job: Job | None = None
     try:
         with meeting.phase("stage"):
             job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=True)
@@ -76,6 +77,8 @@ def begin_save(
                 copy(snapshot, keys - later)
     except BaseException:
         meeting.leave()
+        if job is not None and job.meeting is not meeting:
+            job.meeting.leave()
         raise
     return Staged(comm, job, snapshot, kept, later)
 
@@ -104,7 +107,7 @@ class Staged:
                         raise self._error
                     self._comm.tidy()
                 report = finish(self._job, self._kept, self._snapshot)
-                with self._job.meeting.phase("after"):
+                with (self._job.gate or self._job).meeting.phase("after"):
                     if after_commit is not None:
                         after_commit(report)
             return report
@@ -120,14 +123,14 @@ def _meet(
     """Collective. Everybody is here; and the fingerprint of what this rank saves."""
     mark: Fingerprint = ()
     same = False
+    kept.move_to(land)
     if isinstance(request, SaveRequest):
         mark = fingerprint(request.parts(), rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
         mark = (*mark, request.options.machine_copies)
-        same = kept.plan is not None and kept.plan.fingerprint == mark and kept.land is land
+        same = kept.plan is not None and kept.plan.fingerprint == mark
         # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
         same = same and (kept.orders is not None or land is None or land.island is None)
         same = same and (kept.plan is None or kept.plan.replicas_checked or request.options.check_replicas != "first")
-    kept.land = land
     return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds, tidy=tidy), mark
 
 

@@ -59,6 +59,7 @@ class Survey:
         try:
             found = self._gathered(one.name)
         except CheckpointError as error:
+            self._meeting.heed()  # what ends the restore says nothing of the step
             return str(error)
         return "" if found == one.save_id else f"another save, {found}, is in the way of save {one.save_id}"
 
@@ -77,6 +78,7 @@ class Survey:
             try:
                 self._gathered(name)
             except CheckpointError as error:
+                self._meeting.heed()
                 _LOG.debug("%s: %s", name, error)  # rank 0 has it too
         self._comm.leave()
 

@@ -12,6 +12,8 @@ from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.verdicts import decode_error, encode_error
 
 _ECHO_SECONDS = 10.0
+_STOP_SECONDS = 10.0  # for the other ranks to stop writing before what has failed is cleared away
+_SOON_SECONDS = 0.1  # most waits are over before, and look at one meeting only
 _BEATS = 20  # signs of life in the time that silence is allowed to last
 
 
@@ -81,9 +83,9 @@ class Meeting:
                 if self._store.check(names):  # set between the two looks
                     return True
                 raise self.failure()
-            if not heedless and self._within is not None:
-                self._within.heed()
             waited = time.monotonic() - began
+            if not heedless and self._within is not None and waited > _SOON_SECONDS:
+                self._within.heed()
             left = (self.timeout_seconds if seconds is None else seconds) - waited
             if left <= 0:
                 heard = 0 if seconds is not None else self.signs()
@@ -182,13 +184,24 @@ class Meeting:
         except BaseException as error:
             if self.world == 1 or getattr(error, "agreed", False):
                 raise
-            self._tell(error)
+            self.tell(error)
+            self.stop()
             raise self.failure(error) from error
 
-    def _tell(self, error: BaseException) -> None:
-        """What this rank has failed with, unless another was first."""
+    def stop(self) -> None:
+        """This rank does nothing more for a call that fails."""
+        self.put(f"stopped/{self.rank}", b"1")
+
+    def wait_for_stops(self) -> None:
+        """Returns once all ranks do nothing more for it, or are given up."""
+        keys = [f"stopped/{rank}" for rank in range(self.world)]
+        self.wait(keys, seconds=min(_STOP_SECONDS, self.timeout_seconds / 2), heedless=True)
+
+    def tell(self, error: BaseException) -> None:
+        """What this rank has failed with, unless another was first. Raises the error of the meeting around this one, if that has one, and
+        this rank only noticed."""
         if getattr(error, "echo", False):
-            self.wait(["failed"], seconds=_ECHO_SECONDS, heedless=True)  # the rank that failed first says why
+            self.wait(["failed"], seconds=_ECHO_SECONDS)  # the rank that failed first says why
         self.settle("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
     def agree(self, phase: str, error: BaseException | None = None) -> None:
@@ -200,7 +213,7 @@ class Meeting:
             raise error
         self.put(f"at/{phase}/{self.rank}", b"1")
         if error is not None:
-            self._tell(error)
+            self.tell(error)
             self.settle(f"done/{phase}", "failed")
             raise self.failure(error)
         if self.count(f"at/{phase}") == self.world:

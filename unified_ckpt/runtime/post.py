@@ -9,17 +9,19 @@ is missed by who waits for it, who cannot know why: so a sender asks for word of
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from unified_ckpt.core.volumes import Volume
 from unified_ckpt.errors import RankError, StorageError
-from unified_ckpt.runtime.staging import SLOTS, FarWindow, Window
+from unified_ckpt.runtime.staging import SLOTS, FarWindow, Wait, Window
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.wire import Address, Listener, connect, fill, receive_words, send_words
 
@@ -96,12 +98,10 @@ class Post:
         return ""
 
     def _paste(self, words: Mapping[str, object], held: bytearray) -> str:
-        """Pieces of a tile, once it is free for them; the error, if there is one."""
-        until, pause = time.monotonic() + self._timeout, 0.0
+        """Pieces of a tile, once it is free for them, however long this rank takes; the error, if there is one."""
+        pause = 0.0
         try:
-            while not self._pasted(words, held):
-                if time.monotonic() > until:
-                    return f"no room in tile {words['number']} within {self._timeout:g} s"
+            while not self._pasted(words, held):  # ends when this rank fails, goes on to the next exchange, or takes the window back
                 time.sleep(pause)
                 pause = min(pause + 20e-6, 1e-3)
         except Exception as error:  # told to the sender, on whose rank it is raised
@@ -136,22 +136,27 @@ class Post:
     def flush(self) -> None:
         """Returns once everything sent to be written is. StorageError, naming the rank, where it is not. Ends the connections."""
         try:
-            for rank, error in self._answers("write"):
+            for rank, error in self._answers("write", None):
                 raise StorageError(f"{error} (bytes of rank {self._ranks[self.rank]}, sent to rank {self._ranks[rank]})")
         finally:
             self.hang_up()
 
-    def handed_in(self) -> None:
+    def handed_in(self, wait: Wait) -> None:
         """Returns once all pieces of tiles are where they belong. RankError, naming the rank, where they are not."""
-        for rank, error in self._answers("tile"):
+        for rank, error in self._answers("tile", wait):
             with self._trouble(rank):
                 raise ConnectionAbortedError(error)
 
-    def _answers(self, kind: str) -> Iterator[tuple[int, str]]:
-        """Asks every rank that was sent something of a kind, and yields the errors of those that have one."""
-        for (rank, _), line in [one for one in self._lines.items() if one[0][1] == kind]:
+    def _answers(self, kind: str, wait: Wait | None) -> Iterator[tuple[int, str]]:
+        """Asks every rank that was sent something of a kind, and yields the errors of those that have one. `wait`: for who gets on."""
+        lines = {rank: line for (rank, of), line in self._lines.items() if of == kind}
+        for rank, line in lines.items():
             with self._trouble(rank):
                 send_words(line, {"what": "flush"})
+        for rank, line in lines.items():
+            if wait is not None:
+                wait.until(rank, "the end of its tiles", partial(_has_word, line))
+            with self._trouble(rank):
                 words, _ = receive_words(line)
             if words["error"]:
                 yield rank, str(words["error"])
@@ -202,6 +207,13 @@ class _Trouble:
             told = RankError(f"{self._text}: {error.strerror or error}")
             told.echo = True
             raise told from error
+
+
+def _has_word(line: socket.socket) -> bool:
+    """Whether there is something to receive, or the other side has hung up."""
+    look = select.poll()
+    look.register(line, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _strided(tile: torch.Tensor, span: Span) -> torch.Tensor:

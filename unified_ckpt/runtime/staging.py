@@ -189,6 +189,12 @@ class Wait:
             if window.serving() > exchange or (window.serving() == exchange and window.progress() >= tiles):
                 break
 
+    def until(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
+        """Until `ready`, which the rank brings about."""
+        for _ in self._pauses(rank, what):
+            if ready():
+                break
+
     def _pauses(self, rank: int, what: str) -> Iterator[None]:
         started, pause, looked, seen = time.monotonic(), 0.0, 0.0, 0
         partner = self._windows[rank]

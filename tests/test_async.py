@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import unified_ckpt as uc
 from unified_ckpt import api
 from unified_ckpt.core import plan_save
-from unified_ckpt.engine import commit
 from unified_ckpt.engine import save as save_module
 from unified_ckpt.engine import snapshot as snapshot_module
 from unified_ckpt.engine.build import Kept
@@ -36,6 +35,7 @@ from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.engine.save import begin_save, save
 from unified_ckpt.engine.snapshot import Snapshot
 from unified_ckpt.runtime import comm as comms
+from unified_ckpt.runtime import meeting
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
@@ -1022,7 +1022,7 @@ def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(tmp_pat
 def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
     tmp_path: Path, storages: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.5)  # before a failed save is cleared away
+    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.5)  # before a failed save is cleared away
     gate = Gate()
     storages.kinds["rank-2"] = gate.storage
     errors: list[object] = []

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine import commit
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.convert import ConvertReport, How
 from unified_ckpt.engine.convert import convert as write_anew
 from unified_ckpt.engine.source import Source
 from unified_ckpt.format import names
+from unified_ckpt.runtime import meeting
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.sources import open_any
@@ -321,7 +321,7 @@ def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(ours: Path, t
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_succeeds(
     ours: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
     def prepared(root: Path) -> Path:

@@ -17,11 +17,11 @@ from managing import QUICK, Gate, flip, steps_in, warnings_of
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import commit
 from unified_ckpt.manager import convoy
 from unified_ckpt.manager.lineage import MARKER
 from unified_ckpt.manager.steps import StepRecord
 from unified_ckpt.manager.survey import joined
+from unified_ckpt.runtime import meeting
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, checkpointer_of, run_ranks, try_ranks
@@ -389,7 +389,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Pa
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
 def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for at in range(0, 200, every):
         job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)

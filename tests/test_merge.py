@@ -22,11 +22,11 @@ from test_reshard import Case, Recorded, Writes, check_folder, spans_of
 from test_reshard import save_case as save_whole
 
 import unified_ckpt as uc
-from unified_ckpt.engine import commit
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.merge import Merged, MergeOptions, merge_paths
 from unified_ckpt.format import names
+from unified_ckpt.runtime import meeting
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.peers import PeerStorage
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
@@ -433,7 +433,7 @@ def good(root: Path) -> list[str]:
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_succeeds(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
 
     def prepared(root: Path) -> Path:
         root.mkdir()
@@ -469,7 +469,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
 def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
     once: Path, tmp_path: Path, machine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
     for at in (0, 1, 3):
         root, fuse = tmp_path / f"root-{at}", Fuse(at)
         found = merge_all(

@@ -6,10 +6,12 @@ between two renames leaves the only copy under a name that nobody looks for. Eac
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -94,6 +96,31 @@ def begin(storage: LocalStorage, name: str, *, save_id: str | None) -> Construct
         raise
     storage.close()
     return construction
+
+
+def begin_together(
+    meeting: Meeting, storage: LocalStorage, name: str, stays: Callable[[], Manifest | None], *, lead: int
+) -> dict[str, Any]:
+    """Collective. The folder under construction and its id, a new one, for what was cut off may lie there; or id and step of the
+    checkpoint that `stays`, as the lead finds it. After an error the folder is gone: nobody writes to it yet.
+    """
+    begun = None
+    try:
+        with meeting.phase("begin"):
+            if meeting.rank == lead:
+                there = stays()
+                if there is not None:
+                    said = {"id": there.save_id, "step": there.step}
+                else:
+                    begun = begin(storage, name, save_id=None)
+                    said = {"id": begun.save_id, "folder": begun.folder}
+                meeting.put("begun", json.dumps(said).encode())
+            told: dict[str, Any] = json.loads(meeting.get("begun"))
+    except BaseException:
+        if begun is not None:
+            abandon(storage, begun)
+        raise
+    return told
 
 
 def see(storage: LocalStorage, construction: Construction) -> None:

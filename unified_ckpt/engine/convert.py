@@ -10,14 +10,13 @@ How data could be lost or be wrong:
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine import commit
@@ -96,7 +95,7 @@ def convert(
             if isinstance(source, Exception):
                 raise source
             sizes = _agreed(meeting, source, how.path)
-        told = _begin(meeting, storage, name, how)
+        told = commit.begin_together(meeting, storage, name, partial(_stays, storage, name, how), lead=0)
         if "folder" not in told:
             return ConvertReport(path, source.format, told["id"], told["step"], time.monotonic() - began, stays=True)
         construction = commit.Construction(name, told["folder"], told["id"])
@@ -143,27 +142,11 @@ def _names_crc(source: Source, sizes: Mapping[Key, int]) -> int:
     return crc
 
 
-def _begin(meeting: Meeting, storage: LocalStorage, name: str, how: How) -> dict[str, Any]:
-    """Collective. The folder under construction and its id; the id and the step of the checkpoint that stays."""
-    begun = None
-    try:
-        with meeting.phase("begin"):
-            if meeting.rank == 0:
-                if how.bare and storage.kind(name) is not None:
-                    raise StorageError(f"{storage.path(name)}: is there; needed a free name")
-                there = commit.check_target(storage, name, if_exists=how.if_exists)
-                if there is not None:
-                    said = {"id": there.save_id, "step": there.step}
-                else:
-                    begun = commit.begin(storage, name, save_id=None)
-                    said = {"id": begun.save_id, "folder": begun.folder}
-                meeting.put("begun", json.dumps(said).encode())
-            told: dict[str, Any] = json.loads(meeting.get("begun"))
-    except BaseException:
-        if begun is not None:  # nobody writes to it yet
-            commit.abandon(storage, begun)
-        raise
-    return told
+def _stays(storage: LocalStorage, name: str, how: How) -> Manifest | None:
+    """Rank 0 only: the checkpoint that is there and stays."""
+    if how.bare and storage.kind(name) is not None:
+        raise StorageError(f"{storage.path(name)}: is there; needed a free name")
+    return commit.check_target(storage, name, if_exists=how.if_exists)
 
 
 def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit
@@ -41,6 +42,7 @@ from unified_ckpt.engine.rewrite import (
 from unified_ckpt.engine.seal import write_manifest
 from unified_ckpt.errors import IntegrityError, NotFoundError
 from unified_ckpt.format import digests
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.probe import first_ranks
@@ -92,7 +94,7 @@ def merge(
     meeting = comm.meet(f"merge to {storage.path(name)}", same=False, timeout_seconds=options.timeout_seconds)
     with storage, meeting.telling():
         lead, held = _survey(meeting, joint, machines)
-        told = _begin(meeting, joint, storage, name, options, lead=lead)
+        told = commit.begin_together(meeting, storage, name, partial(_stays, joint, storage, name, options), lead=lead)
         if "folder" not in told:
             return Merged(told["id"], 0, ())
         construction = commit.Construction(name, told["folder"], told["id"])
@@ -129,27 +131,13 @@ def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[in
     return lead, held
 
 
-def _begin(meeting: Meeting, joint: Joint, storage: LocalStorage, name: str, options: MergeOptions, *, lead: int) -> dict[str, str]:
-    """Collective. The folder under construction and its id; the id alone of the checkpoint that stays."""
-    begun = None
-    try:
-        with meeting.phase("begin"):
-            if meeting.rank == lead:
-                _check_proofs(joint)
-                there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
-                if there is None or there.save_id != joint.save_id:
-                    there = commit.check_target(storage, name, if_exists=options.if_exists)
-                said = {"id": there.save_id} if there is not None else {}
-                if there is None:
-                    begun = commit.begin(storage, name, save_id=None)  # an id of its own: a merge that was cut off may lie there
-                    said = {"id": begun.save_id, "folder": begun.folder}
-                meeting.put("begun", json.dumps(said).encode())
-            told: dict[str, str] = json.loads(meeting.get("begun"))
-    except BaseException:
-        if begun is not None:  # nobody writes to it yet
-            commit.abandon(storage, begun)
-        raise
-    return told
+def _stays(joint: Joint, storage: LocalStorage, name: str, options: MergeOptions) -> Manifest | None:
+    """The lead only: the checkpoint that is there and stays, this save's own too."""
+    _check_proofs(joint)
+    there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
+    if there is not None and there.save_id == joint.save_id:
+        return there
+    return commit.check_target(storage, name, if_exists=options.if_exists)
 
 
 def _check_proofs(joint: Joint) -> None:

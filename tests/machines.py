@@ -125,7 +125,7 @@ def keys_in_store(comm: Comm) -> int:
 def counting(comm: Comm) -> Iterator[None]:
     """Collective. Every rank has deleted what it can of its keys, and waits until rank 0 has left the block."""
     meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
-    meeting.agree("tidy")
+    meeting.collect("tidy", b"1", at=0, ranks=range(comm.world))
     if comm.rank == 0:
         yield
         meeting.put("counted", b"1")
@@ -140,9 +140,9 @@ class Held:
     def __init__(self) -> None:
         self.threads, self.files = self._now()
 
-    def no_more(self, *, threads: int = 0, files: int = 0) -> None:
-        """Nothing is held beyond this much more than at first, once threads that are about to end are gone."""
-        bound, deadline = (self.threads + threads, self.files + files), time.monotonic() + SECONDS
+    def no_more(self) -> None:
+        """Nothing is held that was not at first, once threads that are about to end are gone."""
+        bound, deadline = (self.threads, self.files), time.monotonic() + SECONDS
         while any(now > most for now, most in zip(self._now(), bound, strict=True)):
             assert time.monotonic() < deadline, f"{self._now()} threads and open files; needed at most {bound}"
             time.sleep(0.01)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -483,6 +485,55 @@ class Paced:
         return call
 
 
+class Died(BaseException):
+    """Of a rank that does nothing more from here on."""
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_rank_that_dies_at_any_word_of_a_meeting_is_named(last: bool) -> None:
+    """Of two calls with two steps each, in which rank 2 is the last to say anything, or the first."""
+
+    def words_of(fatal: int) -> int:
+        store, words, enough = dist.HashStore(), 0, 0
+
+        def before_of_2(name: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal words
+            if name != "check":
+                words += 1
+            if words == fatal:
+                raise Died
+
+        dying: Any = Paced(store, before_of_2)
+        ours = [Comm(dying if rank == 2 else store, rank=rank, ranks=range(3)) for rank in range(3)]
+
+        def act(rank: int) -> None:
+            nonlocal enough
+            for _ in range(2):
+                if (rank == 2) == last:
+                    time.sleep(0.03)
+                meeting = ours[rank].meet("save", same=True, timeout_seconds=2)
+                for step in ("planned", "written"):
+                    if (rank == 2) == last:
+                        time.sleep(0.03)
+                    meeting.agree(step)
+            if rank == 2:
+                enough = words
+            meeting.agree("end")
+
+        *lived, died = in_threads(3, act)
+        if isinstance(died, Died):
+            assert all(isinstance(error, RankError) for error in lived), lived
+            assert all(re.search(r"rank\(s\) 2 did not", str(error)) for error in lived), (fatal, lived)
+        else:
+            assert [died, *lived] == [None] * 3
+        return enough or words
+
+    enough = words_of(0)
+    assert enough > 20
+    with ThreadPoolExecutor(24) as many:
+        assert list(many.map(words_of, range(1, enough + 1))) == list(range(1, enough + 1))
+
+
 def test_two_ranks_that_lose_patience_together_close_one_meeting() -> None:
     store, tired, back = dist.HashStore(), threading.Event(), threading.Event()
 
@@ -524,7 +575,7 @@ def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
                 threading.Timer(0.2, back.set).start()
 
     def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "add" and arguments == ("meetings", 1):
+        if name == "compare_set" and arguments[0] == "meetings":
             back.wait(1)
 
     paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1)]

@@ -94,7 +94,6 @@ class Comm:
         self._number = max(self._keys.add("meetings", 0), self._number + 1)
         meeting = Meeting(self._keys, self._number, rank=self.rank, ranks=self.ranks, timeout_seconds=timeout_seconds, within=within)
         self._leftovers.add(meeting)
-        meeting.put(f"in/{self.rank}", what.encode())
         if same:
             meeting.count("same")
         if busy:
@@ -102,6 +101,7 @@ class Comm:
         if meeting.count("in") == self.world:
             verdict = "same" if meeting.count("same", 0) == self.world else "new"
             self._close(meeting, verdict + " busy" * (meeting.count("busy", 0) > 0))
+        meeting.put(f"in/{self.rank}", what.encode())  # last of all: a rank that dies before is one that did not come
         try:
             all_came = meeting.wait(["go"], heedless=within is None)
         except CheckpointError as error:  # of the meeting around this one, which some rank may not come to any more
@@ -137,10 +137,13 @@ class Comm:
         self._leftovers.delete()
 
     def _close(self, meeting: Meeting, verdict: str) -> None:
-        """One rank closes a roll call. It opens the next meeting before it tells, so that no one comes to this one again."""
-        if meeting.count("closed") == 1:
-            self._keys.add("meetings", 1)
-            meeting.put("go", verdict.encode())
+        """Ends a roll call by the first verdict of any rank: each may, should the first die of it. The next meeting is open before that
+        is told, so that no one comes to this one again."""
+        verdict = meeting.settle("closed", verdict)
+        number = meeting.number
+        while number <= meeting.number:
+            number = int(self._keys.compare_set("meetings", str(number), str(meeting.number + 1)))
+        meeting.put("go", verdict.encode())
 
 
 def solo() -> Comm:

@@ -160,8 +160,8 @@ class Meeting:
         if self.rank != at:
             return []
         keys = [f"{key}/{rank}" for rank in ranks]
-        if not self.wait(keys):
-            raise RankError(f"rank(s) {self.absent(keys)} did not get to {key!r} within {self.timeout_seconds:g} s")
+        if not self.wait(keys) and (absent := self.absent(keys)):
+            raise RankError(f"rank(s) {absent} did not get to {key!r} within {self.timeout_seconds:g} s")
         return self._store.multi_get([self._prefix + k for k in keys])
 
     @contextmanager
@@ -211,15 +211,17 @@ class Meeting:
         """
         if error is not None and self.world == 1:
             raise error
-        self.put(f"at/{phase}/{self.rank}", b"1")
+        at = f"at/{phase}"
         if error is not None:
+            self.put(f"{at}/{self.rank}", b"1")
             self.tell(error)
             self.settle(f"done/{phase}", "failed")
             raise self.failure(error)
-        if self.count(f"at/{phase}") == self.world:
+        if self.count(at) == self.world:
             self.settle(f"done/{phase}", "ok")
+        self.put(f"{at}/{self.rank}", b"1")  # last of all: a rank that dies before is one that did not get through
         if not self.wait([f"done/{phase}"]):
-            absent = self.absent([f"at/{phase}/{r}" for r in range(self.world)])
+            absent = self.absent([f"{at}/{r}" for r in range(self.world)]) or "that failed"  # and died before they said so
             late = RankError(f"rank(s) {absent} did not get through {phase!r} within {self.timeout_seconds:g} s")
             if self.settle(f"done/{phase}", "failed") == "failed":
                 self.settle("failed", encode_error(late, rank=self.ranks[self.rank], world=1))

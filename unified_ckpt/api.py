@@ -16,13 +16,12 @@ from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.mutual import Reports, repair_together
-from unified_ckpt.engine.pending import PendingSave
+from unified_ckpt.engine.pending import PendingSave, refused_lazy
 from unified_ckpt.engine.prove import VerifyReport, verify_copies
 from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.calls import BESIDE_TRAINING, WAITED_FOR, Calls
@@ -77,7 +76,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._release()
+            if self._pending is None:  # not so where the wait was interrupted: the thread uses them
+                self._release()
 
     def _release(self) -> None:
         self._kept.close()
@@ -152,8 +152,7 @@ class Checkpointer:
         self.wait()
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         with paused:
-            self._pending = self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
-        return self._pending
+            return self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
 
     def _begin(
         self,
@@ -168,14 +167,14 @@ class Checkpointer:
         options = options or self._options
         storage, name, request = self._request(path, what, options, BESIDE_TRAINING)
         steppers = list({id(one): one for one in (*as_list(what.optimizer), *as_list(what.master_weights))}.values()) if lazy else []
-        if lazy and not steppers and isinstance(request, SaveRequest):
-            request = LayoutError(
-                "lazy: no optimizer object is given, whose step could wait for the copy; needed `optimizer`, or lazy=False"
-            )
+        if lazy and isinstance(request, SaveRequest):
+            request = refused_lazy(steppers) or request
         comm, timeout = self._ranks(), options.timeout_seconds
         land = self._find_land(storage, name, request, options)
         staged = begin_save(comm, storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
-        return PendingSave(staged, optimizers=steppers, after_commit=after_commit, at_end=at_end)
+        self._pending = PendingSave(after_commit=after_commit, at_end=at_end)
+        self._pending.start(staged, lazy=steppers)
+        return self._pending
 
     def idle(self) -> bool:
         """Whether no rank has a save in flight; the same answer on every rank, all of which call. Waits for none."""
@@ -184,8 +183,10 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns once no save is in flight. Raises the error of the one that was, if it has not been told yet."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
+            pending.wait()  # interrupted here, it is still in flight: its buffers are no other save's
+            self._pending = None
             pending.settle()
 
     @property
@@ -298,7 +299,8 @@ def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: An
         request = What(**what)
         return checkpointer._begin(path, request, options=options, lazy=lazy, after_commit=after_commit, at_end=checkpointer._release)
     except BaseException:
-        checkpointer._release()
+        if checkpointer._pending is None:  # else its end does it
+            checkpointer._release()
         raise
 
 

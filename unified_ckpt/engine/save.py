@@ -17,7 +17,7 @@ from unified_ckpt.engine.islands import Gate, check_world, island_rules, on_isla
 from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
-from unified_ckpt.engine.snapshot import Snapshot, copy, prepare
+from unified_ckpt.engine.snapshot import Snapshot, copy, enqueued, prepare, wait_for
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.state import steady_keys
@@ -89,14 +89,20 @@ class Staged:
     def __init__(self, comm: Comm, job: Job, snapshot: Snapshot, kept: Kept, later: Collection[Key]) -> None:
         self._comm = comm
         self._job, self._snapshot, self._kept, self._later = job, snapshot, kept, later
-        self._error: Exception | None = None
+        self._enqueued = enqueued(snapshot)
+        self._error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will be written: `finish` raises this, on every rank."""
+        self._error = self._error or error
 
     def copy(self) -> None:
         """Returns once the tensors may change. An error is told by `finish`, on every rank."""
         try:
+            wait_for(self._enqueued)
             copy(self._snapshot, self._later)
         except Exception as error:
-            self._error = error
+            self.fail(error)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
         """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is one of all ranks."""

@@ -35,7 +35,7 @@ class Buffers:
     """Host memory of snapshots, kept from one to the next; pinned where it is filled from a CUDA device."""
 
     def __init__(self) -> None:
-        self._own = torch.empty(0, dtype=torch.uint8)
+        self._own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.last: Snapshot | None = None  # without the tensors
 
     @property
@@ -45,12 +45,12 @@ class Buffers:
     def own(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """At least `nbytes` of memory, uint8."""
         if self._own.numel() < nbytes or (pinned and not self._own.is_pinned()):
-            self._own = torch.empty(0, dtype=torch.uint8)  # given back before its successor is made
-            self._own = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._own = torch.empty(0, dtype=torch.uint8, device="cpu")  # given back before its successor is made
+            self._own = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._own
 
     def close(self) -> None:
-        self._own = torch.empty(0, dtype=torch.uint8)
+        self._own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.last = None
 
 
@@ -204,6 +204,18 @@ def _check_memory(nbytes: int) -> None:
     free = free_memory_nbytes()
     if free is not None and nbytes > free:
         raise StorageError(f"a snapshot takes {nbytes} more bytes of memory on this rank; {free} are free; `save` takes none")
+
+
+def enqueued(snapshot: Snapshot) -> list[torch.cuda.Event]:
+    """Of each CUDA device: what the caller's stream has been given so far, which may still change the tensors."""
+    devices = {part.local.device for parts in snapshot.held for part in parts if part.local.device.type == "cuda"}
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
+
+
+def wait_for(events: Sequence[torch.cuda.Event]) -> None:
+    """The streams of this thread, others than the caller's, go on after these."""
+    for event in events:
+        torch.cuda.current_stream(event.device).wait_event(event)
 
 
 def copy(snapshot: Snapshot, keys: Collection[Key]) -> None:

@@ -111,7 +111,7 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Beating, *, verify
 def _turned(ring: list[torch.Tensor], ahead: int) -> torch.Tensor:
     """A buffer that no read is pending for."""
     if len(ring) <= ahead + 1:
-        ring.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8))
+        ring.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu"))
     else:
         ring.append(ring.pop(0))
     return ring[-1]

@@ -42,7 +42,7 @@ class TensorView:
             kept.extend([high - low] if keep else [])
         stored = self._source.read(self.part, self.name, Box(tuple(offsets), tuple(sizes)))
         if not stored:
-            return torch.empty(kept, dtype=self.dtype)
+            return torch.empty(kept, dtype=self.dtype, device="cpu")
         return torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(self.dtype).reshape(kept)
 
 

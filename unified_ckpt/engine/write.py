@@ -118,7 +118,7 @@ class Scratch:
         """Bytes [local, +nbytes) of the part, counted in the dtype on disk. Valid until the buffer's turn comes again."""
         self._turn = (self._turn + 1) % SLOTS
         if len(self._buffers) < SLOTS:
-            self._buffers = [torch.empty(CHUNK_NBYTES, dtype=torch.uint8) for _ in range(SLOTS)]
+            self._buffers = [torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu") for _ in range(SLOTS)]
         write = self._writes[self._turn]
         if write is not None:
             write.result()

@@ -191,7 +191,7 @@ def _write_files(
 def _tiles(source: Source, out: _Out) -> Iterator[memoryview]:
     """A tensor's bytes in Paddle's orientation, some rows at a time."""
     if out.stored is None:
-        yield as_bytes(torch.tensor([out.power], dtype=torch.float32))
+        yield as_bytes(torch.tensor([out.power], dtype=torch.float32, device="cpu"))
         return
     catalog, spec = source.catalog([out.stored]), source.specs(out.stored[0], [out.stored[1]])[out.stored[1]]
     shape = out.spec.shape

@@ -164,7 +164,7 @@ def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool)
     dtype = torch_dtype(name)
     _check_nbytes(stored, dtype.itemsize, shape)
     if not len(stored):
-        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device="cpu")
     own = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(dtype).reshape(shape)
     return own.requires_grad_(requires_grad)
 

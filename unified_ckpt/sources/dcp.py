@@ -91,7 +91,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
 
 
 def _joined(made: Assembly) -> torch.Tensor:
-    found = torch.empty(made.spec.shape, dtype=TORCH_DTYPES[made.spec.dtype])
+    found = torch.empty(made.spec.shape, dtype=TORCH_DTYPES[made.spec.dtype], device="cpu")
     for one in made.fragments:
         found[tuple(slice(low, low + count) for low, count in zip(one.box.offsets, one.box.shape, strict=True))] = one.load()
     return found

@@ -58,7 +58,7 @@ def load_torch_bytes(held: Buffer, where: str, *, stubs: Collection[str] = ()) -
 
 def _load(file: str | io.BytesIO, where: str, stubs: Collection[str], *, mmap: bool) -> Any:
     allowed: list[Any] = [(stub(name), name) for name in stubs]
-    allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1).numpy().dtype), *_numpy_dtypes()]
+    allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1, device="cpu").numpy().dtype), *_numpy_dtypes()]
     try:
         with torch.serialization.safe_globals(allowed):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)

@@ -42,7 +42,7 @@ class TensorFile:
         entry, dtype = self.entries[name], self.dtype(name)
         held = self.mapped.bytes(entry.start, entry.stop - entry.start)
         if not held:
-            return torch.empty(entry.shape, dtype=dtype)
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
         return torch.frombuffer(held, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
 

@@ -149,7 +149,7 @@ class _Tensor(pickle.Unpickler):
         if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
             raise FormatError(f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}")
         if count == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._held, dtype=dtype, count=count, offset=start)
 
 

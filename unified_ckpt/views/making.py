@@ -82,7 +82,7 @@ def _reshaped(recipe: Reshaped, box: Box, read: Read, dtype: torch.dtype) -> tor
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return same_bits(torch.empty(shape, dtype=dtype))
+    return same_bits(torch.empty(shape, dtype=dtype, device="cpu"))
 
 
 def _scaled(found: torch.Tensor, factor: float) -> torch.Tensor:

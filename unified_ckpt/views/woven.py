@@ -55,7 +55,7 @@ def panels_of(inner: Catalog, proofs: Proofs, made: Mapping[Key, tuple[Recipe, T
 
 def _panel(recipe: Recipe, box: Box, read: Read, dtype: torch.dtype, where: str) -> torch.Tensor:
     if not box.numel:
-        return torch.empty(box.shape, dtype=dtype)
+        return torch.empty(box.shape, dtype=dtype, device="cpu")
     try:
         found = make(recipe, box, read, dtype)
     except FormatError as error:
@@ -73,7 +73,7 @@ def _read_stored(
     box: Box,
 ) -> torch.Tensor:
     """IntegrityError where a block that is read in one run is not what its digest says: the blocks of what is made are others."""
-    found, spec = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype]), TensorSpec(dtype, shapes[key])
+    found, spec = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype], device="cpu"), TensorSpec(dtype, shapes[key])
     fill_box(inner.storage, inner.locations[key], spec, box, as_bytes(found))
     known = proofs.get(key)
     if known is not None:

@@ -29,6 +29,6 @@ def weights_beside(root: str) -> dict[str, tuple[torch.Tensor, str]]:
         at = locations[MODEL, name]
         held = files[at.file].bytes(at.start, spec.nbytes)
         dtype = TORCH_DTYPES[spec.dtype]
-        tensor = torch.frombuffer(held, dtype=dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
+        tensor = torch.frombuffer(held, dtype=dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
         found[name] = tensor, files[at.file].path
     return found

@@ -107,7 +107,7 @@ def as_number(path: str, key: str, one: Any) -> torch.Tensor:
     if isinstance(one, torch.Tensor):
         return one.detach()
     if isinstance(one, int | float):
-        return torch.tensor(float(one))
+        return torch.tensor(float(one), device="cpu")
     raise FormatError(f"{path}: optimizer state {key!r} is a {type(one).__name__}; needed a tensor or a number")
 
 

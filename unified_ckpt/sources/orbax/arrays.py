@@ -63,7 +63,7 @@ def _as_torch(found: Any, dtype: torch.dtype) -> torch.Tensor:
 
     array = np.array(found, copy=None, order="C", subok=False)
     if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(array.shape, dtype=dtype, device="cpu")
     bits = array.reshape(-1).view(_UNSIGNED[array.itemsize]) if array.itemsize in _UNSIGNED else array.reshape(-1)
     return torch.from_numpy(bits).view(dtype).reshape(array.shape)
 

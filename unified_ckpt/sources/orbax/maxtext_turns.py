@@ -78,4 +78,4 @@ def to_theirs(found: torch.Tensor, turn: Turn, shape: Sequence[int]) -> torch.Te
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
     """Rounded to the dtype first, as MaxText does."""
-    return torch.tensor(value, dtype=like.dtype)
+    return torch.tensor(value, dtype=like.dtype, device="cpu")

@@ -82,6 +82,6 @@ def view(mapped: Callable[[], Mapped], start: int, dtype: torch.dtype, shape: tu
     """A box of a tensor that lies row-major from byte `start` of a file; an alias of the mapped file."""
     count = prod(shape)
     if count == 0:
-        return narrowed(torch.empty(shape, dtype=dtype), box)
+        return narrowed(torch.empty(shape, dtype=dtype, device="cpu"), box)
     memory = mapped().bytes(start, count * dtype.itemsize)
     return narrowed(torch.frombuffer(memory, dtype=dtype).view(shape), box)

@@ -255,7 +255,7 @@ def _held_here(array: Array) -> torch.Tensor:
 
 def _shaped(array: Array, memory: Any) -> torch.Tensor:
     if not prod(array.shape):
-        return torch.empty(array.shape, dtype=array.dtype)
+        return torch.empty(array.shape, dtype=array.dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=array.dtype)
     return flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape)))) if array.by_columns else flat.view(array.shape)
 

@@ -63,11 +63,11 @@ def _second_of_o2(stored: Held, lowest: Held, highest: Held, box: Box) -> torch.
 
 
 def _squared(ratio: torch.Tensor) -> torch.Tensor:
-    return (1.0 / ratio - torch.tensor(_EPS)).square()
+    return (1.0 / ratio - torch.tensor(_EPS, device="cpu")).square()
 
 
 def _inverse(number: int) -> torch.Tensor:
-    return torch.tensor(1 / number, dtype=torch.float32)
+    return torch.tensor(1 / number, dtype=torch.float32, device="cpu")
 
 
 def _columns(scales: Held, box: Box) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _groups(scales: Held, box: Box) -> torch.Tensor:
     """The scales of each row of the box. [rows, columns]"""
     first, stop = box.offsets[0] // GROUP, -(-(box.offsets[0] + box.shape[0]) // GROUP)
     found = scales.load(Box((first, box.offsets[1]), (stop - first, box.shape[1])))
-    return found[torch.arange(box.offsets[0], box.offsets[0] + box.shape[0]) // GROUP - first]
+    return found[torch.arange(box.offsets[0], box.offsets[0] + box.shape[0], device="cpu") // GROUP - first]
 
 
 def _made(stored: Held, load: partial[torch.Tensor]) -> Held:

@@ -44,7 +44,7 @@ class Held:
         with open(self.where, "rb", buffering=0) as file:
             for first, local, count in runs(box, self.shape, local=whole(box.shape), local_shape=box.shape):
                 _fill(file.fileno(), view[local * item : (local + count) * item], self.start + first * item, self.where)
-        return torch.frombuffer(held, dtype=self.dtype).view(box.shape) if held else torch.empty(box.shape, dtype=self.dtype)
+        return torch.frombuffer(held, dtype=self.dtype).view(box.shape) if held else torch.empty(box.shape, dtype=self.dtype, device="cpu")
 
 
 def _fill(fd: int, view: memoryview, start: int, path: str) -> None:
@@ -131,7 +131,7 @@ def _compared(name: str, copies: Sequence[Held], box: Box) -> torch.Tensor:
 
 
 def _gathered(slabs: Sequence[Slab], box: Box) -> torch.Tensor:
-    found = torch.empty(box.shape, dtype=slabs[0].held.dtype)
+    found = torch.empty(box.shape, dtype=slabs[0].held.dtype, device="cpu")
     for slab in slabs:
         common = intersect(slab.box, box)
         if common is not None:

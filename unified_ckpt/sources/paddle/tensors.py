@@ -177,7 +177,7 @@ def _number(held: Held) -> float:
 
 def _step(where: str, held: tuple[Held, ...], clock: Clock) -> torch.Tensor:
     try:
-        return torch.tensor(float(steps_of([_number(one) for one in held], clock)))
+        return torch.tensor(float(steps_of([_number(one) for one in held], clock)), device="cpu")
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
 

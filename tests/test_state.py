@@ -128,6 +128,22 @@ def test_tied_weights_have_masters_once() -> None:
     assert state.aliases == {"model": {"head.weight": "embed.weight"}, "master_weights": {"head.weight": "embed.weight"}}
 
 
+def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
+    """The rule of the name that is not stored was "matched by no tensor"."""
+    weight = torch.randn(2, 3)
+    tied = {"embed": weight, "head": weight}
+
+    def rules(head: int) -> Layout:
+        return Layout(mesh={"tp": 2}, rules={"embed": {"tp": 0}, "head": {"tp": head}})
+
+    placer = Placer(0, range(2), rules(0))
+    state = flatten_state(placer, model=tied, optimizer=None, master_weights=None, further=None, model_dtype=None)
+    assert by_key(state.parts)["model", "embed"].row.spec.shape == (4, 3)
+    assert placer.matched == {"embed", "head"}
+    with pytest.raises(LayoutError, match=r"^head: Layout rule 'head' is of the tensor embed, and 'embed' differs for that name"):
+        flatten(0, rules(1), model=tied)
+
+
 def test_an_optimizer_without_masters_has_none_to_give() -> None:
     module = model()
     with pytest.raises(LayoutError, match=r"^master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from test_optimizers import MAKERS, model, same, states, step
 from torch import nn
@@ -303,6 +305,73 @@ def test_masters_that_an_optimizer_holds(tmp_path: Path, key: str) -> None:
     assert fresh.state[other.weight][key].data_ptr() == memory
     with pytest.raises(uc.LayoutError, match=r"master_weights: this optimizer keeps none in its state"):
         uc.save(tmp_path / "d", model=module, master_weights=torch.optim.SGD(module.parameters()))
+
+
+def master(holders: list[Optimizer], param: torch.Tensor) -> torch.Tensor:
+    return next(one.state[param]["master_param"] for one in holders if param in one.state)
+
+
+@pytest.mark.parametrize("holder", ["the optimizer", "another", "of a list"])
+def test_masters_are_never_those_of_another_step(tmp_path: Path, holder: str) -> None:
+    """They were left out without a word where nothing was said of them: the next step put those of the job that loads over the model."""
+    jobs = []
+    for _ in range(2):
+        module = nn.Linear(40, 30).bfloat16()
+        first, second = (torch.optim.SGD([param], momentum=0.9) for param in (module.weight, module.bias))
+        whole = torch.optim.SGD(module.parameters(), momentum=0.9)
+        holders = {"the optimizer": [whole], "another": [torch.optim.SGD(module.parameters())], "of a list": [first, second]}[holder]
+        for one in holders:
+            for param in one.param_groups[0]["params"]:
+                one.state[param] = {"master_param": torch.randn(param.shape)}
+        what = {"model": module, "optimizer": [first, second] if holder == "of a list" else whole}
+        jobs.append((module, holders, what | ({"master_weights": holders[0]} if holder == "another" else {})))
+    (module, holders, what), (other, others, more) = jobs
+    uc.save(tmp_path / "c", **what)
+    with uc.open(tmp_path / "c") as opened:
+        assert torch.equal(opened["master_weights"]["weight"][...], holders[0].state[module.weight]["master_param"])
+    uc.load(tmp_path / "c", **more)
+    for theirs, ours in zip(module.parameters(), other.parameters(), strict=True):
+        of = [
+            next(one.state[param]["master_param"] for one in where if param in one.state)
+            for where, param in ((holders, theirs), (others, ours))
+        ]
+        assert torch.equal(*of)
+    uc.save(tmp_path / "d", **what, options=uc.SaveOptions(parts=("model", "optimizer")))
+    with uc.open(tmp_path / "d") as opened:
+        assert "master_weights" not in opened.parts
+
+
+def test_optimizers_whose_state_would_be_lost_are_refused(tmp_path: Path) -> None:
+    module = model()
+    one, two = torch.optim.AdamW(module.parameters()), torch.optim.AdamW([next(module.parameters())])
+    with pytest.raises(uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"):
+        uc.save(tmp_path / "c", model=module, optimizer=[one, two])
+    uc.save(tmp_path / "c", model=module, optimizer=one)
+    with pytest.raises(uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"):
+        uc.load(tmp_path / "c", model=module, optimizer=[one, two])
+    with pytest.raises(uc.LayoutError, match=r"optimizer holds a str; needed optimizers"):
+        uc.save(tmp_path / "d", model=module, optimizer="adam")
+
+
+def test_an_optimizer_that_shards_its_own_state_is_refused(tmp_path: Path) -> None:
+    """It was saved as one without any state, and reported as good."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    module = model()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.AdamW)
+        with pytest.raises(uc.LayoutError, match=r"ZeroRedundancyOptimizer keeps its state in a way of its own"):
+            uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_model_before_its_first_forward_pass_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(uc.LayoutError, match=r"^0\.weight: has no shape before the model's first forward pass"):
+        uc.save(tmp_path / "c", model=nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_optimizer_state_as_a_dict(tmp_path: Path) -> None:

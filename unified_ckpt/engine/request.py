@@ -19,7 +19,7 @@ from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.modules import Model
-from unified_ckpt.runtime.optimizers import Optimizers, as_list, prepare_optimizer
+from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, masters_of, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people
 from unified_ckpt.runtime.state import MASTER, OPTIMIZER, State, flatten_state, place_targets
 
@@ -97,26 +97,28 @@ def try_load_request(
 def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, options: LoadOptions) -> LoadRequest:
     """The tensors to fill. Nothing of the caller's is changed."""
     placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
-    objects = as_list(optimizer)
+    objects, holders = as_list(optimizer), as_list(master_weights)
+    if master_weights is None:
+        holders = [one for one in objects if holds_masters(one)]
     state = flatten_state(
         placer,
         model=model,
         optimizer=None if objects else optimizer,
-        master_weights=None if isinstance(master_weights, Optimizer) else master_weights,
+        master_weights=None if holders else master_weights,
         further=what.parts,
         model_dtype=None,
     )
     target = None
-    given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if isinstance(master_weights, Optimizer) else [])}
+    given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if holders else [])}
     wanted = _wanted(given, options.parts)
     objects = objects if OPTIMIZER in wanted else []
     if isinstance(folder, ByPosition):
         folder = _settled(folder, objects, state, by_name=OPTIMIZER in wanted)
-    master_weights = master_weights if MASTER in wanted else None
-    if objects or isinstance(master_weights, Optimizer):
+    holders = holders if MASTER in wanted else []
+    if objects or holders:
         if model is None and not what.parts:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
-        of = objects or as_list(master_weights)
+        of = objects or holders
         names, leaders = state.names(), state.leaders()
         saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
         shapes = {name: leader.at.shape for name, leader in leaders.items()}
@@ -124,9 +126,9 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         if objects:
             state.asked.add(OPTIMIZER)
             state.parts += place_targets(placer, OPTIMIZER, target.tensors, leaders)
-        if isinstance(master_weights, Optimizer):
+        if holders:
             state.asked.add(MASTER)
-            state.parts += place_targets(placer, MASTER, target.masters, leaders)
+            state.parts += place_targets(placer, MASTER, masters_of(holders, names), leaders)
     state.parts = [part for part in state.parts if part.row.part in wanted]
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.view import SourceView
-from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import clean_name, flatten_model
 from unified_ckpt.runtime.optimizers import FlatOptimizer, flatten_optimizer
@@ -88,16 +88,7 @@ def model_part(module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Ma
 
 def optimizer_part(module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> FlatOptimizer | None:
     """The optimizers' state by the module's names, whatever hooks have made of its state dict. LayoutError for what has no one place."""
-    names, seen = flatten_model(module).names(), set[int]()
-    for optimizer in optimizers:
-        if type(optimizer).__name__ in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"):
-            raise LayoutError(f"UnifiedCheckpointCallback: {type(optimizer).__name__} keeps its state in a way of its own; needed FSDP2")
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for twice in seen & held:
-            name = names.get(twice, "a parameter")
-            raise LayoutError(f"{name}: two optimizers have it, and its state has one place in a checkpoint; needed it in one of them")
-        seen |= held
-    return flatten_optimizer(optimizers, names) if optimizers else None
+    return flatten_optimizer(optimizers, flatten_model(module).names()) if optimizers else None
 
 
 def take_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
 
@@ -106,6 +107,8 @@ def unwrapped(name: str) -> str:
 
 
 def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise LayoutError(f"{fqn}: has no shape before the model's first forward pass; needed one")
     if fqn in flat.tensors or fqn in flat.aliases:
         if flat.tensors.get(flat.aliases.get(fqn, fqn)) is tensor:
             return

@@ -16,6 +16,7 @@ from unified_ckpt.runtime.tensors import TORCH_DTYPES
 
 # How the optimizer runs, not what it computes: these stay as this job has them, whatever hardware the checkpoint comes from.
 _OWN = ("fused", "foreach", "capturable", "differentiable")
+_APART = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")  # apex and TransformerEngine call it so
 
 
@@ -53,6 +54,7 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
                 raise LayoutError(f"optimizer[{key!r}] is a {type(tensor).__name__}; needed {{'fqn/state': tensor}}")
         flat.tensors = dict(optimizer)
         return flat
+    refuse_lost(as_list(optimizer), names)
     for one in as_list(optimizer):
         for number, group in enumerate(one.param_groups):
             fqns = [_name(p, names, number) for p in group["params"]]
@@ -60,6 +62,21 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, one.state.get(param, {}))
     return flat
+
+
+def refuse_lost(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    """LayoutError for optimizers whose state has no one place in a checkpoint, or is not where torch has it."""
+    seen = set[int]()
+    for one in optimizers:
+        if not hasattr(one, "param_groups"):
+            raise LayoutError(f"optimizer holds a {type(one).__name__}; needed optimizers, or {{'fqn/state': tensor}}")
+        if any(kind.__name__ in _APART for kind in type(one).__mro__):
+            raise LayoutError(f"{type(one).__name__} keeps its state in a way of its own; needed FSDP2 and a plain optimizer")
+        held = {id(param) for group in one.param_groups for param in group["params"]}
+        for twice in seen & held:
+            name = names.get(twice, "a parameter")
+            raise LayoutError(f"{name}: two optimizers have it, and its state has one place in a checkpoint; needed it in one of them")
+        seen |= held
 
 
 def _flatten_state(flat: FlatOptimizer, fqn: str, state: Mapping[str, Any]) -> None:
@@ -91,9 +108,25 @@ def _name(param: torch.Tensor, names: Mapping[int, str], group: int) -> str:
         shape = tuple(param.shape)
         raise LayoutError(
             f"optimizer group {group} holds a parameter of shape {shape} that the model given does not have; "
-            "needed the optimizer's own model in `model`"
+            "needed the optimizer's own model in `model`, and one Parameter where two are tied (by `.data` they are two)"
         )
     return names[id(param)]
+
+
+def holds_masters(optimizer: Optimizer) -> bool:
+    return any(key in MASTER_KEYS for state in optimizer.state.values() for key in state)
+
+
+def masters_of(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """The master weights that they hold in their state, by the name of the parameter."""
+    flat = FlatOptimizer()
+    for one in optimizers:
+        for number, group in enumerate(one.param_groups):
+            for param in group["params"]:
+                held = {key: value for key, value in one.state.get(param, {}).items() if key in MASTER_KEYS}
+                if held:
+                    _flatten_state(flat, _name(param, names, number), held)
+    return flat.masters
 
 
 @dataclass(slots=True)
@@ -104,7 +137,6 @@ class OptimizerTarget:
     names: Mapping[int, str]
     wanted: bool
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    masters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def names_held(self) -> set[str]:
         """The parameters of these optimizers."""
@@ -158,6 +190,7 @@ def prepare_optimizer(
     A tensor that the optimizer already has is filled in place when it fits. Otherwise one is made: shaped and sharded like the
     parameter, or on the CPU for a counter unless the optimizer is fused or capturable, in the saved dtype.
     """
+    refuse_lost(optimizers, names)
     target = OptimizerTarget(optimizers, names, wanted)
     states: dict[str, list[str]] = {}
     for key in saved:
@@ -167,9 +200,6 @@ def prepare_optimizer(
             for param in group["params"]:
                 fqn = _name(param, names, number)
                 existing = optimizer.state.get(param, {})
-                for key in MASTER_KEYS:
-                    if isinstance(existing.get(key), torch.Tensor):
-                        target.masters[fqn] = existing[key]
                 for key in states.get(fqn, ()):
                     dtype, shape = saved[key]
                     target.tensors[key] = _state_tensor(

@@ -106,6 +106,19 @@ class Placer:
             self._seen[seen] = shape, sharding, held
         return Placed(shape, sharding, _checked_local(fqn, local, derived, padded), held)
 
+    def check_alias(self, alias: str, stored: str) -> None:
+        """LayoutError where two names of one tensor have Layout rules that differ."""
+        layout = self.layout or Layout({}, {})
+        pattern, own = layout.rule_for(alias), layout.rule_for(stored)
+        if pattern is None:
+            return
+        if own is None or layout.rules[own] != layout.rules[pattern]:
+            said = "there is none" if own is None else f"{own!r} differs"
+            raise LayoutError(
+                f"{alias}: Layout rule {pattern!r} is of the tensor {stored}, and {said} for that name; needed the same for both"
+            )
+        self.matched.add(pattern)
+
     def _dtensor_rule(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())
         if key not in self._rules:

@@ -13,7 +13,7 @@ from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
-from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, flatten_optimizer
+from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, as_list, flatten_optimizer, masters_of
 from unified_ckpt.runtime.placements import Placed, Placer
 from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, dtype_name
 
@@ -83,7 +83,7 @@ def flatten_state(
         if name in (MODEL, MASTER, OPTIMIZER):
             raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
         state.further[name] = flatten_model(one)
-    state.placed = {part: _place_all(placer, flat.tensors) for part, flat in ((MODEL, state.model), *state.further.items())}
+    state.placed = {part: _place_all(placer, flat) for part, flat in ((MODEL, state.model), *state.further.items())}
     placed = state.placed[MODEL]
     state.optimizer = flatten_optimizer(optimizer, state.names())
     if model is not None:
@@ -120,13 +120,15 @@ def _masters(
 ) -> dict[str, Placed]:
     given: Mapping[str, Any]
     if master_weights is None:
-        if model_dtype is None:
+        given = state.optimizer.masters  # which would be those of another step after a load
+        if not given and model_dtype is None:
             return {}
-        return {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
-    if isinstance(master_weights, Mapping):
+        if not given:
+            return {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
+    elif isinstance(master_weights, Mapping):
         given = master_weights
     else:
-        given = flatten_optimizer(master_weights, state.model.names()).masters
+        given = masters_of(as_list(master_weights), state.model.names())
         if not given:
             raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
     found = {}
@@ -137,8 +139,10 @@ def _masters(
     return found
 
 
-def _place_all(placer: Placer, tensors: Mapping[str, torch.Tensor]) -> dict[str, Placed]:
-    placed = ((fqn, placer.place(fqn, tensor)) for fqn, tensor in tensors.items())
+def _place_all(placer: Placer, flat: FlatModel) -> dict[str, Placed]:
+    placed = ((fqn, placer.place(fqn, tensor)) for fqn, tensor in flat.tensors.items())
+    for alias, stored in flat.aliases.items() if placer.layout is not None else ():
+        placer.check_alias(alias, stored)
     return {fqn: at for fqn, at in placed if at is not None}
 
 

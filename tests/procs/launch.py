@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # tests of other folders import this, too
+
+import warm  # noqa: E402
 
 
 def environment() -> dict[str, str]:
@@ -18,11 +21,12 @@ def environment() -> dict[str, str]:
 
 def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
     """Run a script of this folder in `world` processes; what it said. Raise with the full output if it fails or lasts too long."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    rank = warm.python(HERE / script, environment())
+    command = [*warm.module("torch.distributed.run", environment()), "--standalone", "--nproc-per-node", str(world), "--no-python"]
     # each worker dumps its stacks and ends itself a little before we lose patience: see `worker.start`
     limit = {"WORKER_TIMEOUT_SECONDS": str(timeout_seconds - 10)}
     child = subprocess.Popen(
-        [*command, str(HERE / script), *map(str, arguments)],
+        [*command, *rank, *map(str, arguments)],
         env=environment() | limit,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from machines import LOAD, SAVE, fine, folder_of, on_machine, once, twice
+from machines import LOAD, SAVE, fine, folder_of, on_machine, once, save_all, twice
 from refusals import same_error
 
 import unified_ckpt as uc
+from unified_ckpt.core.tables import Key
+from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.testing import run_ranks, try_ranks
 
 __all__ = ["once", "twice"]  # fixtures
@@ -121,6 +124,40 @@ def test_digests_that_are_damaged_on_one_machine(twice: Path, how: str) -> None:
     HOW[how](folder_of(twice, 1) / names.DIGESTS)
     told = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
     assert names.DIGESTS in told or "block" in told
+
+
+@pytest.mark.parametrize("how", ["short", "missing", "header"])
+def test_digests_that_are_damaged_are_asked_for_once_however_many_tensors_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nor is anything else read of a folder that proves nothing."""
+    model = {f"w{i}": torch.full((300, 40), float(i)) for i in range(20)}
+    save_all(tmp_path, [0, 1], lambda rank: model)
+    folder = folder_of(tmp_path, 1)
+    HOW[how](folder / names.DIGESTS)
+    asked, read = [], []
+    block_digests, read_at = Folder.block_digests, LocalStorage.read_at
+
+    def counted(self: Folder, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        asked.append(self.storage.root)
+        return block_digests(self, wanted)
+
+    def noted(self: LocalStorage, name: str, start: int, into: Buffer) -> None:
+        read.append((Path(self.root), name, start))
+        read_at(self, name, start, into)
+
+    def act(comm: Comm) -> uc.LoadReport:
+        target = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+        with on_machine(comm, [0, 1]) as made:
+            report = made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
+        assert all(torch.equal(target[name], model[name]) for name in model)
+        return report
+
+    monkeypatch.setattr(Folder, "block_digests", counted)
+    monkeypatch.setattr(LocalStorage, "read_at", noted)
+    assert names.DIGESTS in notes(run_ranks(2, act))
+    assert asked.count(str(folder)) == 1
+    assert [start for where, name, start in read if (where, name) == (folder, "model.safetensors") and start] == []
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "missing"])

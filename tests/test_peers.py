@@ -190,6 +190,23 @@ def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 0.25, "it is not waited for again"
 
 
+def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
+    """Each small read would take 40 ms: the kernel waits for the other end's word that it has the first part."""
+    accepted: list[int] = []
+
+    def serve(connection: socket.socket) -> None:
+        accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        wire.send_words(connection, {})
+
+    listener = wire.Listener(serve, at_end=lambda: None, timeout_seconds=SECONDS)
+    with wire.connect(listener.address, timeout_seconds=SECONDS) as made:
+        assert wire.receive_words(made) == ({}, 0)
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    listener.close()
+    assert all(accepted)
+    assert len(accepted) == 1
+
+
 def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach MASTER_ADDR."""
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")

@@ -242,11 +242,11 @@ def _read(
     fetched = []
     with giving_up(opened.get(meeting.rank)):
         for group in groups:
-            targets, into = Targets([by_row[row].target for row in group.rows]), Fetched()
+            targets = Targets([by_row[row].target for row in group.rows], group.reads.moves, rank=meeting.rank)
+            into = Fetched()
             number = exchange_number(meeting, group.index)
             read_tiles(group, targets, storage, opened, wait, verify=verify, rank=meeting.rank, exchange=number, into=into)
             read_extents(group, targets, storage, verify=verify, rank=meeting.rank, ranks=meeting.world, into=into)
-            targets.settle()
             fetched.append(into)
     return fetched
 

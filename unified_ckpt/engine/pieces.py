@@ -68,7 +68,7 @@ class JointStorage:
         self._keys = {file_of(key): key for key in found.specs}
         self._own = frozenset(own)
         self._verifying = True
-        self._digests: dict[int, Mapping[Key, Sequence[int] | None]] = {}  # of a folder, by its own parts and names
+        self._digests: dict[int, Mapping[Key, Sequence[int] | None] | CheckpointError] = {}  # of a folder, by its own parts and names
         self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
         self._edges: dict[int, list[int]] = {}  # by family
         self._tilings: dict[tuple[int, Box], list[Region]] = {}  # by family and window: most tensors have many of the same family
@@ -282,8 +282,8 @@ class JointStorage:
             try:
                 folder = self._folders[number]
                 at = folder.catalog([stored]).locations[stored]
-                folder.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
                 saved = self._saved(number, folder)[stored] if self._verifying else None
+                folder.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
             except CheckpointError as error:
                 why.append(str(error))
                 continue
@@ -302,7 +302,14 @@ class JointStorage:
                 _LOG.warning("read from another machine: %s", text)
 
     def _saved(self, number: int, folder: Stock) -> Mapping[Key, Sequence[int] | None]:
-        """A folder's digests, read at once: a request to a peer costs more than bytes do."""
+        """A folder's digests, read at once: a request to a peer costs more than bytes do. Raises the error that it met at first, again:
+        there is a block of each tensor to ask for."""
         if number not in self._digests:
-            self._digests[number] = folder.block_digests(self._found.stored_in(number))
-        return self._digests[number]
+            try:
+                self._digests[number] = folder.block_digests(self._found.stored_in(number))
+            except CheckpointError as error:
+                self._digests[number] = error
+        found = self._digests[number]
+        if isinstance(found, CheckpointError):
+            raise type(found)(str(found))
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from functools import partial
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.exchange import Extent, Tile
+from unified_ckpt.core.exchange import Extent, Moves, Tile
 from unified_ckpt.core.plan_load import Reads
 from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Location
@@ -42,11 +43,14 @@ class Fetched:
 
 
 class Targets:
-    """The parts of a group as memory that bytes can be put into; `settle` brings back what needed a copy of its own."""
+    """The parts of a group as memory that bytes can be put into. One that needs a copy of its own for that has it from the first extent or
+    piece of a tile that goes there until the last is `done`: all copies at once would be as much memory again as the model takes."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], moves: Moves, *, rank: int) -> None:
         self._parts = parts
         self._dense: dict[int, Part] = {}
+        self._left = Counter(extent.row for extent in moves.extents)
+        self._left.update(piece.row for tile in moves.shared for piece in tile.pieces if rank in piece.parties)
 
     def __getitem__(self, row: int) -> Part:
         part = self._parts[row]
@@ -56,10 +60,11 @@ class Targets:
             self._dense[row] = Part(part.row, torch.empty_like(part.local, memory_format=torch.contiguous_format))
         return self._dense[row]
 
-    def settle(self) -> None:
-        for row, dense in self._dense.items():
-            same_bits(self._parts[row].local).copy_(same_bits(dense.local))
-        self._dense = {}
+    def done(self, row: int) -> None:
+        """One extent of the row, or one piece of a tile, is in."""
+        self._left[row] -= 1
+        if not self._left[row] and row in self._dense:
+            same_bits(self._parts[row].local).copy_(same_bits(self._dense.pop(row).local))
 
 
 class Beating:
@@ -87,6 +92,8 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Beating, *, verify
             into.digested.extend((extent.row, piece) for piece in digests.pieces(view, start=start))
         if scratch is not None:
             _put(targets[extent.row], extent.local + start - extent.start, scratch)
+        if start + len(view) == extent.stop:
+            targets.done(extent.row)
 
     with Lane(ranks=ranks) as lane:
         for extent in extents[cut:] + extents[:cut]:
@@ -95,6 +102,7 @@ def read_extents(group: ReadGroup, targets: Targets, storage: Beating, *, verify
             if part.plain and not verify:
                 view = as_bytes(part.local)[extent.local : extent.local + extent.stop - extent.start]
                 storage.read_at(location.file, location.start + extent.start, view)
+                targets.done(extent.row)
                 continue
             for start, stop in chunks(extent.start, extent.stop):
                 local = extent.local + start - extent.start
@@ -176,6 +184,7 @@ def _empty(memory: torch.Tensor, tile: Tile, targets: Targets, *, rank: int) -> 
             held = memory[piece.slot : piece.slot + piece.stop - piece.start]
             boxes = boxes_in_line(part, rank, piece.split)
             empty_lines(held, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
+            targets.done(piece.row)
 
 
 def read_block(storage: Reader, location: Location, block: int, nbytes: int) -> int:

@@ -20,7 +20,7 @@ from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.pending import PendingSave
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
+from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("unified_ckpt")
 _OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fills: the optimizer stays fresh
+# What a load of the run's own step may fail with where an older one may serve. A FormatError then is the caller's: the step was looked at.
+_OF_THE_STEP = (IntegrityError, IncompleteError, StorageError, NotFoundError)
 
 
 class CheckpointManager:
@@ -141,8 +143,9 @@ class CheckpointManager:
                     break
                 try:
                     return self._load(found, targets)
-                except (IntegrityError, IncompleteError) as error:
-                    if found.kind not in ("own", "foreign") or (found.kind == "foreign" and step is not None):
+                except _OF_THE_STEP as error:
+                    own, passes = found.kind == "own", isinstance(error, (IntegrityError, IncompleteError))
+                    if not own and not (found.kind == "foreign" and step is None and passes):
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:
@@ -240,7 +243,8 @@ class CheckpointManager:
             look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
             found = origin.choose(self._look(survey), self.options, root=self.root, step=step, parts=wanted, failed=failed, look=look)
             if found.path:
-                held.enter_context(reading(found.path))
+                with contextlib.suppress(NotFoundError):  # removed just now: the load says so on all ranks
+                    held.enter_context(reading(found.path))
             return origin.encode(replace(found, local=found.kind == "own" and self._is_local(found.path)))
 
         found = origin.decode(self._told_to_all("restore", told, timeout_seconds=self._load_options.timeout_seconds))

@@ -17,7 +17,7 @@ from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.sources import problem_of
-from unified_ckpt.sources.marks import find_format
+from unified_ckpt.sources.marks import Format, find_format
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -60,7 +60,7 @@ def choose(
     folder that is passed over is told in one warning; none is changed.
     """
     if step is not None:
-        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed)
+        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed, look=look)
     others = _foreign(found)
     for one in found.newer_and_bad:
         if one.path not in others:
@@ -92,8 +92,16 @@ def choose(
 
 def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
     """Folders with names of steps that another engine has written: by path, the number in the name and the format's name."""
-    known = [(one, find_format(one.path, told=None)) for one in found.steps if one.status == "incomplete" and not one.ours]
+    known = [(one, _format_of(one.path)) for one in found.steps if one.status == "incomplete" and not one.ours]
     return {one.path: (claimed(one.name), kind.name) for one, kind in known if kind is not None}
+
+
+def _format_of(path: str) -> Format | None:
+    """None also for a folder that does not let itself be looked at: the scan says why."""
+    try:
+        return find_format(path, told=None)
+    except OSError:
+        return None
 
 
 def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) -> str | None:
@@ -107,13 +115,14 @@ def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) 
     return None
 
 
-def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:
-    """The folder of a step that was asked for by its number: the next one where the load has failed with one of two."""
+def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str], look: Callable[[StepRecord], str]) -> Origin:
+    """The folder of a step that was asked for by its number: the next one where one of two is damaged, or the load has failed with it."""
     those = [one for one in reversed(found.complete) if one.step == step]
-    for one in those:
-        if one.path not in failed:
+    for number, one in enumerate(those, 1):
+        why = failed.get(one.path) or (look(one) if number < len(those) else "")  # of the last one the load says what is wrong
+        if not why:
             return Origin("own", one.path, step)
-        _warn(one.path, failed[one.path])
+        _warn(one.path, why)
     if those:
         return Origin("none")
     for path, (number, _) in _foreign(found).items():

@@ -65,15 +65,17 @@ def _incomplete(storage: LocalStorage, found: Scan, older_seconds: float) -> Ite
     """Folders with the name of a step that are no whole checkpoint."""
     for one in found.steps:
         if one.status == "incomplete":
-            yield _Choice(one.name, one.nbytes, *_verdict(one, _age(storage, one), older_seconds))
+            yield _Choice(one.name, one.nbytes, *_verdict(storage, one, older_seconds))
 
 
-def _verdict(one: StepRecord, age_seconds: float, older_seconds: float) -> tuple[bool, str]:
+def _verdict(storage: LocalStorage, one: StepRecord, older_seconds: float) -> tuple[bool, str]:
+    if one.unread:
+        return False, f"nobody knows whether it is a checkpoint: {one.why}"
     if not one.ours:
         return False, f"incomplete: {one.why}; nothing shows that this library wrote it"
     if one.save_id is None and one.why.startswith("unified_checkpoint.json: format version"):
         return False, one.why
-    if age_seconds < older_seconds:
+    if (age_seconds := _age(storage, one)) < older_seconds:
         return False, f"incomplete: {one.why}; changed {age_seconds / 3600:.1f} h ago"
     return True, f"incomplete: {one.why}"
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from unified_ckpt.core.retention import Saved
 from unified_ckpt.engine.commit import PROBE
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
@@ -29,7 +29,7 @@ class StepRecord:
 
     "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
     where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
-    of the folders of its save, which may be on as many machines.
+    of the folders of its save, which may be on as many machines. `unread`: it could not be looked at just now, so nobody knows what it is.
     """
 
     name: str
@@ -46,6 +46,7 @@ class StepRecord:
     metrics: Mapping[str, float] | None = None
     save_id: str | None = None
     island: bool = False
+    unread: bool = False
 
     @property
     def full(self) -> bool:
@@ -124,13 +125,14 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         with os.scandir(storage.path(name)) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError as error:
-        return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0)
+        return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0, unread=True)
     copied = _below(storage.path(f"{name}/{names.REPLICAS}"))
     nbytes, files, ours = sum(sizes.values()) + sum(copied.values()), len(sizes) + len(copied), is_ours(sizes)
     try:
         manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
     except CheckpointError as error:
-        return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files)
+        unread = not isinstance(error, FormatError)
+        return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files, unread=unread)
     if manifest is None:
         return StepRecord(name, storage.path(name), "incomplete", f"it has no {names.MANIFEST}", ours, None, nbytes, files)
     parts, why = _present(manifest, sizes)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -564,6 +567,30 @@ def test_two_background_checkpoints_differ_and_each_is_of_its_own_step(tmp_path:
         found = state(0)
         assert uc.load(tmp_path / f"checkpoint-{step}", **found).step == step
         check_state(found, step)
+
+
+def test_a_signal_while_close_waits_does_not_cut_off_the_save_in_flight(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, threading
+from managing import manager_of, state
+
+def attach(folder):
+    waiting.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+waiting = threading.Event()
+manager = manager_of(None, sys.argv[1], interval_steps=1, asynchronous=True, on_preemption=True)
+manager.save(1, attach=attach, **state(1))
+close = manager._saves.collect
+manager._saves.collect = lambda **how: (waiting.set(), close(**how))
+manager.close()
+print("goes on")
+"""
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout, folders(tmp_path)) == (-signal.SIGTERM, "", ["checkpoint-1"]), done.stderr
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
 def test_leaving_by_an_error_tells_that_error(tmp_path: Path) -> None:

@@ -193,19 +193,25 @@ class CheckpointManager:
         self._drain()
 
     def close(self) -> None:
-        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up."""
+        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up.
+
+        A SIGTERM or a first SIGINT that comes meanwhile does what it does elsewhere, but at the end.
+        """
         self._close(alone=False)
 
     def _close(self, *, alone: bool) -> None:
         """`alone`: other ranks may not do the same."""
-        self._notices.close()
+        self._notices.end()
         try:
             self._saves.collect(strict=True)
             self._drain(alone=alone)
         finally:
-            if self._tiers is not None:
-                self._tiers.stop()
-            self._checkpointer.close()
+            try:
+                if self._tiers is not None:
+                    self._tiers.stop()
+                self._checkpointer.close()
+            finally:
+                self._notices.close()  # last: a signal while it waits does not cut off the save
 
     def _drain(self, *, alone: bool = False) -> None:
         if self._tiers is not None and alone:

@@ -22,6 +22,7 @@ from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.manager import origin, policies
+from unified_ckpt.manager.metrics import Metrics
 from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
@@ -71,7 +72,7 @@ class CheckpointManager:
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
         self._bad: tuple[int, ...] = ()  # steps that were found damaged
-        self._notices = Notices(self.options)
+        self._notices, self._metrics = Notices(self.options), Metrics()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -238,7 +239,8 @@ class CheckpointManager:
         options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
         if step in self._bad:
             options = options.model_copy(update={"if_exists": "replace"})
-        how = {**what, "step": step, "metrics": metrics, "options": options}
+        measured = self._metrics.stored(metrics, step=step, rank=self._checkpointer._ranks().rank)
+        how = {**what, "step": step, "metrics": measured, "options": options}
         return Wanted(step, step_name(step, self.options.step_prefix), how, due)
 
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:

@@ -129,3 +129,31 @@ def test_of_two_copies_of_a_step_the_one_whose_digests_are_damaged_is_not_taken(
     with manager_of(None, root, interval_steps=1, local_directory=str(local), local_interval_steps=1) as manager:
         assert manager.restore(1, **found).step == 1  # type: ignore[union-attr]
     check_state(found, 1)
+
+
+def test_a_newer_step_that_is_a_link_is_not_passed_over_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / "run", 1, 2)
+    shutil.move(tmp_path / "run" / "checkpoint-2", tmp_path / "big")
+    (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "big")
+    assert restored(tmp_path / "run") == 1
+    (warned,) = warnings_of(caplog)
+    assert f"checkpoint-2 is skipped: it is a link to {tmp_path / 'big'}; needed a folder" in warned
+    with manager_of(None, tmp_path / "run") as manager, pytest.raises(uc.NotFoundError, match="checkpoint-2: is incomplete: it is a link"):
+        manager.restore(2, **state(0))
+    with manager_of(None, tmp_path / "run", interval_steps=1, keep_latest=1) as manager:
+        manager.save(3, **state(3))
+    assert uc.verify(tmp_path / "big", deep=True).ok, "what a link leads to is not removed"
+
+
+def test_a_newer_step_that_lies_under_another_name_is_not_passed_over_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, 1, 2, 3)
+    for step in (1, 3):
+        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f".replaced-abc-checkpoint-{step}")  # as a crash leaves it
+    assert restored(tmp_path) == 2
+    (warned,) = warnings_of(caplog)
+    assert ".replaced-abc-checkpoint-3 is skipped: an interrupted replacement left the only copy" in warned
+    assert "needed its name, checkpoint-3: rename it back" in warned
+    with manager_of(None, tmp_path) as manager, pytest.raises(uc.NotFoundError, match=r"checkpoint-3: is not there: .*rename it back"):
+        manager.restore(3, **state(0))

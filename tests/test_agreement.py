@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -210,3 +213,96 @@ def test_outside_of_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """What a program's own callables for both signals get."""
+    found: list[int] = []
+    before = [(number, signal.signal(number, lambda got, _: found.append(got))) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield found
+    for number, one in before:
+        signal.signal(number, one)
+
+
+def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(received: list[int]) -> None:
+    own = signal.getsignal(signal.SIGTERM)
+    first, second = Interruption(), Interruption()
+    first.start()
+    second.start()
+    first.stop()
+    signal.raise_signal(signal.SIGTERM)
+    assert (first.received, second.received, received) == (None, "SIGTERM", [signal.SIGTERM])
+    second.stop()
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> None:
+    interruption = Interruption()
+    interruption.start()
+    thread = threading.Thread(target=interruption.stop)
+    thread.start()
+    thread.join()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(number)
+    assert (interruption.received, received) == (None, [signal.SIGTERM, signal.SIGINT])
+
+
+def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_thread() -> None:
+    program = (
+        "import signal, threading\n"
+        "from unified_ckpt.manager.interruption import Interruption\n"
+        "one, other = Interruption(), Interruption()\n"
+        "one.start(); other.start()\n"
+        "for it in (one, other):\n"
+        "    thread = threading.Thread(target=it.stop); thread.start(); thread.join()\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "print('goes on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+
+
+def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(received: list[int]) -> None:
+    beneath, above = Interruption(), Interruption()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    beneath.start()
+    theirs = signal.getsignal(signal.SIGTERM)
+    assert callable(theirs)
+    signal.signal(signal.SIGTERM, partial(theirs))
+    above.start()
+    beneath.stop()
+    signal.raise_signal(signal.SIGTERM)
+    assert (beneath.received, above.received) == (None, "SIGTERM")
+    above.stop()
+
+
+def test_what_comes_while_it_ends_is_sent_again_when_it_has_ended() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interruption = Interruption()
+        interruption.start()
+        interruption.end()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # the second one, at once
+        interruption.stop()
+        interruption = Interruption()
+        interruption.start()
+        interruption.end()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interruption.stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_came_before_it_ends_is_not_sent_again(received: list[int]) -> None:
+    interruption = Interruption()
+    interruption.start()
+    signal.raise_signal(signal.SIGINT)
+    interruption.end()
+    interruption.stop()
+    assert received == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,8 +13,12 @@ import pytest
 from managing import copy, cut_off, folders, lose, manager_of, put, state, steps_in
 
 import unified_ckpt as uc
+from unified_ckpt.cli import prune
 from unified_ckpt.cli.main import main
+from unified_ckpt.format.names import MANIFEST
+from unified_ckpt.manager.steps import StepRecord
 from unified_ckpt.runtime.locks import reading
+from unified_ckpt.runtime.storage import LocalStorage
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
@@ -226,3 +231,41 @@ def test_they_start_without_torch(tmp_path: Path, verb: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "checkpoint" in done.stdout
+
+
+def test_prune_leaves_a_checkpoint_whose_manifest_cannot_be_read_just_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1, 2)
+    age(tmp_path / "checkpoint-2")
+
+    def stale(self: LocalStorage, name: str) -> bytes:
+        if name == f"checkpoint-2/{MANIFEST}":
+            raise uc.StorageError(f"{self.path(name)}: read failed: {os.strerror(errno.ESTALE)}")
+        return read(self, name)
+
+    read = LocalStorage.read
+    monkeypatch.setattr(LocalStorage, "read", stale)
+    text = shown(capsys, "prune", tmp_path, "--incomplete")
+    assert "stays checkpoint-2: nobody knows whether it is a checkpoint: " in text
+    assert "read failed: Stale file handle" in text
+    monkeypatch.undo()
+    assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
+
+
+def test_prune_leaves_a_step_that_a_run_has_replaced_with_a_good_one_since_it_looked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1)
+    lose(tmp_path / "checkpoint-1")
+    age(tmp_path / "checkpoint-1")
+    age_of = prune._age
+
+    def slow(storage: LocalStorage, one: StepRecord) -> float:
+        found = age_of(storage, one)
+        put(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
+        return found
+
+    monkeypatch.setattr(prune, "_age", slow)
+    assert "stays checkpoint-1: it has changed meanwhile" in shown(capsys, "prune", tmp_path, "--incomplete", code=1)
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

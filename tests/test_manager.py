@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -492,11 +495,39 @@ def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:
-    with manager_of(None, tmp_path, interval_steps=1, retries=5) as manager:
-        with pytest.raises(uc.FormatError, match="extra"):
-            manager.save(1, **state(1), extra={"x": object()})
-        with pytest.raises(uc.FormatError, match="finite"):
-            manager.save(2, metrics={"loss": float("nan")}, **state(2))
+    with manager_of(None, tmp_path, interval_steps=1, retries=5) as manager, pytest.raises(uc.FormatError, match="extra"):
+        manager.save(1, **state(1), extra={"x": object()})
+    with pytest.raises(uc.FormatError, match="needed a finite number"):
+        uc.save(tmp_path / "alone", metrics={"loss": float("nan")}, **state(2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much", torch.zeros(2)], ids=["nan", "inf", "none", "word", "tensor"])
+def test_a_metric_that_is_no_finite_number_is_left_out_and_the_step_is_saved(
+    tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(None, tmp_path, interval_steps=1, keep_latest=1, keep_best=1, best_metric="loss") as manager:
+        manager.save(1, metrics={"loss": 0.5, "speed": 3}, **state(1))
+        manager.save(2, metrics={"loss": value, "speed": 3}, **state(2))
+        manager.finish(3, metrics={"loss": value}, **state(3))
+        assert [dict(one.metrics or {}) for one in manager.steps()] == [{"loss": 0.5, "speed": 3.0}, {}]
+        best = manager.best()
+    assert best is not None
+    assert best.step == 1
+    (warned,) = warnings_of(caplog)
+    assert "step 2 is saved without the metric 'loss', which is " in warned
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_metrics_are_those_of_rank_0(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def act(comm: Comm) -> None:
+        with manager_of(comm, tmp_path, interval_steps=1, asynchronous=asynchronous, retries=0) as manager:
+            manager.save(1, metrics={"loss": 1.0 if comm.rank == 0 else None}, **state(1))  # type: ignore[dict-item]
+            manager.save(2, metrics={"loss": float("nan") if comm.rank == 0 else 2.0}, **state(2))
+
+    run_ranks(2, act)
+    with manager_of(None, tmp_path) as manager:
+        assert [dict(one.metrics or {}) for one in manager.steps()] == [{"loss": 1.0}, {}]
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_the_error_of_a_background_save_comes_with_wait(tmp_path: Path) -> None:
@@ -564,6 +595,30 @@ def test_two_background_checkpoints_differ_and_each_is_of_its_own_step(tmp_path:
         found = state(0)
         assert uc.load(tmp_path / f"checkpoint-{step}", **found).step == step
         check_state(found, step)
+
+
+def test_a_signal_while_close_waits_does_not_cut_off_the_save_in_flight(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, threading
+from managing import manager_of, state
+
+def attach(folder):
+    waiting.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+waiting = threading.Event()
+manager = manager_of(None, sys.argv[1], interval_steps=1, asynchronous=True, on_preemption=True)
+manager.save(1, attach=attach, **state(1))
+close = manager._saves.collect
+manager._saves.collect = lambda **how: (waiting.set(), close(**how))
+manager.close()
+print("goes on")
+"""
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout, folders(tmp_path)) == (-signal.SIGTERM, "", ["checkpoint-1"]), done.stderr
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
 def test_leaving_by_an_error_tells_that_error(tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from managing import copy, put
+from managing import copy, cut_off, lose, put
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
-from unified_ckpt.manager.removal import clear, remove, removed_all
-from unified_ckpt.manager.steps import scan
+from unified_ckpt.manager import removal
+from unified_ckpt.manager.removal import clear, remove, remove_broken, removed_all
+from unified_ckpt.manager.steps import look, scan
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped
@@ -125,3 +127,51 @@ def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
     clear(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
     assert [operation.split()[0] for operation in fuse.operations] == ["remove_file", "sync_folder", "remove_folder"]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_broken_one_is_moved_aside_before_it_goes(tmp_path: Path) -> None:
+    put(tmp_path / "source", 1, 2)
+    lose(tmp_path / "source" / "checkpoint-1")
+    fuse = Fuse()
+    storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
+    assert remove_broken(storage, look(storage, "checkpoint-1", "checkpoint-"), "checkpoint-")
+    assert os.listdir(storage.root) == ["checkpoint-2"]
+    assert [operation.split()[0] for operation in fuse.operations] == [
+        "rename",
+        "sync_folder",
+        "remove_file",
+        "sync_folder",
+        "remove_folder",
+    ]
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_broken_one_that_a_run_has_replaced_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: bool) -> None:
+    storage = LocalStorage(str(tmp_path))
+    put(tmp_path, 1)
+    (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
+    seen = look(storage, "checkpoint-1", "checkpoint-")
+    replaces = uc.SaveOptions(if_exists="replace")
+    put(tmp_path, 1, options=replaces)
+    assert not remove_broken(storage, seen, "checkpoint-")
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
+
+    def late(*arguments: Any) -> Any:  # the save comes after the last look
+        found = look(*arguments)
+        put(tmp_path, 1, options=replaces)
+        return found
+
+    (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
+    seen = look(storage, "checkpoint-1", "checkpoint-")
+    monkeypatch.setattr(removal, "look", late)
+    assert not remove_broken(storage, seen, "checkpoint-")
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
+
+
+def test_a_broken_one_that_is_read_stays(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    put(tmp_path, 1)
+    lose(tmp_path / "checkpoint-1")
+    with reading(str(tmp_path / "checkpoint-1")):
+        assert not remove_broken(storage, look(storage, "checkpoint-1", "checkpoint-"), "checkpoint-")
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()

@@ -94,6 +94,11 @@ def test_every_seconds_counts_from_the_last_one_kept() -> None:
     assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
 
 
+def test_every_seconds_keeps_on_after_a_clock_that_was_ahead_once() -> None:
+    saved = [Saved(step, float(at), True, {}) for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))]
+    assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
+
+
 def test_rotation_with_separate_limits_for_model_only_and_full() -> None:
     saved = [Saved(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
     assert set(kept(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}

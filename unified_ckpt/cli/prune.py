@@ -14,7 +14,7 @@ from unified_ckpt.cli.list import left_text
 from unified_ckpt.cli.rules import problem, rules_of
 from unified_ckpt.cli.words import count, human, plain
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.removal import clear, remove
+from unified_ckpt.manager.removal import clear, remove, remove_broken
 from unified_ckpt.manager.rotation import condemned
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
 from unified_ckpt.runtime.storage import LocalStorage
@@ -22,13 +22,15 @@ from unified_ckpt.runtime.storage import LocalStorage
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A folder, and whether it goes. `save_id`: of a good checkpoint, which goes only while nobody reads it."""
+    """A folder, and whether it goes. `save_id`: of a good checkpoint, which goes only while nobody reads it; `seen`: of a folder with the
+    name of a step that is none, which goes only as it is."""
 
     name: str
     nbytes: int
     goes: bool
     why: str
     save_id: str | None = None
+    seen: StepRecord | None = None
 
 
 def run(arguments: Namespace) -> int:
@@ -56,7 +58,7 @@ def run(arguments: Namespace) -> int:
     older = arguments.older_than_hours * 3600
     choices += list(_incomplete(storage, found, older)) if arguments.incomplete else []
     choices += list(_leftovers(found, older)) if arguments.leftovers else []
-    done, failed = _carry_out(storage, choices, dry=arguments.dry_run)
+    done, failed = _carry_out(storage, choices, prefix=arguments.prefix, dry=arguments.dry_run)
     _show(arguments, root, choices, done, failed)
     return 1 if failed else 0
 
@@ -65,15 +67,17 @@ def _incomplete(storage: LocalStorage, found: Scan, older_seconds: float) -> Ite
     """Folders with the name of a step that are no whole checkpoint."""
     for one in found.steps:
         if one.status == "incomplete":
-            yield _Choice(one.name, one.nbytes, *_verdict(one, _age(storage, one), older_seconds))
+            yield _Choice(one.name, one.nbytes, *_verdict(storage, one, older_seconds), seen=one)
 
 
-def _verdict(one: StepRecord, age_seconds: float, older_seconds: float) -> tuple[bool, str]:
+def _verdict(storage: LocalStorage, one: StepRecord, older_seconds: float) -> tuple[bool, str]:
+    if one.unread:
+        return False, f"nobody knows whether it is a checkpoint: {one.why}"
     if not one.ours:
         return False, f"incomplete: {one.why}; nothing shows that this library wrote it"
     if one.save_id is None and one.why.startswith("unified_checkpoint.json: format version"):
         return False, one.why
-    if age_seconds < older_seconds:
+    if (age_seconds := _age(storage, one)) < older_seconds:
         return False, f"incomplete: {one.why}; changed {age_seconds / 3600:.1f} h ago"
     return True, f"incomplete: {one.why}"
 
@@ -94,7 +98,7 @@ def _leftovers(found: Scan, older_seconds: float) -> Iterator[_Choice]:
             yield _Choice(left.name, left.nbytes, True, f"left by an interrupted save: {left_text(left)}")
 
 
-def _carry_out(storage: LocalStorage, choices: list[_Choice], *, dry: bool) -> tuple[list[_Choice], dict[str, str]]:
+def _carry_out(storage: LocalStorage, choices: list[_Choice], *, prefix: str, dry: bool) -> tuple[list[_Choice], dict[str, str]]:
     """What went, or would go, and why the rest of what should go did not."""
     done: list[_Choice] = []
     failed: dict[str, str] = {}
@@ -102,6 +106,11 @@ def _carry_out(storage: LocalStorage, choices: list[_Choice], *, dry: bool) -> t
         try:
             if dry:
                 done.append(choice)
+            elif choice.seen is not None:
+                if remove_broken(storage, choice.seen, prefix):
+                    done.append(choice)
+                else:
+                    failed[choice.name] = "it has changed meanwhile, or is being read"
             elif choice.save_id is None:
                 clear(storage, choice.name)
                 done.append(choice)

@@ -136,7 +136,8 @@ def _spaced(ordered: Sequence[Saved], seconds: float) -> list[int]:
     steps: list[int] = []
     last: float | None = None
     for one in ordered:
-        if last is None or one.created_seconds - last >= seconds:
+        # Made before one of an earlier step: the clock was ahead then, and says nothing of how far apart they are.
+        if last is None or one.created_seconds < last or one.created_seconds - last >= seconds:
             steps.append(one.step)
             last = one.created_seconds
     return steps

@@ -18,7 +18,7 @@ from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import Manifest, RankExtraFile, parse_manifest
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, reader
 
@@ -147,13 +147,8 @@ class Folder:
             return None
         if not 0 <= rank < record.world_size:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
-        if record.file not in self._headers:
-            size = self._checked_size(record.file, record.nbytes)
-            self._headers[record.file] = self._parse_header(record.file, size, crc=record.header_crc)
-        entries = self._headers[record.file]
+        entries = self._rank_extra_entries(record)
         where = f"{self.storage.root}/{record.file}"
-        if not {"crcs", "offsets", "blobs"} <= entries.keys():
-            raise FormatError(f"{where}: holds {', '.join(entries)}; needed crcs, offsets and blobs")
         (crc,), (low, high) = self._words(record.file, entries["crcs"], rank, 1), self._words(record.file, entries["offsets"], rank, 2)
         stored = entries["blobs"]
         if not low <= high <= stored.stop - stored.start:
@@ -163,6 +158,20 @@ class Folder:
         if digests.crc(body) != crc:
             raise IntegrityError(f"{where}: entry {rank} has CRC {digests.crc(body):016x}; needed {crc:016x}")
         return codec.unpack(bytes(body), "rank_extra") if body else None
+
+    def check_rank_extra(self) -> None:
+        """Raises what is wrong with the file of the ranks' extra state, as far as its size and its header tell."""
+        if self.manifest is not None and self.manifest.rank_extra is not None:
+            self._rank_extra_entries(self.manifest.rank_extra)
+
+    def _rank_extra_entries(self, record: RankExtraFile) -> Mapping[str, Entry]:
+        if record.file not in self._headers:
+            size = self._checked_size(record.file, record.nbytes)
+            self._headers[record.file] = self._parse_header(record.file, size, crc=record.header_crc)
+        entries = self._headers[record.file]
+        if not {"crcs", "offsets", "blobs"} <= entries.keys():
+            raise FormatError(f"{self.storage.root}/{record.file}: holds {', '.join(entries)}; needed crcs, offsets and blobs")
+        return entries
 
     def _words(self, file: str, entry: Entry, first: int, count: int) -> tuple[int, ...]:
         """Some of the 64-bit words of a tensor."""

@@ -242,7 +242,7 @@ def _bad_blocks(folder: Folder, part: str, name: str, nbytes: int, saved: Sequen
 
 
 def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
-    """Files of the manifest that are no part's."""
+    """Files of the manifest that are no part's. Digests are read whole in any case: without them nothing is loaded, and they are small."""
     manifest = folder.manifest
     if manifest is None:
         return
@@ -252,5 +252,12 @@ def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
         size = folder.storage.size(record.file)
         if size != record.nbytes:
             yield f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; the manifest says {record.nbytes} bytes"
-        elif deep and f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
-            yield f"{record.file}: is not the file that was written; needed CRC {record.crc}"
+            continue
+        try:
+            if deep or record is manifest.digests:
+                if f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
+                    yield f"{record.file}: is not the file that was written; needed CRC {record.crc}"
+            else:
+                folder.check_rank_extra()
+        except CheckpointError as error:
+            yield str(error)

@@ -20,8 +20,9 @@ from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.pending import PendingSave
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
+from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.manager import origin, policies
+from unified_ckpt.manager.metrics import Metrics
 from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
 from unified_ckpt.manager.saving import Saves, Wanted
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("unified_ckpt")
 _OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fills: the optimizer stays fresh
+# What a load of the run's own step may fail with where an older one may serve. A FormatError then is the caller's: the step was looked at.
+_OF_THE_STEP = (IntegrityError, IncompleteError, StorageError, NotFoundError)
 
 
 class CheckpointManager:
@@ -69,7 +72,7 @@ class CheckpointManager:
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
         self._bad: tuple[int, ...] = ()  # steps that were found damaged
-        self._notices = Notices(self.options)
+        self._notices, self._metrics = Notices(self.options), Metrics()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -141,8 +144,9 @@ class CheckpointManager:
                     break
                 try:
                     return self._load(found, targets)
-                except (IntegrityError, IncompleteError) as error:
-                    if found.kind not in ("own", "foreign") or (found.kind == "foreign" and step is not None):
+                except _OF_THE_STEP as error:
+                    own, passes = found.kind == "own", isinstance(error, (IntegrityError, IncompleteError))
+                    if not own and not (found.kind == "foreign" and step is None and passes):
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:
@@ -190,19 +194,25 @@ class CheckpointManager:
         self._drain()
 
     def close(self) -> None:
-        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up."""
+        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up.
+
+        A SIGTERM or a first SIGINT that comes meanwhile does what it does elsewhere, but at the end.
+        """
         self._close(alone=False)
 
     def _close(self, *, alone: bool) -> None:
         """`alone`: other ranks may not do the same."""
-        self._notices.close()
+        self._notices.end()
         try:
             self._saves.collect(strict=True)
             self._drain(alone=alone)
         finally:
-            if self._tiers is not None:
-                self._tiers.stop()
-            self._checkpointer.close()
+            try:
+                if self._tiers is not None:
+                    self._tiers.stop()
+                self._checkpointer.close()
+            finally:
+                self._notices.close()  # last: a signal while it waits does not cut off the save
 
     def _drain(self, *, alone: bool = False) -> None:
         if self._tiers is not None and alone:
@@ -229,7 +239,8 @@ class CheckpointManager:
         options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
         if step in self._bad:
             options = options.model_copy(update={"if_exists": "replace"})
-        how = {**what, "step": step, "metrics": metrics, "options": options}
+        measured = self._metrics.stored(metrics, step=step, rank=self._checkpointer._ranks().rank)
+        how = {**what, "step": step, "metrics": measured, "options": options}
         return Wanted(step, step_name(step, self.options.step_prefix), how, due)
 
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
@@ -240,7 +251,8 @@ class CheckpointManager:
             look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
             found = origin.choose(self._look(survey), self.options, root=self.root, step=step, parts=wanted, failed=failed, look=look)
             if found.path:
-                held.enter_context(reading(found.path))
+                with contextlib.suppress(NotFoundError):  # removed just now: the load says so on all ranks
+                    held.enter_context(reading(found.path))
             return origin.encode(replace(found, local=found.kind == "own" and self._is_local(found.path)))
 
         found = origin.decode(self._told_to_all("restore", told, timeout_seconds=self._load_options.timeout_seconds))

@@ -30,6 +30,10 @@ class Notices:
         if self.watching:
             self._signals.start()
 
+    def end(self) -> None:
+        """No step is asked about any more. A signal that comes before `close` is sent again then."""
+        self._signals.end()
+
     def close(self) -> None:
         self._signals.stop()
 

@@ -14,10 +14,10 @@ from unified_ckpt.engine.inventory import take_inventory
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
+from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, claimed, step_name
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.sources import problem_of
-from unified_ckpt.sources.marks import find_format
+from unified_ckpt.sources.marks import Format, find_format
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -60,11 +60,9 @@ def choose(
     folder that is passed over is told in one warning; none is changed.
     """
     if step is not None:
-        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed)
+        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed, look=look)
     others = _foreign(found)
-    for one in found.newer_and_bad:
-        if one.path not in others:
-            _warn(one.path, one.why)
+    _tell_newer(found, others)
     bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
     for one in reversed(found.complete):
         missing = sorted(set(parts) - set(one.parts))
@@ -90,10 +88,31 @@ def choose(
     return Origin("none", bad=numbers)
 
 
+def _tell_newer(found: Scan, others: Collection[str]) -> None:
+    """What claims to be after the last good step, and is no step."""
+    for left in found.newer_and_aside:
+        _warn(left.path, _aside(left))
+    for one in found.newer_and_bad:
+        if one.path not in others:
+            _warn(one.path, one.why)
+
+
 def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
     """Folders with names of steps that another engine has written: by path, the number in the name and the format's name."""
-    known = [(one, find_format(one.path, told=None)) for one in found.steps if one.status == "incomplete" and not one.ours]
+    known = [(one, _format_of(one.path)) for one in found.steps if one.status == "incomplete" and not (one.ours or one.unread)]
     return {one.path: (claimed(one.name), kind.name) for one, kind in known if kind is not None}
+
+
+def _aside(left: Leftover) -> str:
+    return f"an interrupted replacement left the only copy of a checkpoint there; needed its name, {left.checkpoint}: rename it back"
+
+
+def _format_of(path: str) -> Format | None:
+    """None also for a folder that does not let itself be looked at: the scan says why."""
+    try:
+        return find_format(path, told=None)
+    except OSError:
+        return None
 
 
 def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) -> str | None:
@@ -107,20 +126,23 @@ def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) 
     return None
 
 
-def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str]) -> Origin:
-    """The folder of a step that was asked for by its number: the next one where the load has failed with one of two."""
+def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str], look: Callable[[StepRecord], str]) -> Origin:
+    """The folder of a step that was asked for by its number: the next one where one of two is damaged, or the load has failed with it."""
     those = [one for one in reversed(found.complete) if one.step == step]
-    for one in those:
-        if one.path not in failed:
+    for number, one in enumerate(those, 1):
+        why = failed.get(one.path) or (look(one) if number < len(those) else "")  # of the last one the load says what is wrong
+        if not why:
             return Origin("own", one.path, step)
-        _warn(one.path, failed[one.path])
+        _warn(one.path, why)
     if those:
         return Origin("none")
     for path, (number, _) in _foreign(found).items():
         if number == step and path not in failed:
             return Origin("foreign", path, number)
     name = step_name(step, prefix)
-    why = next((f"is {one.status}: {one.why}" for one in found.steps if one.name == name), "is not there")
+    seen = [(left.checkpoint, f"is not there: {left.path}: {_aside(left)}") for left in found.leftovers if left.needed]
+    seen += [(one.name, f"is {one.status}: {one.why}") for one in found.steps]
+    why = next((text for there, text in seen if there == name), "is not there")
     there = ", ".join(dict.fromkeys(str(one.step) for one in found.complete)) or "none"
     raise NotFoundError(f"{os.path.join(root, name)}: {why}; complete steps are: {there}")
 

@@ -7,9 +7,12 @@ knows no locks, there are none.
 
 from __future__ import annotations
 
+import secrets
+
 from unified_ckpt.engine.commit import committed
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
+from unified_ckpt.manager.steps import StepRecord, look
 from unified_ckpt.runtime.locks import removing
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -27,6 +30,28 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
         if storage.kind(aside) is not None:  # left by a save or a removal that was cut off
             storage.remove_folder(aside)
         storage.rename(name, aside)
+        storage.sync_folder("")
+    clear(storage, aside)
+    return True
+
+
+def remove_broken(storage: LocalStorage, seen: StepRecord, prefix: str) -> bool:
+    """Removes a folder that is no whole checkpoint if it is still as it was `seen`. False, and nothing is changed, where it is not, or
+    somebody reads it.
+
+    No lock keeps a save from replacing a folder without a manifest: what was moved aside then is another folder, and is moved back.
+    """
+    name, file = seen.name, f"{seen.name}/{names.MANIFEST}"
+    with removing(storage.path(name)) as alone:
+        stamp = storage.stamp(name)
+        if stamp is None or (storage.size(file) is not None and not alone) or look(storage, name, prefix) != seen:
+            return False
+        aside = names.staging_name(name, secrets.token_hex(8))
+        storage.rename(name, aside)
+        moved = storage.stamp(aside)
+        if moved is None or moved[0] != stamp[0]:
+            storage.rename(aside, name)
+            return False
         storage.sync_folder("")
     clear(storage, aside)
     return True

@@ -15,7 +15,7 @@ from typing import Literal
 
 from unified_ckpt.core.retention import Saved
 from unified_ckpt.engine.commit import PROBE
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
@@ -29,7 +29,8 @@ class StepRecord:
 
     "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
     where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
-    of the folders of its save, which may be on as many machines.
+    of the folders of its save, which may be on as many machines. `unread`: it was not looked into, so nobody knows
+    what it is: it cannot be read just now, or is a link.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StepRecord:
     metrics: Mapping[str, float] | None = None
     save_id: str | None = None
     island: bool = False
+    unread: bool = False
 
     @property
     def full(self) -> bool:
@@ -75,6 +77,11 @@ class Leftover:
     files: int
     age_seconds: float
 
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint that it is, or was to be."""
+        return _wanted_name(self.name)
+
 
 @dataclass(frozen=True, slots=True)
 class Scan:
@@ -91,21 +98,34 @@ class Scan:
     @property
     def newer_and_bad(self) -> list[StepRecord]:
         """Folders that are no checkpoint and whose names claim a step after the last good one, the newest first."""
-        last = max((one.step or 0 for one in self.complete), default=-1)
-        bad = [(number, one) for one in self.steps if one.status != "complete" and (number := claimed(one.name)) > last]
+        bad = [(number, one) for one in self.steps if one.status != "complete" and (number := claimed(one.name)) > self._last]
         return [one for _, one in sorted(bad, key=lambda pair: -pair[0])]
+
+    @property
+    def newer_and_aside(self) -> list[Leftover]:
+        """Only copies of checkpoints that an interrupted replacement has left under another name, of steps after the last good one."""
+        return [left for left in self.leftovers if left.needed and claimed(left.checkpoint) > self._last]
+
+    @property
+    def _last(self) -> int:
+        return max((one.step or 0 for one in self.complete), default=-1)
 
 
 def scan(storage: LocalStorage, prefix: str) -> Scan:
-    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan where there is no root."""
+    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan where there is no root.
+
+    A link with such a name is told and not followed: what it leads to is not the run's to replace or remove.
+    """
     if storage.kind("") is None:
         return Scan((), ())
     entries = storage.names()
-    steps = [look(storage, entry, prefix) for entry in entries if is_step(entry, prefix) and storage.kind(entry) == "folder"]
+    kinds = {entry: storage.kind(entry) for entry in entries if is_step(entry, prefix)}
+    steps = [look(storage, entry, prefix) for entry, kind in kinds.items() if kind == "folder"]
+    steps += [_link(storage, entry) for entry, kind in kinds.items() if kind == "link"]
     steps.sort(key=lambda one: (-1 if one.step is None else one.step, one.name))
     good = {one.name for one in steps if one.status == "complete"}
-    kinds = ((entry, _leftover_kind(entry)) for entry in entries if storage.kind(entry) == "folder")
-    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in kinds if kind is not None))
+    left = ((entry, _leftover_kind(entry)) for entry in entries if storage.kind(entry) == "folder")
+    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in left if kind is not None))
 
 
 def is_step(entry: str, prefix: str) -> bool:
@@ -124,13 +144,14 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         with os.scandir(storage.path(name)) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError as error:
-        return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0)
+        return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0, unread=True)
     copied = _below(storage.path(f"{name}/{names.REPLICAS}"))
     nbytes, files, ours = sum(sizes.values()) + sum(copied.values()), len(sizes) + len(copied), is_ours(sizes)
     try:
         manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
     except CheckpointError as error:
-        return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files)
+        unread = not isinstance(error, FormatError)
+        return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files, unread=unread)
     if manifest is None:
         return StepRecord(name, storage.path(name), "incomplete", f"it has no {names.MANIFEST}", ours, None, nbytes, files)
     parts, why = _present(manifest, sizes)
@@ -154,6 +175,11 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         save_id=manifest.save_id,
         island=manifest.island is not None,
     )
+
+
+def _link(storage: LocalStorage, name: str) -> StepRecord:
+    why = f"it is a link to {os.path.realpath(storage.path(name))}; needed a folder: move it here, or load it by its path"
+    return StepRecord(name, storage.path(name), "incomplete", why, False, None, 0, 0, unread=True)
 
 
 def _below(folder: str) -> dict[str, int]:

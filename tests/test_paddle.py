@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.paddle.marks import is_paddle
 
 STATES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq"}
 
@@ -280,6 +283,77 @@ def test_our_own_folder_stays_ours(tmp_path: Path) -> None:
 
 
 # ---- damaged and incomplete
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """Turns a bit in the header's first name."""
+    held = bytearray(path.read_bytes())
+    held[20] ^= 1
+    path.write_bytes(held)
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), cut, flip], ids=["empty", "half", "a bit"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("single_bf16", "master_weights-00001-of-00001.safetensors"),
+        ("single_bf16", "optimizer-00001-of-00001.safetensors"),
+        ("tp2_skip", "model-00001-of-00002.safetensors"),
+        ("lora_tp2", "optimizer-00001-of-00002.safetensors"),
+    ],
+)
+def test_a_folder_whose_file_is_damaged_is_not_read_as_hugging_face_s(
+    tmp_path: Path, name: str, file: str, damage: Callable[[Path], object]
+) -> None:
+    """Symptom: converted with success, to turned weights without master weights and optimizer."""
+    folder = copied(name, tmp_path / "c")
+    damage(folder / file)
+    with pytest.raises(uc.CheckpointError, match=file):
+        uc.open(folder)
+
+
+def test_of_a_model_alone_a_file_that_is_not_damaged_tells_whose_it_is(tmp_path: Path) -> None:
+    folder = copied("tp2_skip", tmp_path / "c")
+    for path in folder.glob("optimizer*"):
+        path.unlink()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(uc.CheckpointError, match=r"model-00001-of-00002.safetensors"):
+        uc.open(folder)
+
+
+def test_folders_of_paddle_s_whose_files_are_all_damaged_are_paddle_s(tmp_path: Path) -> None:
+    folder = model_only(tmp_path)
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(b"")
+    assert not is_paddle(str(folder), os.listdir(folder))
+    shutil.copy(FIXTURES / "single_bf16" / "optimizer.safetensors.index.json", folder)
+    assert is_paddle(str(folder), os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("single_bf16", "optimizer"),
+        ("single_bf16", "master_weights"),
+        ("single_tied", "model"),
+        ("tp2_nomerge", "optimizer"),
+        ("lora_tp2", "peft_model"),
+        ("lora_tp2", "optimizer"),
+    ],
+)
+def test_files_whose_index_is_missing_are_not_left_out(tmp_path: Path, name: str, part: str) -> None:
+    """Symptom: read with success, without the optimizer, without master weights, or without the embedding."""
+    folder = copied(name, tmp_path / "c")
+    if name == "lora_tp2":
+        shutil.copy(FIXTURES / "single_bf16" / "model.safetensors.index.json", folder)
+        shutil.copy(FIXTURES / "single_bf16" / "model-00001-of-00001.safetensors", folder)
+    (folder / f"{part}.safetensors.index.json").unlink()
+    with pytest.raises(uc.IncompleteError, match=rf"{part}.safetensors.index.json is missing, .*\n?.*{part}"):
+        uc.open(folder)
 
 
 @pytest.mark.parametrize(

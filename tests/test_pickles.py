@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.dcp import read_entries
 from unified_ckpt.sources.opcodes import check_numbers
-from unified_ckpt.sources.pickles import load_pickle, load_torch
+from unified_ckpt.sources.pickles import load_pickle, load_torch, load_torch_bytes
 from unified_ckpt.sources.stubs import Stub
 from unified_ckpt.sources.trees import check_tree
 
@@ -84,6 +85,60 @@ def test_a_torch_file_is_mapped_not_read(tmp_path: Path) -> None:
         file.seek(body.index(torch.arange(8.0).numpy().tobytes()))
         file.write(np.float32(7).tobytes())
     assert found["w"][0] == 7
+
+
+def packed(path: Path) -> bytes:
+    """An archive whose entries are compressed."""
+    with zipfile.ZipFile(path) as found, zipfile.ZipFile(path.with_name("packed.pt"), "w", zipfile.ZIP_DEFLATED) as made:
+        for info in found.infolist():
+            made.writestr(info.filename, found.read(info))
+    return path.with_name("packed.pt").read_bytes()
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    """Symptom: compressed bytes are read as the tensors', with success."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.eye(16), "v": torch.randint(0, 256, (70000,), dtype=torch.uint8)}, path)
+    path.write_bytes(packed(path))
+    with pytest.raises(FormatError, match=r"x\.pt: x/data\.pkl: is compressed; needed an archive whose entries are stored"):
+        load_torch(str(path))
+    with pytest.raises(FormatError, match=r"within y: x/data\.pkl: is compressed"):
+        load_torch_bytes(memoryview(path.read_bytes()), "within y")
+
+
+def test_an_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(8.0)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load_torch(str(path))["w"], torch.arange(8.0))
+
+
+def test_a_number_that_would_fill_all_memory_is_refused(tmp_path: Path) -> None:
+    """Symptom: a file of 360 bytes takes 4 GiB and 20 s."""
+    held = b"\x80\x02}(X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x05" + (1 << 20).to_bytes(5, "little") + b"\x85Ru."
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, body in (("data.pkl", held), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(f"x/{name}", body)
+    with pytest.raises(FormatError, match=r"x\.pt: asks for classes that are not read from files \(1\):\n  builtins\.bytearray"):
+        load_torch(str(path))
+    torch.save({"w": torch.zeros(1 << 20), "x": bytearray(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match=r"builtins\.bytearray"):
+        load_torch(str(path))
+
+
+def test_an_archive_whose_end_is_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """Symptom: a raw zipfile.BadZipFile."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(80.0)}, path)
+    held = bytearray(path.read_bytes())
+    held[held.rindex(b"PK\x06\x07") + 16] ^= 2  # on how many disks it is
+    path.write_bytes(held)
+    with pytest.raises(FormatError, match=r"x\.pt: is damaged, .* multiple disks"):
+        load_torch(str(path))
 
 
 def test_a_torch_file_of_before_zip_archives_is_read(tmp_path: Path) -> None:

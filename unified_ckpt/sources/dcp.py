@@ -124,22 +124,42 @@ def place_of(path: Path, *, scalar: bool) -> Key | None:
 
 
 def _said(objects: Mapping[Path, Any]) -> Said:
-    """Param groups by name, and all other objects as one tree."""
+    """Param groups and optimizer state by name, and all other objects as one tree."""
     options: dict[object, dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
     tree: dict[Any, Any] = {}
     for path, value in objects.items():
+        state = _state_of(path)
+        if state is not None:
+            _put(scalars, state, value)
+            continue
         if str(path[0]) in _OPTIMIZERS and len(path) > 1:
             rest = path[1:] if len(path) > 2 else tuple(str(path[1]).split("."))
             if rest[0] == "param_groups" and len(rest) > 2:
                 owner = rest[1] if len(rest) == 3 and isinstance(rest[1], int) else ".".join(map(str, rest[1:-1]))
                 options.setdefault(owner, {})[str(rest[-1])] = value
                 continue
-        at = tree
-        for one in path[:-1]:
-            at = at.setdefault(one, {})
-        at[path[-1]] = value
+        _put(tree, path, value)
     step = tree.get("step")
-    return Said(step=step if isinstance(step, int) and not isinstance(step, bool) else None, extra=tree or None, groups=_groups(options))
+    counted = step if isinstance(step, int) and not isinstance(step, bool) else None
+    return Said(step=counted, extra=tree or None, groups=_groups(options), scalars=scalars)
+
+
+def _state_of(path: Path) -> Path | None:
+    """Of what is no tensor in an optimizer's state: the parameter, and the keys below it. None for anything else."""
+    if str(path[0]) in _OPTIMIZERS:
+        if len(path) > 3 and path[1] == "state":
+            return str(path[2]), *map(str, path[3:])
+        if len(path) == 2 and str(path[1]).startswith("state."):
+            fqn, _, key = str(path[1]).removeprefix("state.").rpartition(".")
+            return fqn, key
+    return None
+
+
+def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for one in path[:-1]:
+        tree = tree.setdefault(one, {})
+    tree[path[-1]] = value
 
 
 def _groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:

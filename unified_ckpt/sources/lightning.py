@@ -32,10 +32,12 @@ def open_sharded(root: str, options: SourceOptions) -> Assembled:
     if not isinstance(rest, Mapping):
         raise FormatError(f"{root}/{META}: holds a {type(rest).__name__}; needed a dict")
     tree = dict(opened.said().extra or {})
-    groups = [group for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name)) for group in _groups(tree.pop(name))]
+    optimizers = [tree.pop(name) for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name))]
+    groups = [group for one in optimizers for group in _groups(one)]
+    scalars = {fqn: state for one in optimizers for fqn, state in one.get("state", {}).items()}
     tensors = {_place(*key): one for key, one in opened.tensors.items()}
     step = rest.get("global_step")
-    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, groups=groups)
+    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, groups=groups, scalars=scalars)
     return Assembled(root, tensors, format="lightning-sharded", said=said)
 
 

@@ -28,6 +28,7 @@ from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.safetensor_files import TensorFile, open_tensors
+from unified_ckpt.sources.scalars import joined_scalars
 
 _MODEL_FILE = re.compile(r"model_(?P<name>.+?)(?:_pp-rank-(\d+)-of-\d+_tp-rank-(\d+)-of-(\d+)(?:_exp-rank-(\d+)-of-\d+)?)?\.safetensors")
 _OPTIMIZER_FILE = re.compile(r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)(?:_exp-(\d+)-of-(\d+))?\.pt")
@@ -80,7 +81,7 @@ def open_nanotron(root: str, options: SourceOptions) -> Assembled:
     scheduler = os.path.join(root, "lr_scheduler", "lr_scheduler.pt")
     extra = {"metadata": meta, **({"lr_scheduler": load_torch(scheduler)} if os.path.isfile(scheduler) else {})}
     step = (meta.get("metas") or {}).get("last_train_step")
-    said = Said(step=step if isinstance(step, int) else None, extra=extra, groups=_groups(states))
+    said = Said(step=step if isinstance(step, int) else None, extra=extra, groups=_groups(states), scalars=_scalars(states))
     return Assembled(root, tensors, format="nanotron", said=said)
 
 
@@ -228,6 +229,10 @@ def _flat(state: _State) -> Iterator[tuple[Key, torch.Tensor]]:
                 yield (OPTIMIZER, f"{names[index]}/{key}"), value
     for name, value in state.told.get("gradient_accumulator", {}).items():
         yield (MASTER, str(name).removeprefix("module.")), value
+
+
+def _scalars(states: list[_State]) -> dict[str, dict[str, Any]]:
+    return joined_scalars((state.path, state.names()[index], entry) for state in states for index, entry in state.told["state"].items())
 
 
 def _of_state(root: str, key: Key, part: _Part, held: list[tuple[_State, torch.Tensor]]) -> Iterator[Fragment]:

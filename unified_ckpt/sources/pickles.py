@@ -13,7 +13,8 @@ import pickle
 import sys
 import zipfile
 from collections.abc import Collection, Mapping
-from typing import Any, BinaryIO
+from contextlib import nullcontext
+from typing import IO, Any, BinaryIO
 
 import torch
 
@@ -23,9 +24,12 @@ from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.sources.opcodes import check_numbers
 from unified_ckpt.sources.stubs import stub
 from unified_ckpt.sources.trees import check_tree
+from unified_ckpt.sources.zipped import LOCAL
 
 # What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
 _NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
+_ARCHIVE = b"PK\x03\x04"
+_BYTEARRAY = b"\nbytearray\n"  # the end of the one opcode by which torch's reader takes a global
 
 
 def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
@@ -36,38 +40,75 @@ def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
     """
     if not os.path.isfile(path):
         raise NotFoundError(f"{path}: there is no such file")
-    return _load(path, path, stubs, mmap=_can_be_mapped(path))
-
-
-def _can_be_mapped(path: str) -> bool:
-    """Not one of another byte order: torch swaps it where it is mapped, and pages of a mapped file are given back once read."""
-    if not zipfile.is_zipfile(path):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            order = next((name for name in archive.namelist() if name.endswith("/byteorder")), None)
-            return order is None or archive.read(order).decode() == sys.byteorder
-    except Exception:  # a damaged archive may raise anything: torch tells
-        return True
+    return _load(path, path, stubs)
 
 
 def load_torch_bytes(held: Buffer, where: str, *, stubs: Collection[str] = ()) -> Any:
     """`load_torch` of what was written into a file among other things. `where`: for people."""
-    return _load(io.BytesIO(held), where, stubs, mmap=False)
+    return _load(io.BytesIO(held), where, stubs)
 
 
-def _load(file: str | io.BytesIO, where: str, stubs: Collection[str], *, mmap: bool) -> Any:
+def _load(file: str | io.BytesIO, where: str, stubs: Collection[str]) -> Any:
     allowed: list[Any] = [(stub(name), name) for name in stubs]
     allowed += [(_numpy(name), name) for name in _NUMPY] + [type(torch.zeros(1, device="cpu").numpy().dtype), *_numpy_dtypes()]
     try:
+        mapped = _check_archive(file) and isinstance(file, str)
         with torch.serialization.safe_globals(allowed):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
             check_tree(found)
             return found
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from error
     except pickle.UnpicklingError as error:
         raise FormatError(_asked_for(file, where) or f"{where}: {error}") from error
     except Exception as error:  # a damaged pickle may raise anything
         raise FormatError(f"{where}: is damaged, or no file of torch.save: {error}") from error
+
+
+def _check_archive(file: str | io.BytesIO) -> bool:
+    """Whether torch can map it: an archive of this machine's byte order. torch swaps another where it is mapped, and pages of a mapped file
+    are given back once read.
+
+    FormatError for an archive that is compressed, whose bytes torch would map as the tensors'. A damaged one may raise anything.
+    """
+    with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
+        is_archive = opened.read(len(_ARCHIVE)) == _ARCHIVE  # as torch tells
+        opened.seek(0)
+        can_be_mapped = is_archive and _is_of_this_machine(opened)
+        if not is_archive:
+            _check_globals(opened)
+        opened.seek(0)
+    return can_be_mapped
+
+
+def _is_of_this_machine(opened: IO[bytes]) -> bool:
+    order: str = sys.byteorder
+    with zipfile.ZipFile(opened) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise FormatError(f"{info.filename}: is compressed; needed an archive whose entries are stored, as torch.save writes them")
+            if info.filename.endswith("/data.pkl"):
+                _check_globals(io.BytesIO(_stored(opened, info)))
+            if info.filename.endswith("/byteorder"):
+                order = _stored(opened, info).decode()
+    return order == sys.byteorder
+
+
+def _stored(opened: IO[bytes], info: zipfile.ZipInfo) -> bytes:
+    """An entry's bytes, without their CRC, which torch can be told to leave out."""
+    opened.seek(info.header_offset)
+    _, name_nbytes, extra_nbytes = LOCAL.unpack(opened.read(LOCAL.size))
+    opened.seek(name_nbytes + extra_nbytes, os.SEEK_CUR)
+    return opened.read(info.file_size)
+
+
+def _check_globals(pickled: IO[bytes]) -> None:
+    """FormatError for what names `bytearray`, which torch's reader lets in: given a number it fills as many bytes of memory."""
+    last = b""
+    while found := pickled.read(1 << 20):
+        if _BYTEARRAY in last + found:
+            raise FormatError(listed("asks for classes that are not read from files", ["builtins.bytearray"]))
+        last = found[-len(_BYTEARRAY) :]
 
 
 def _numpy(name: str) -> Any:

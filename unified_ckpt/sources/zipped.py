@@ -38,7 +38,7 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-_LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name's length, extra's length
+LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name's length, extra's length
 
 
 class Mapped:
@@ -143,8 +143,8 @@ class _Tensor(pickle.Unpickler):
         info = self._entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
             raise FormatError("its storage is compressed; needed one that is stored")
-        magic, name_nbytes, extra_nbytes = _LOCAL.unpack_from(self._held, info.header_offset)
-        start = info.header_offset + _LOCAL.size + name_nbytes + extra_nbytes
+        magic, name_nbytes, extra_nbytes = LOCAL.unpack_from(self._held, info.header_offset)
+        start = info.header_offset + LOCAL.size + name_nbytes + extra_nbytes
         count = info.file_size if name == "UntypedStorage" else count  # of some versions elements, of others bytes
         if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
             raise FormatError(f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}")

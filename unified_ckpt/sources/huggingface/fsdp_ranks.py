@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
+from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.placements import rule_of
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.scalars import joined_scalars
 
 States = Sequence[Mapping[str, Any]]  # of each rank
 
@@ -46,8 +48,9 @@ def model_of_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, Assembl
     return {(part, name): one for name, one in _joined(files, load_ranks(files)).items()}
 
 
-def optimizer_of_ranks(files: Sequence[str]) -> tuple[dict[Key, Assembly], list[dict[str, Any]]]:
-    """The state by parameter, and its groups: the form that `get_optimizer_state_dict` gives, whose params are names."""
+def optimizer_of_ranks(files: Sequence[str]) -> tuple[dict[Key, Assembly], Said]:
+    """The state by parameter, and its groups and what of it is no tensor: the form that `get_optimizer_state_dict` gives, whose params are
+    names."""
     states = load_ranks(files)
     flat: list[dict[str, Any]] = []
     for file, told in zip(files, states, strict=True):
@@ -61,7 +64,9 @@ def optimizer_of_ranks(files: Sequence[str]) -> tuple[dict[Key, Assembly], list[
         {"names": list(group["params"]), "options": {key: value for key, value in group.items() if key != "params"}}
         for group in states[0].get("param_groups", [])
     ]
-    return {(OPTIMIZER, name): one for name, one in _joined(files, flat, same=True).items()}, groups
+    tensors = {(OPTIMIZER, name): one for name, one in _joined(files, flat, same=True).items()}
+    scalars = joined_scalars((file, *one) for file, told in zip(files, states, strict=True) for one in told["state"].items())
+    return tensors, Said(groups=groups, scalars=scalars)
 
 
 def _joined(files: Sequence[str], states: States, *, same: bool = False) -> dict[str, Assembly]:

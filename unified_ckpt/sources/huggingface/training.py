@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,10 +61,10 @@ def _open(root: str, options: SourceOptions, found: Found) -> Source:
     if _UNFINISHED in entries:
         raise IncompleteError(f"{root}: has {_UNFINISHED}: the Trainer was stopped while it saved")
     _read_models(root, entries, found)
-    groups = _read_optimizers(root, entries, found)
+    named = _read_optimizers(root, entries, found)
     step, extra = _extra(root, entries)
     randoms = _random_files(root, entries)
-    found.said = Said(step=step, extra=extra or None, groups=groups, rank_extras=len(randoms))
+    found.said = replace(named, step=step, extra=extra or None, rank_extras=len(randoms))
     found.rank_extra = partial(_random_states, randoms)
     place = options.config or root
     return by_position(found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))})
@@ -126,12 +127,13 @@ def _dcp(root: str) -> Assembled:
 # ---- optimizers
 
 
-def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[Mapping[str, Any]]:
-    """Every optimizer of the folder, by name where it is of FSDP, else by position. The groups of the former. FormatError where it has
-    both.
+def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> Said:
+    """Every optimizer of the folder, by name where it is of FSDP, else by position. What the former have beside tensors. FormatError where
+    it has both.
     """
     number = 0
     groups: list[Mapping[str, Any]] = []
+    scalars: dict[str, Mapping[str, Any]] = {}
     while True:
         suffix, folder = f"_{number}" if number else "", f"optimizer_{number}"
         files = [name for name in (f"optimizer{suffix}.pt", f"optimizer{suffix}.bin") if name in entries]
@@ -139,10 +141,12 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[M
             opened = _dcp(os.path.join(root, folder))
             found.tensors |= {key: one for key, one in opened.tensors.items() if key[0] == OPTIMIZER}
             groups += opened.said().groups
+            scalars |= opened.said().scalars
         elif ranks := rank_files(root, folder):
             tensors, more = optimizer_of_ranks(ranks)
             found.tensors |= tensors
-            groups += more
+            groups += more.groups
+            scalars |= more.scalars
         elif files:
             if len(files) > 1:
                 raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
@@ -152,9 +156,9 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> list[M
             break
         number += 1
     _check_numbers(root, entries, _OPTIMIZER_NUMBER, number)
-    if groups and found.unnamed:
+    if (groups or scalars) and found.unnamed:
         raise FormatError(f"{root}: has optimizers both as folders and as files; needed one of the two")
-    return groups
+    return Said(groups=groups, scalars=scalars)
 
 
 # ---- what is no tensor of a part

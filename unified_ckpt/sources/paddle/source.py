@@ -26,7 +26,7 @@ from unified_ckpt.sources.json_files import config_file
 from unified_ckpt.sources.paddle.beside import beside, with_scheduler
 from unified_ckpt.sources.paddle.files import held_in, indexed, json_at
 from unified_ckpt.sources.paddle.legacy import legacy_state
-from unified_ckpt.sources.paddle.marks import PEFT, is_legacy
+from unified_ckpt.sources.paddle.marks import PEFT, is_legacy, part_file
 from unified_ckpt.sources.paddle.names import GATE_UP, Model, layer_of, model_of, split_axis
 from unified_ckpt.sources.paddle.quant import HIGHEST, LOWEST, SCALES, first_of_o1, first_of_o2, second_of_o1, second_of_o2
 from unified_ckpt.sources.paddle.ranks import is_spread, rank_files
@@ -49,6 +49,7 @@ def open_paddle(root: str, options: SourceOptions) -> Assembled:
     unified = not entries.isdisjoint(_INDICES)
     if unified:
         _check_written_by_paddle(root, entries, config or {}, model)
+        _check_indexed(root, entries)
         state = _state(root, entries, model)
     elif is_legacy(entries):
         state, more = legacy_state(root, entries, model)
@@ -80,6 +81,18 @@ def _check_written_by_paddle(root: str, entries: Collection[str], config: Mappin
             f"{root}: nothing but headers says that PaddleNLP wrote it; needed its config.json, or --from huggingface if its weights are "
             "[out, in]"
         )
+
+
+def _check_indexed(root: str, entries: Collection[str]) -> None:
+    """Every part that has files has its index, without which none of them would be read; ranks' master weights go by the optimizer's."""
+    told = {part for part in (MODEL, PEFT, OPTIMIZER, MASTER) if names.index_name(part) in entries}
+    passed = {MODEL} if PEFT in told else set()  # the adapter's base, which is not read
+    if OPTIMIZER in told and "weight_map" not in _object(root, names.index_name(OPTIMIZER)):
+        passed |= {MASTER}
+    for part in (MODEL, PEFT, OPTIMIZER, MASTER):
+        files = sorted(entry for entry in entries if part_file(part).fullmatch(entry))
+        if files and part not in told | passed:
+            raise IncompleteError(listed(f"{root}: {names.index_name(part)} is missing, which tells what these files hold", files))
 
 
 def _state(root: str, entries: Collection[str], model: Model) -> State:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from machines import LOAD, SAVE, fine, folder_of, on_machine, once, twice
+from manifests import edit_manifest
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -255,9 +256,7 @@ def test_an_older_save_that_is_complete_is_taken(tmp_path: Path) -> None:
 
 
 def date(folder: Path, created: str) -> None:
-    file = folder / names.MANIFEST
-    told = json.loads(file.read_text())
-    file.write_text(json.dumps({**told, "created": created}))
+    edit_manifest(folder, lambda told: told.update(created=created))
 
 
 def test_the_newest_of_two_complete_saves(tmp_path: Path) -> None:

@@ -133,6 +133,11 @@ class VerifyReport:
         return not self.problems
 
 
+def unopened(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:
+    """Of a checkpoint whose manifest or index is not the one that was written: nothing else can be looked at."""
+    return VerifyReport(path, (str(error),), 0, 0, deep)
+
+
 def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None) -> VerifyReport:
     """Checks files, sizes and headers against manifest and indexes; with `deep` every digest. Collects problems, raises none.
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from machines import LOAD, SAVE, fine, folder_of, on_machine
+from manifests import edit_manifest
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -199,11 +200,11 @@ def save_on_two(root: Path, *, copies: int) -> None:
     run_ranks(2, act)
 
 
-def load_on_two(root: Path) -> list[uc.LoadReport | BaseException]:
+def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseException]:
     def act(comm: Comm) -> uc.LoadReport:
         held = {"w": torch.zeros(4, 8)}
         with on_machine(comm, [0, 1]) as made:
-            report = made.load(folder_of(root, comm.rank), model=held, layout=ROWS, options=LOAD)
+            report = made.load(folder_of(root, comm.rank), model=held, layout=ROWS, options=LOAD.model_copy(update=options))
         assert torch.equal(held["w"], WHOLE.chunk(2)[comm.rank])
         return report
 
@@ -231,3 +232,75 @@ def test_verify_tells_it_of_a_copy_for_another_machine(tmp_path: Path) -> None:
     (problem,) = uc.verify(folder_of(tmp_path, 0)).problems
     with pytest.raises(uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{TURNED}"):
         raise uc.IntegrityError(problem)
+
+
+# digests that cannot be compared
+
+
+def unknown_digests(told: dict[str, Any]) -> None:
+    told["digests"]["algorithm"] = "crc64nvmf"
+
+
+def no_digests(told: dict[str, Any]) -> None:
+    told["digests"] = None
+
+
+UNKNOWN = r"digests\.safetensors: its digests are 'crc64nvmf' of 1048576 bytes each; needed 'crc64nvme' of 1048576"
+
+
+@pytest.mark.parametrize("how", ["read", "full"])
+def test_digests_of_an_unknown_kind_do_not_turn_proof_off(folder: Path, how: str) -> None:
+    edit_manifest(folder, unknown_digests)
+    model, _ = fresh()
+    before = model.weight.clone()
+    with pytest.raises(uc.FormatError, match=UNKNOWN):
+        uc.load(folder, model=model, parts=None, options=uc.LoadOptions(verify=how), strict=False)
+    assert torch.equal(model.weight, before)
+    assert "41" in values(folder, verify="off")
+
+
+def test_deep_verify_tells_digests_of_an_unknown_kind(folder: Path) -> None:
+    edit_manifest(folder, unknown_digests)
+    assert uc.verify(folder).ok
+    (problem,) = uc.verify(folder, deep=True).problems
+    with pytest.raises(uc.FormatError, match=UNKNOWN):
+        raise uc.FormatError(problem)
+
+
+def test_machines_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
+    save_on_two(tmp_path, copies=1)
+    for machine in (0, 1):
+        edit_manifest(folder_of(tmp_path, machine), unknown_digests)
+    for error in load_on_two(tmp_path):
+        with pytest.raises(uc.CheckpointError, match=UNKNOWN):
+            raise error if isinstance(error, BaseException) else AssertionError(error)
+        assert "unusable" not in str(error)
+    fine(load_on_two(tmp_path, verify="off"))
+
+
+def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
+    edit_manifest(folder, no_digests)
+    assert uc.verify(folder, deep=True).problems[0].startswith("digests.safetensors: is there, and the manifest names no digests")
+    (folder / names.DIGESTS).unlink()
+    report = uc.verify(folder, deep=True)
+    assert (report.ok, report.notes) == (True, ("there are no digests: sizes and headers are all that was compared",))
+    assert uc.verify(folder).notes == ()
+    for how, said in (("read", True), ("full", True), ("off", False)):
+        model, optimizer = fresh()
+        notes = uc.load(folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=how)).notes
+        assert bool(notes) is said
+        assert not said or notes == (f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared',)
+
+
+def test_a_plain_model_folder_loads_as_ever(folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    shutil.copy(folder / "model.safetensors", plain)
+    model, _ = fresh()
+    assert uc.load(plain, model=model).notes == ()
+    assert (
+        uc.load(plain, model=model, options=uc.LoadOptions(verify="full"))
+        .notes[0]
+        .startswith('verify="full": the checkpoint has no digests')
+    )
+    assert uc.verify(plain, deep=True).ok

@@ -277,7 +277,7 @@ def _specs_of(part: str, entries: Mapping[str, Entry]) -> Iterator[tuple[Key, Sp
 
 def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
     """CRCs of blocks by part and name; none where they are of another kind than ours."""
-    if record.algorithm != digests.ALGORITHM or record.block_nbytes != digests.BLOCK_NBYTES:
+    if not record.is_known:
         return {}
     found: dict[Key, Sequence[int]] = {}
     for name, entry in header.parse_header(body, file_size=len(body), file=record.file).items():

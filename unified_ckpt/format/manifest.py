@@ -92,6 +92,19 @@ class DigestFile(_Record):
     nbytes: Size
     crc: Crc
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this library can compare them."""
+        return self.algorithm == digests.ALGORITHM and self.block_nbytes == digests.BLOCK_NBYTES
+
+    def check_known(self, root: str) -> None:
+        """FormatError for digests of another kind, of a folder `root`."""
+        if not self.is_known:
+            raise FormatError(
+                f"{root}/{self.file}: its digests are {self.algorithm[:_SHOWN_CHARS]!r} of {self.block_nbytes} bytes each; needed "
+                f'{digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}, or a newer unified_ckpt; LoadOptions(verify="off") loads without proof'
+            )
+
 
 class Part(_Record):
     """`total_nbytes` counts tensor bytes before any codec. `aliases` maps the name of a tied tensor to the name it is stored under."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manifests import edit_manifest
 from refusals import HARD, same_error
 from safetensors.torch import save_file
 
@@ -194,10 +195,7 @@ def index_leads_out(folder: Path) -> None:
 
 
 def manifest_leads_out(folder: Path) -> None:
-    edit_json(
-        folder / "unified_checkpoint.json",
-        lambda m: m["parts"]["model"]["files"].update({"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}),
-    )
+    edit_manifest(folder, lambda m: m["parts"]["model"]["files"].update({"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}))
 
 
 def index_is_no_json(folder: Path) -> None:
@@ -205,7 +203,7 @@ def index_is_no_json(folder: Path) -> None:
 
 
 def manifest_from_the_future(folder: Path) -> None:
-    edit_json(folder / "unified_checkpoint.json", lambda m: m.update(format_version="2.0"))
+    edit_manifest(folder, lambda m: m.update(format_version="2.0"))
 
 
 def manifest_torn(folder: Path) -> None:
@@ -301,7 +299,7 @@ def test_verify_finds_the_damage(folder: Path, damage: Callable[[Path], None], k
 
 
 def test_a_newer_minor_version_passes(folder: Path) -> None:
-    edit_json(folder / "unified_checkpoint.json", lambda m: m.update(format_version="1.9", mood="fine"))
+    edit_manifest(folder, lambda m: m.update(format_version="1.9", mood="fine"))
     model = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     uc.load(folder, model=model)
     assert torch.equal(model["embed"], filled(SHAPES, seed=1)["embed"])

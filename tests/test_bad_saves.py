@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manifests import edit_manifest
 from refusals import HARD, same_error
 
 import unified_ckpt as uc
@@ -283,7 +284,7 @@ def test_a_committed_checkpoint_in_the_way(folder: Path) -> None:
 @pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
 def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str) -> None:
     manifest = folder / "unified_checkpoint.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": "1.', '"format_version": "2.'))
+    edit_manifest(folder, lambda told: told.update(format_version="2.0"))
     before = manifest.read_bytes()
     mine = {"model": {"w": BIG}, "options": uc.SaveOptions(if_exists=if_exists)}
     saves_fail(folder.parent, uc.FormatError, r"unified_checkpoint\.json: format version is 2\.\d", mine, mine, path=lambda _: folder)

@@ -85,7 +85,7 @@ def test_inspect_tells_what_the_manifest_says(folder: Path, capsys: pytest.Captu
         manifest["created"],
         f"torch {torch.__version__}",
         "1 rank\n",
-        "unified checkpoint 1.2",
+        "unified checkpoint 1.3",
     ):
         assert found in text
     assert "step           7\n" in text

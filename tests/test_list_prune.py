@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from managing import copy, cut_off, folders, lose, manager_of, put, state, steps_in
+from manifests import edit_manifest
 
 import unified_ckpt as uc
 from unified_ckpt.cli import prune
@@ -183,8 +184,7 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(run: Path, capsys
 
 def test_prune_leaves_checkpoints_of_a_newer_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, 1, 2)
-    file = tmp_path / "checkpoint-2" / "unified_checkpoint.json"
-    file.write_text(file.read_text().replace('"format_version": "1.', '"format_version": "2.'))
+    edit_manifest(tmp_path / "checkpoint-2", lambda told: told.update(format_version="2.0"))
     age(tmp_path / "checkpoint-2")
     assert "stays checkpoint-2: unified_checkpoint.json: format version is 2." in shown(capsys, "prune", tmp_path, "--incomplete")
     assert steps_in(tmp_path) == [1, 2]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from machines import LOAD, SAVE, fine, folder_of, on_machine, once, save_all, twice
+from manifests import edit_manifest
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -196,6 +197,14 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
         assert file.name in text
 
 
+@pytest.mark.parametrize("file", [names.MANIFEST, "model_fragments.safetensors.index.json"])
+def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(once: Path, file: str) -> None:
+    """It is there: "on no machine here" alone sends its owner to look for a machine that is not lost."""
+    shorten(folder_of(once, 1) / file)
+    text = str(same_error(load(once, [0, 0, 1, 1]), uc.IncompleteError, "is not complete among the machines"))
+    assert f"machine 1: {folder_of(once, 1) / file}: not valid JSON" in text
+
+
 def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
     """Block 0 of one and block 1 of the other: between them all is there. The same block of both: nowhere."""
     files = [folder_of(twice, machine) / "model.safetensors" for machine in (0, 1)]
@@ -284,9 +293,7 @@ def test_an_older_save_that_is_complete_is_taken(tmp_path: Path) -> None:
 
 
 def date(folder: Path, created: str) -> None:
-    file = folder / names.MANIFEST
-    told = json.loads(file.read_text())
-    file.write_text(json.dumps({**told, "created": created}))
+    edit_manifest(folder, lambda told: told.update(created=created))
 
 
 def test_the_newest_of_two_complete_saves(tmp_path: Path) -> None:

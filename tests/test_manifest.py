@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from manifests import sealed
 from pydantic import ValidationError
 
 from unified_ckpt.errors import FormatError
@@ -59,7 +61,7 @@ def changed(path: str, value: Any) -> bytes:
     for step in steps:
         node = node[step]
     node[last] = value
-    return json.dumps(tree).encode()
+    return sealed(tree)
 
 
 def test_gives_back_what_was_written() -> None:
@@ -96,15 +98,16 @@ def test_names_every_file_once() -> None:
 
 def test_people_can_read_it_line_by_line() -> None:
     lines = encode_manifest(manifest()).decode().splitlines()
-    assert lines[1] == '"format_version": "1.2",'
-    assert len(lines) == 2 + len(Manifest.model_fields)
+    assert lines[1] == '"format_version": "1.3",'
+    assert len(lines) == 2 + len(Manifest.model_fields) + 1
+    assert re.fullmatch('"crc": "[0-9a-f]{16}"', lines[-2])
 
 
 @pytest.mark.parametrize("path", ["new", "parts/model/new", "parts/model/files/model.safetensors/new", "digests/new"])
 def test_unknown_fields_pass_within_the_major_version(path: str) -> None:
     stored = json.loads(changed(path, {"a": 1}))
     stored["format_version"] = "1.7"
-    found = parse_manifest(json.dumps(stored).encode(), file=FILE)
+    found = parse_manifest(sealed(stored), file=FILE)
     assert found == manifest(format_version="1.7")
 
 
@@ -121,7 +124,7 @@ def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
 
 @pytest.mark.parametrize("version", [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000])
 def test_versions_that_are_none(version: Any) -> None:
-    with pytest.raises(FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.2'"):
+    with pytest.raises(FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.3'"):
         parse_manifest(changed("format_version", version), file=FILE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
+from manifests import edit_manifest
 
 import unified_ckpt as uc
 from unified_ckpt.manager import copies, tiers
@@ -533,10 +533,9 @@ def test_of_the_same_step_a_newer_save_in_the_root_is_better(tmp_path: Path) -> 
         manager.wait()
         manager.save(11, **state(11))
     put(tmp_path / ROOT, 11)
-    manifest = tmp_path / LOCAL / "checkpoint-11" / "unified_checkpoint.json"
-    told = json.loads(manifest.read_text())
+    local = tmp_path / LOCAL / "checkpoint-11"
     for created, tier in (("2020-01-01T00:00:00+00:00", ROOT), ("2090-01-01T00:00:00+00:00", LOCAL)):
-        manifest.write_text(json.dumps({**told, "created": created}))
+        edit_manifest(local, lambda told, created=created: told.update(created=created))
         assert restored(tmp_path) == (11, tier)
 
 

@@ -17,11 +17,12 @@ from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.load import load as _load
 from unified_ckpt.engine.mutual import Reports, repair_together
 from unified_ckpt.engine.pending import PendingSave, refused_lazy
-from unified_ckpt.engine.prove import VerifyReport, verify_copies
+from unified_ckpt.engine.prove import VerifyReport, unopened, verify_copies
 from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView
+from unified_ckpt.errors import IntegrityError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime import comm as comms
 from unified_ckpt.runtime.calls import BESIDE_TRAINING, WAITED_FOR, Calls
@@ -323,5 +324,9 @@ def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] 
 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
     """
-    with closing(open_path(os.fspath(path), hold=True)) as folder:
+    try:
+        opened = open_path(os.fspath(path), hold=True)
+    except IntegrityError as error:
+        return unopened(absolute(os.fspath(path)), error, deep=deep)
+    with closing(opened) as folder:
         return verify_copies(folder, deep=deep, progress=progress)

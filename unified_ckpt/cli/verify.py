@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from contextlib import closing
 from dataclasses import asdict
 
 from tqdm import tqdm
 
 from unified_ckpt.cli.words import count, human
 from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.prove import VerifyReport, verify_copies
+from unified_ckpt.engine.prove import VerifyReport, unopened, verify_copies
 from unified_ckpt.engine.repair import RepairReport, repair
+from unified_ckpt.errors import IntegrityError
+from unified_ckpt.runtime.storage import absolute
 
 
 def run(arguments: Namespace) -> int:
@@ -20,19 +23,24 @@ def run(arguments: Namespace) -> int:
     if arguments.repair:
         return _repair(arguments)
     started = time.monotonic()
-    folder = open_path(arguments.path, hold=True)
     try:
-        # disable=None: a bar for a terminal only.
-        with tqdm(total=_total(folder), desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
-            report = verify_copies(folder, deep=arguments.deep, progress=bar.update)
-        digested = folder.manifest is not None and folder.manifest.digests is not None
-    finally:
-        folder.close()
+        report, digested = _verify(open_path(arguments.path, hold=True), deep=arguments.deep)
+    except IntegrityError as error:
+        report, digested = unopened(absolute(arguments.path), error, deep=arguments.deep), False
     if arguments.json:
         print(json.dumps({"ok": report.ok, "digests": arguments.deep and digested, **asdict(report)}, indent=2))
     else:
         print(_text(report, digested=digested, seconds=time.monotonic() - started))
     return 0 if report.ok else 1
+
+
+def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
+    """What is found of it, and whether it has digests."""
+    with closing(folder):
+        # disable=None: a bar for a terminal only.
+        with tqdm(total=_total(folder), desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+            report = verify_copies(folder, deep=deep, progress=bar.update)
+        return report, folder.manifest is not None and folder.manifest.digests is not None
 
 
 def _repair(arguments: Namespace) -> int:

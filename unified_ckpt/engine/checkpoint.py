@@ -18,7 +18,7 @@ from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import Manifest, RankExtraFile, parse_manifest
+from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile, parse_manifest
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, reader
 
@@ -87,9 +87,16 @@ class Folder:
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)
 
-    def block_digests(self, wanted: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Sequence[int] | None]:
+    def proof(self) -> DigestFile | None:
+        """The record of its digests, None where it has none. FormatError for digests of another kind: they must not count as none."""
         record = self.manifest.digests if self.manifest is not None else None
-        if record is None or record.algorithm != digests.ALGORITHM or record.block_nbytes != digests.BLOCK_NBYTES:
+        if record is not None:
+            record.check_known(self.storage.root)
+        return record
+
+    def block_digests(self, wanted: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Sequence[int] | None]:
+        record = self.proof()
+        if record is None:
             return dict.fromkeys(wanted)
         if record.file not in self._headers:
             self._headers[record.file] = self._parse_header(record.file, self._checked_size(record.file, record.nbytes))
@@ -127,6 +134,7 @@ class Folder:
             scalars=(codec.decode(record.scalars, stored, path="optimizer") if record else None) or {},
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
             metrics=manifest.metrics,
+            has_digests=manifest.digests is not None,
         )
 
     def _extra_blobs(self) -> Mapping[str, Any]:

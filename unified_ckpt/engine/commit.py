@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
@@ -52,7 +52,7 @@ def committed(storage: LocalStorage, name: str) -> Manifest | None:
         return None
     try:
         return parse_manifest(body, file=storage.path(file))
-    except FormatError:
+    except (FormatError, IntegrityError):
         if is_other_version(body):
             raise
         return None

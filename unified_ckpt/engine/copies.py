@@ -26,10 +26,11 @@ from unified_ckpt.engine import commit
 from unified_ckpt.engine.checkpoint import Folder, open_folder
 from unified_ckpt.engine.islands import Gate
 from unified_ckpt.engine.plan import Book
+from unified_ckpt.engine.seal import write_manifest
 from unified_ckpt.engine.transfer import Copy
 from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import index, names
-from unified_ckpt.format.manifest import Manifest, encode_manifest
+from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.storage import LocalStorage
@@ -259,7 +260,8 @@ def _seal(folder: Folder, files: Collection[str], storage: LocalStorage, into: s
         names.index_name(part): index.encode_index(total_size=manifest.parts[part].total_nbytes, weight_map=weight_map)
         for part, weight_map in weight_maps.items()
     }
-    for name, body in {**bodies, names.MANIFEST: encode_manifest(manifest)}.items():  # the manifest last
+    for name, body in bodies.items():
         storage.put(f"{into}/{name}", body, fsync=fsync)
+    write_manifest(storage, into, manifest, fsync=fsync)
     if fsync:
         storage.sync_folder(into)

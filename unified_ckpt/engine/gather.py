@@ -130,8 +130,8 @@ def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
     why += [f"machine {m}: has a folder without a manifest" for m, words in enumerate(told) if words == _PLAIN]
     if not inventories:
         raise (NotFoundError if all(words[:2] == b"!-" for words in told) else IncompleteError)("; ".join(why))
-    found = choose(inventories, where=what)
-    damaged = (f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+")
+    damaged = [f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+"]
+    found = choose(inventories, where=what, damaged=damaged)
     return replace(found, lost=(*found.lost, *damaged)).encode()
 
 

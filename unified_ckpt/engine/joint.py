@@ -61,6 +61,7 @@ class Joint:
         return Catalog(self.storage, {key: Location(file_of(key), 0) for key in wanted}, self.storage.ledger)
 
     def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        self._one.proof()
         return dict.fromkeys(wanted)  # `storage` compares those of the pieces
 
     def said(self) -> Said:

@@ -125,7 +125,7 @@ def _load(
         verify = request.options.verify if catalog.ledger is None else "off"  # else the storage compares
         if isinstance(catalog.storage, JointStorage) and request.options.verify == "off":
             catalog.storage.trust()
-        proofs = saved_digests(request.source, matches) if verify != "off" else {}
+        proofs = saved_digests(request.source, matches) if request.options.verify != "off" else {}
         filling = look_up(request.extra, request.rank_extra, request.source, request.said, catalog.ledger, rank=comm.rank, world=comm.world)
         differences.missing += filling.missing
         groups_options = _hyperparameters(request)
@@ -281,7 +281,7 @@ def _report(
     rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
-    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm)]
+    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm), *_unproved_note(request, fetched)]
     if saved_by not in (0, comm.world):
         notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started
@@ -302,6 +302,14 @@ def _report(
         notes=tuple(notes),
         kept=tuple(verdict.kept),
     )
+
+
+def _unproved_note(request: LoadRequest, fetched: Sequence[Fetched]) -> list[str]:
+    """Where there was nothing to compare. Formats of others have no digests: of those it is told where more than the default was asked."""
+    how, ours = request.options.verify, request.source.format == "unified"
+    if request.said.has_digests or how == "off" or not (ours or how == "full") or not any(one.nbytes for one in fetched):
+        return []
+    return [f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared']
 
 
 def _kept_note(kept: Sequence[str], saved_by: int, comm: Comm) -> list[str]:

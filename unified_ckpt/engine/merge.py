@@ -41,7 +41,6 @@ from unified_ckpt.engine.rewrite import (
 )
 from unified_ckpt.engine.seal import write_manifest
 from unified_ckpt.errors import IntegrityError, NotFoundError
-from unified_ckpt.format import digests
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
@@ -143,7 +142,7 @@ def _stays(joint: Joint, storage: LocalStorage, name: str, options: MergeOptions
 def _check_proofs(joint: Joint) -> None:
     """IntegrityError where a folder has no digests to prove its bytes by."""
     for one in joint.manifests:
-        if one.digests is None or one.digests.algorithm != digests.ALGORITHM or one.digests.block_nbytes != digests.BLOCK_NBYTES:
+        if one.digests is None or not one.digests.is_known:
             raise IntegrityError(f"save {one.save_id}: a folder has no digests that this version knows; needed those of every block")
 
 

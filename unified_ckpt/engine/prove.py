@@ -10,7 +10,7 @@ from unified_ckpt.engine.checkpoint import Folder, open_folder
 from unified_ckpt.engine.match import Match
 from unified_ckpt.engine.read import Fetched, ReadGroup, read_block
 from unified_ckpt.engine.source import Catalog, Source
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import reader
@@ -120,17 +120,24 @@ def _block_text(part: str, name: str, file: str, block: int, found: int, needed:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`, `nbytes`: how much was looked at."""
+    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`, `nbytes`: how much was looked at; `notes`: what
+    could not be, in sentences."""
 
     path: str
     problems: tuple[str, ...]
     tensors: int
     nbytes: int
     deep: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+
+def unopened(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:
+    """Of a checkpoint whose manifest or index is not the one that was written: nothing else can be looked at."""
+    return VerifyReport(path, (str(error),), 0, 0, deep)
 
 
 def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None) -> VerifyReport:
@@ -161,7 +168,9 @@ def verify_folder(folder: Folder, *, deep: bool, progress: Callable[[int], objec
                 tensors, nbytes = tensors + 1, nbytes + size
                 if progress is not None:
                     progress(size)
-    return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep)
+    none = deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
+    notes = ("there are no digests: sizes and headers are all that was compared",) if none else ()
+    return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep, notes)
 
 
 def verify_copies(folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None) -> VerifyReport:
@@ -178,10 +187,11 @@ def verify_copies(folder: Folder, *, deep: bool, progress: Callable[[int], objec
         try:
             more = verify_folder(copy, deep=deep, progress=progress)
             problems = [f"{place}: {text}" for text in (*_strange(copy, folder, number), *more.problems)]
+            notes = (*found.notes, *(f"{place}: {text}" for text in more.notes))
         finally:
             copy.close()
         tensors, nbytes = found.tensors + more.tensors, found.nbytes + more.nbytes
-        found = replace(found, problems=(*found.problems, *problems), tensors=tensors, nbytes=nbytes)
+        found = replace(found, problems=(*found.problems, *problems), tensors=tensors, nbytes=nbytes, notes=notes)
     return found
 
 
@@ -246,6 +256,13 @@ def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
     manifest = folder.manifest
     if manifest is None:
         return
+    if manifest.digests is None and folder.storage.size(names.DIGESTS) is not None:
+        yield f"{names.DIGESTS}: is there, and the manifest names no digests; needed the manifest that was written with it"
+    if deep:
+        try:
+            folder.proof()
+        except FormatError as error:
+            yield str(error)
     for record in (manifest.digests, manifest.rank_extra):
         if record is None:
             continue

@@ -157,8 +157,8 @@ def _notes(target: Copy, copies: Sequence[Copy], truth: Truth) -> Iterator[str]:
     for one in copies:
         if one.manifest is None:
             yield f"{one.why}; only bytes of it that {target.storage.root} proves are taken"
-    if truth.manifest.digests is None or truth.manifest.digests.algorithm != digests.ALGORITHM:
-        yield "the save has no digests: sizes and headers are all that was looked at"
+    if truth.manifest.digests is None or not truth.manifest.digests.is_known:
+        yield "the save has no digests that this version knows: sizes and headers are all that was looked at"
 
 
 # putting right

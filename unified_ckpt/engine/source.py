@@ -57,7 +57,7 @@ def fill_box(storage: Reader, location: Location, spec: TensorSpec, box: Box, in
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a source holds beside tensors. `groups`: param groups as {"names", "options"}; `scalars`: fqn -> optimizer state that is
-    not one tensor; `rank_extras`: how many ranks left one."""
+    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors."""
 
     save_id: str | None = None
     step: int | None = None
@@ -67,6 +67,7 @@ class Said:
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rank_extras: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    has_digests: bool = False
 
 
 class Source(Protocol):
@@ -94,7 +95,7 @@ class Source(Protocol):
         """Where the wanted tensors lie. Same errors as `specs`."""
 
     def block_digests(self, wanted: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Sequence[int] | None]:
-        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has none."""
+        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has none. FormatError for others."""
 
     def said(self) -> Said:
         """What it holds beside tensors. IntegrityError or FormatError where that is damaged."""

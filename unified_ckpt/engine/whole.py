@@ -210,8 +210,9 @@ def gaps(found: Whole) -> list[str]:
     return told
 
 
-def choose(inventories: Sequence[Inventory], *, where: str) -> Whole:
-    """The newest save that is complete between the folders. IncompleteError, saying what is missing and who had it."""
+def choose(inventories: Sequence[Inventory], *, where: str, damaged: Sequence[str] = ()) -> Whole:
+    """The newest save that is complete between the folders. IncompleteError, saying what is missing and who had it. `damaged`: of folders
+    that cannot be opened, why."""
     saves: dict[str, list[Inventory]] = {}
     for one in inventories:
         saves.setdefault(one.save_id, []).append(one)
@@ -222,7 +223,7 @@ def choose(inventories: Sequence[Inventory], *, where: str) -> Whole:
         if not problems:
             return found
         errors.append(listed(f"{where}: save {save_id} is not complete among the machines", problems))
-    raise IncompleteError("\n".join(errors) or f"{where}: no machine has a checkpoint there")
+    raise IncompleteError("\n".join([*errors, *damaged]) or f"{where}: no machine has a checkpoint there")
 
 
 def _problems(inventories: Sequence[Inventory], found: Whole) -> list[str]:

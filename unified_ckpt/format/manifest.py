@@ -6,18 +6,22 @@ Grows with the tensors, never with the ranks. Knows names, sizes and trees of `c
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from datetime import datetime, timedelta
 from typing import Annotated, Any, NoReturn
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format import digests
 from unified_ckpt.format.index import check_file_name
 from unified_ckpt.format.names import check_part_name, check_save_id
 
-FORMAT_VERSION = "1.2"  # a new field raises the minor version; a change that old readers would misread raises the major
+FORMAT_VERSION = "1.3"  # a new field raises the minor version; a change that old readers would misread raises the major
 
+_NO_CRC = "0" * 16  # what the digits of the manifest's own CRC are taken as while that is computed
+_DIGITS = re.compile("[0-9a-f]{16}")
 _MAX_SHOWN = 5
 _SHOWN_CHARS = 80
 
@@ -87,6 +91,19 @@ class DigestFile(_Record):
     block_nbytes: Annotated[int, Field(ge=1)]
     nbytes: Size
     crc: Crc
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this library can compare them."""
+        return self.algorithm == digests.ALGORITHM and self.block_nbytes == digests.BLOCK_NBYTES
+
+    def check_known(self, root: str) -> None:
+        """FormatError for digests of another kind, of a folder `root`."""
+        if not self.is_known:
+            raise FormatError(
+                f"{root}/{self.file}: its digests are {self.algorithm[:_SHOWN_CHARS]!r} of {self.block_nbytes} bytes each; needed "
+                f'{digests.ALGORITHM!r} of {digests.BLOCK_NBYTES}, or a newer unified_ckpt; LoadOptions(verify="off") loads without proof'
+            )
 
 
 class Part(_Record):
@@ -190,16 +207,24 @@ class Manifest(_Record):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """JSON with one line per field. Raises FormatError for a tree that JSON cannot hold: trees come from `codec.encode`."""
+    """JSON with one line per field, and its own CRC as the last. Raises FormatError for a tree that JSON cannot hold: trees come from
+    `codec.encode`."""
     try:
         fields = [f'"{name}": {json.dumps(value, allow_nan=False)}' for name, value in manifest.model_dump().items()]
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"the manifest holds a value that JSON cannot: {error}") from None
-    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
+    return seal_manifest(("{\n" + ",\n".join([*fields, f'"crc": "{_NO_CRC}"']) + "\n}\n").encode())
+
+
+def seal_manifest(encoded: bytes) -> bytes:
+    """The JSON of a manifest whose last field is a `crc` of zeros, with the digits in their place."""
+    before, _, after = encoded.rpartition(_NO_CRC.encode())
+    return before + f"{digests.crc(encoded):016x}".encode() + after
 
 
 def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
-    """Raises FormatError naming `file` and the field for anything but a valid manifest of this major format version."""
+    """Raises FormatError naming `file` and the field for anything but a valid manifest of this major format version, IntegrityError for
+    one whose bytes are not those that were written, as far as it has a CRC of them."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no JSON number")
@@ -210,6 +235,7 @@ def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
         raise FormatError(f"{file}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{file}: found a JSON {type(found).__name__}; needed an object")
+    _check_crc(encoded, found.get("crc"), file)  # of any version: a digit of that may be what is damaged
     _check_version(found, file)
     try:
         return Manifest.model_validate(found)
@@ -221,11 +247,29 @@ def is_other_version(encoded: bytes) -> bool:
     """Whether this is a manifest that another major version of the format wrote: a checkpoint, though not one that we can read."""
     try:
         found = json.loads(encoded)
-    except (ValueError, RecursionError):
+        version = found.get("format_version") if isinstance(found, dict) else None
+        _check_crc(encoded, found.get("crc") if isinstance(found, dict) else None, "")
+    except (ValueError, RecursionError, FormatError, IntegrityError):
         return False
-    version = found.get("format_version") if isinstance(found, dict) else None
     major = version.partition(".")[0] if isinstance(version, str) else ""
     return major.isdecimal() and major != FORMAT_VERSION.partition(".")[0] and "save_id" in found
+
+
+def _check_crc(encoded: bytes, said: object, file: str) -> None:
+    """Older writers, and others, say none."""
+    if said is None:
+        return
+    if not isinstance(said, str) or not _DIGITS.fullmatch(said):
+        raise FormatError(f"{file}: crc is {ascii(said)[:_SHOWN_CHARS]}; needed 16 lower-case hex digits")
+    before, _, after = encoded.rpartition(said.encode())  # it is the last field
+    found = 0
+    for piece in (before, _NO_CRC.encode(), after):
+        found = digests.crc(piece, found)
+    if f"{found:016x}" != said:
+        raise IntegrityError(
+            f"{file}: is not the file that was written: it has CRC {found:016x}; needed {said}; a copy of the checkpoint mends it "
+            "(`unified-ckpt verify --repair --from`), and where it was edited on purpose, it needs its field `crc` removed"
+        )
 
 
 def _check_version(found: dict[str, Any], file: str) -> None:

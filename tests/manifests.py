@@ -1,0 +1,24 @@
+"""A manifest that a test changes and seals anew: for tests of what it says, not of bytes that are damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unified_ckpt.format.manifest import seal_manifest
+from unified_ckpt.format.names import MANIFEST
+
+
+def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """What `edit` makes of the folder's manifest is as if it had been written so."""
+    told = json.loads((folder / MANIFEST).read_text())
+    edit(told)
+    (folder / MANIFEST).write_bytes(sealed(told))
+
+
+def sealed(told: dict[str, Any]) -> bytes:
+    """The bytes of a manifest with these fields, and the digest of those bytes."""
+    fields = {name: value for name, value in told.items() if name != "crc"}
+    return seal_manifest(json.dumps({**fields, "crc": "0" * 16}).encode())

@@ -178,7 +178,7 @@ def _aside(path: str) -> list[Folder]:
     if storage.kind("") != "folder":
         return []
     for entry in storage.names():
-        if names.is_replaced(entry, name) or (names.is_staging(entry) and entry.endswith(f"-{name}")):
+        if names.is_replaced(entry, name) or names.is_staging_of(entry, name):
             try:
                 folder = open_folder(LocalStorage(storage.path(entry)))
             except CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machines import LOAD, NAME, SAVE, fine, folder_of, on_machine
+from refusals import same_error
 
+import unified_ckpt as uc
 from unified_ckpt.engine import seal
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.testing import run_ranks, try_ranks
+from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 LAYERS = 6
 
@@ -53,3 +56,44 @@ def test_a_save_under_construction_of_a_name_that_ends_alike(tmp_path: Path, mon
         return report.step, values(target)
 
     assert fine(try_ranks(2, load)) == [(1, [1.0])] * 2
+
+
+def test_ranks_that_see_two_saves_under_one_name(tmp_path: Path) -> None:
+    """Two runs, the same step, the same names: another mount on one node."""
+    for run in (0, 1):
+        uc.save(tmp_path / f"run-{run}" / NAME, model=model(run + 1), step=1, options=SAVE)
+    targets = [model(-1), model(-1)]
+
+    def load(comm: Comm) -> None:
+        with checkpointer_of(comm) as made:
+            made.load(tmp_path / f"run-{comm.rank}" / NAME, model=targets[comm.rank], options=LOAD)
+
+    same_error(try_ranks(2, load), uc.StorageError, r"several checkpoints: rank\(s\) 0 save \w+; rank\(s\) 1 save \w+; needed one")
+    assert [values(target) for target in targets] == [[-1.0]] * 2
+
+
+def test_a_save_that_takes_the_place_between_two_ranks(tmp_path: Path) -> None:
+    path, targets = tmp_path / NAME, [model(-1), model(-1)]
+    replace = SAVE.model_copy(update={"if_exists": "replace"})
+    uc.save(path, model=model(1), step=1, options=replace)
+    opened, replaced = threading.Event(), threading.Event()
+
+    def load(comm: Comm) -> None:
+        with checkpointer_of(comm) as made:
+            if comm.rank == 1:
+                replaced.wait(60)
+            with uc.open(path) as source:
+                opened.set()
+                made.load(source, model=targets[comm.rank], options=LOAD)
+
+    def save() -> None:
+        opened.wait(60)
+        uc.save(path, model=model(2), step=2, options=replace)
+        replaced.set()
+
+    beside = threading.Thread(target=save)
+    beside.start()
+    found = try_ranks(2, load)
+    beside.join()
+    same_error(found, uc.StorageError, "the ranks read several checkpoints")
+    assert [values(target) for target in targets] == [[-1.0]] * 2

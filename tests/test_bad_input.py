@@ -496,6 +496,25 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
 
 
 @both_ways
+def test_an_expanded_target_of_one_rank(tmp_path: Path, world: int) -> None:
+    """All hear of it before a byte is written. It can be saved."""
+    full = {"a": torch.ones(30, 20), "b": torch.ones(1).expand(8)}
+    uc.save(tmp_path / "checkpoint-1", model=full, options=uc.SaveOptions(fsync=False))
+    held = [{"a": torch.zeros(30, 20), "b": torch.zeros(8)} for _ in range(world)]
+    held[-1]["b"] = torch.zeros(1).expand(8)
+
+    def act(comm: Comm) -> None:
+        checkpointer_of(comm).load(tmp_path / "checkpoint-1", model=held[comm.rank])
+
+    found = r"model:b: is expanded: its elements along dim 0 of shape \(8,\) are one in memory; needed memory for each"
+    same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.LayoutError, found)
+    assert not any(tensor.any() for mine in held for tensor in mine.values())
+    held[-1] = {"a": torch.zeros(20, 30).t(), "b": torch.zeros(16)[::2]}
+    assert try_ranks(world, act, timeout_seconds=HARD) == [None] * world
+    assert all(tensor.all() for mine in held for tensor in mine.values())
+
+
+@both_ways
 def test_no_optimizer_in_the_checkpoint(sound: Path, tmp_path: Path, world: int) -> None:
     uc.save(tmp_path / "weights", model=filled(SHAPES, seed=1))
     error = load_fails(tmp_path / "weights", uc.MismatchError, r"optimizer:embed/exp_avg: is not in the checkpoint", world=world)

@@ -90,3 +90,12 @@ def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> No
             found[0]
     assert len(asked) == 1
     found.close()
+
+
+def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
+    here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
+    storages = [LocalStorage(here.path)] * 2
+    assert Folders(storages, save_id=here.id)[1].names("model") == {"w"}
+    with pytest.raises(uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"):
+        Folders(storages, save_id="other")[0]
+    storages[0].close()

@@ -48,6 +48,11 @@ def test_a_replaced_folder_belongs_to_one_name() -> None:
     assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "checkpoint-1")
 
 
+def test_a_folder_under_construction_belongs_to_one_name() -> None:
+    staging = names.staging_name("ema-checkpoint-1", "a1")
+    assert [names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "entry", ["checkpoint-10", ".unified", ".unified-", ".unified-a1", ".unified-a1-", ".unified-é-x", "x.unified-a1-x"]
 )

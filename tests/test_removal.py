@@ -81,8 +81,8 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path, monkeypatch: pytes
     manifest, kept = tmp_path / "checkpoint-1" / names.MANIFEST, tmp_path / "kept"
     real = os.open
 
-    def slow(path: str, *arguments: int) -> int:
-        fd = real(path, *arguments)
+    def slow(path: str, flags: int, *, dir_fd: int | None = None) -> int:
+        fd = real(path, flags, dir_fd=dir_fd)
         if path == str(manifest):
             manifest.rename(kept)
         return fd

@@ -83,6 +83,7 @@ class Folder:
         sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
         missing = [file for file, size in sizes.items() if size is None]
         if missing:
+            _check_there(self.storage)
             raise IncompleteError(listed(f"{self.storage.root}: files are missing", [self._missing(file) for file in sorted(missing)]))
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)
@@ -236,7 +237,8 @@ class Folder:
 
 
 def open_path(path: str, *, hold: bool) -> Folder:
-    """The checkpoint at a local path or an fsspec URL. NotFoundError says what is there instead.
+    """The checkpoint at a local path or an fsspec URL; whatever takes its place later, this one is read. NotFoundError says what is there
+    instead.
 
     `hold`: nobody who asks removes it until it is closed; one rank of a job is enough.
     """
@@ -249,9 +251,15 @@ def open_path(path: str, *, hold: bool) -> Folder:
         if kind == "file":
             raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
     with ExitStack() as held:
-        if hold and isinstance(storage, LocalStorage):
-            held.enter_context(reading(storage.root))
+        held.callback(storage.close)
+        if isinstance(storage, LocalStorage):
+            storage.pin()
+            held.callback(storage.place.close)
+            if hold:
+                held.enter_context(reading(storage.root, place=storage.place))
         folder = open_folder(storage)
+        if folder.manifest is None:
+            _check_there(storage)  # of what is removed the manifest goes first, and what is left looks like weights
         folder.held = held.pop_all()
     return folder
 
@@ -292,6 +300,11 @@ def _weight_map(storage: Reader, part: str, files: Mapping[str, object]) -> Mapp
     if strangers:
         raise IntegrityError(f"{storage.root}/{name}: names {strangers[0]}, which the manifest does not; needed its files only")
     return weight_map
+
+
+def _check_there(storage: Reader) -> None:
+    if isinstance(storage, LocalStorage) and storage.place.is_replaced():
+        raise NotFoundError(f"{storage.root}: was removed or replaced while it was read; load again what is there now")
 
 
 def _whereabouts(parent: LocalStorage, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from unified_ckpt.engine.inventory import Listing, decode_inventory, decode_list
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.whole import Whole, choose, decode_whole
-from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
@@ -100,18 +100,29 @@ def gather(
     with meeting.phase("serve"):
         server = Server([(found.folders[n].root, found.folders[n].files) for n in mine], timeout_seconds=timeout_seconds)
         owned.callback(server.close)
+        known = _opened(found, mine, opened)  # after the server has them, so that both have the same
         servers = _servers(meeting, server.address, machines)
     with meeting.phase("open"):
-        folders = Folders(_storages(meeting, found, servers, own), _opened(found, mine, opened))
+        folders = Folders(_storages(meeting, found, servers, own, known, owned), known, save_id=found.save_id)
         owned.callback(folders.close)
     return Joint(found, folders, own=mine, turn=meeting.rank)
 
 
 def _opened(found: Whole, mine: Sequence[int], opened: Sequence[Folder] | Exception) -> dict[int, Folder]:
-    """Folders of the save that this rank has opened already, by number: their headers are parsed once."""
+    """Folders of the save that this rank has opened already, by number: their headers are parsed once.
+
+    StorageError where another save has taken the place of one since the first rank of the machine told of it, or this rank opened it.
+    """
     roots = {found.folders[number].root: number for number in mine}
-    known = [] if isinstance(opened, Exception) else [one for one in opened if one.storage.root in roots and one.manifest is not None]
-    return {roots[one.storage.root]: one for one in known if one.manifest is not None and one.manifest.save_id == found.save_id}
+    known = {roots[one.storage.root]: one for one in (() if isinstance(opened, Exception) else opened) if one.storage.root in roots}
+    for one in known.values():
+        has = one.manifest.save_id if one.manifest is not None else None
+        if has != found.save_id or (isinstance(one.storage, LocalStorage) and one.storage.place.is_replaced()):
+            raise StorageError(
+                f"{one.storage.root}: another save took its place while the ranks opened it; needed save {found.save_id}, of which the "
+                "first rank of this machine told; load again"
+            )
+    return known
 
 
 def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
@@ -178,7 +189,7 @@ def _aside(path: str) -> list[Folder]:
     if storage.kind("") != "folder":
         return []
     for entry in storage.names():
-        if names.is_replaced(entry, name) or (names.is_staging(entry) and entry.endswith(f"-{name}")):
+        if names.is_replaced(entry, name) or names.is_staging_of(entry, name):
             try:
                 folder = open_folder(LocalStorage(storage.path(entry)))
             except CheckpointError:
@@ -230,15 +241,24 @@ def _servers(meeting: Meeting, address: Address, machines: Sequence[int]) -> lis
     return [(rank, parse_address(text)) for rank, text in zip(asked[turn], texts, strict=True)]
 
 
-def _storages(meeting: Meeting, found: Whole, servers: Sequence[tuple[int, Address]], own: int) -> list[Reader]:
+def _pinned(root: str, owned: ExitStack) -> LocalStorage:
+    storage = LocalStorage(root)
+    storage.pin()
+    owned.callback(storage.place.close)
+    return storage
+
+
+def _storages(
+    meeting: Meeting, found: Whole, servers: Sequence[tuple[int, Address]], own: int, known: Mapping[int, Folder], owned: ExitStack
+) -> list[Reader]:
     """Each folder itself on its own machine, else as one of that machine's ranks serves it. StorageError where one of those does not."""
     storages: list[Reader] = []
     served: dict[int, int] = {}  # folders so far, by machine
-    for one in found.folders:
+    for index, one in enumerate(found.folders):
         number = served.get(one.machine, 0)
         served[one.machine] = number + 1
         if one.machine == own:
-            storages.append(LocalStorage(one.root))
+            storages.append(known[index].storage if index in known else _pinned(one.root, owned))
             continue
         rank, address = servers[one.machine]
         storages.append(

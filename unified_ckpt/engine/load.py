@@ -16,6 +16,7 @@ from typing import Any
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, group_tables, listed
+from unified_ckpt.engine.alike import check_alike, what_is_alike
 from unified_ckpt.engine.census import Census, announce, check_rules, memberships, publish, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.objects import Filling, look_up
@@ -161,10 +162,13 @@ def _compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: 
         "used": {part: sorted(names) for part, names in own.used.items()},
         "asked": sorted(request.state.asked),
         "kept": filling.kept,
+        "alike": what_is_alike(request.said.save_id, strict=request.strict, options=request.options),
     }
-    _, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
+    told, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
     if meeting.rank == 0:
-        joined = _join([json.loads(body) for body in bodies.values()], request.source)
+        notes = {name: json.loads(body) for name, body in bodies.items()}
+        check_alike([notes[name]["alike"] for name in told])
+        joined = _join(list(notes.values()), request.source)
         meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong, joined.kept]).encode())
     return _Verdict(*json.loads(meeting.get("verdict")))
 

@@ -20,7 +20,7 @@ from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, masters_of, prepare_optimizer
-from unified_ckpt.runtime.placements import Placer, mesh_for_people
+from unified_ckpt.runtime.placements import Placer, mesh_for_people, refuse_shared
 from unified_ckpt.runtime.state import MASTER, OPTIMIZER, State, flatten_state, place_targets
 
 
@@ -130,6 +130,8 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
             state.asked.add(MASTER)
             state.parts += place_targets(placer, MASTER, masters_of(holders, names), leaders)
     state.parts = [part for part in state.parts if part.row.part in wanted]
+    for part in state.parts:
+        refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
 

@@ -70,9 +70,18 @@ def is_staging(entry: str) -> bool:
     return _is_sibling(entry, _STAGING)
 
 
+def is_staging_of(entry: str, name: str) -> bool:
+    """Whether a directory entry is a folder under construction that is to be called `name`."""
+    return is_staging(entry) and _wanted(entry, _STAGING) == name
+
+
 def is_replaced(entry: str, name: str) -> bool:
     """Whether a directory entry is an old folder `name`, moved aside."""
-    return _is_sibling(entry, _REPLACED) and entry.removeprefix(_REPLACED).partition("-")[2] == name
+    return _is_sibling(entry, _REPLACED) and _wanted(entry, _REPLACED) == name
+
+
+def _wanted(entry: str, prefix: str) -> str:
+    return entry.removeprefix(prefix).partition("-")[2]
 
 
 def _is_sibling(entry: str, prefix: str) -> bool:

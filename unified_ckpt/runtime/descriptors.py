@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.places import Place
 
 KEPT = 256  # in a room, beside those in use: shells let a process have 1,024, sockets to other ranks among them
 
@@ -50,10 +51,19 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class OpenFiles:
-    """Of one storage, by name below `root`. `open_file` opens one. Safe on many threads: none is closed while somebody uses it."""
+    """Of one storage, by name below `root`. `open_file` opens one; `look` looks at a folder below it, by default by its name. Safe on many
+    threads: none is closed while somebody uses it.
+    """
 
-    def __init__(self, root: str, open_file: Callable[[str], int], *, room: Room | None = None) -> None:
-        self._root, self._open_file, self._room = root, open_file, room or Room()
+    def __init__(
+        self,
+        root: str,
+        open_file: Callable[[str], int],
+        *,
+        room: Room | None = None,
+        look: Callable[[str], os.stat_result] | None = None,
+    ) -> None:
+        self._root, self._open_file, self._room, self._look = root, open_file, room or Room(), look or Place(root).stat
         self._closed: dict[str, tuple[int, int]] = {}  # to make room: their folders, for a checkpoint may have been replaced since
 
     @contextmanager
@@ -119,7 +129,7 @@ class OpenFiles:
 
     def _folder_of(self, name: str) -> tuple[int, int]:
         try:
-            status = os.stat(os.path.dirname(os.path.join(self._root, name)) or ".")
+            status = self._look(os.path.dirname(name))
         except OSError as error:
             raise StorageError(f"{self._root}/{name}: its folder cannot be looked at: {error.strerror}") from error
         return status.st_dev, status.st_ino

@@ -14,25 +14,26 @@ from contextlib import contextmanager
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
+from unified_ckpt.runtime.places import Place
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)  # the last: of NFS, for a folder
 
 
 @contextmanager
-def reading(folder: str) -> Iterator[None]:
+def reading(folder: str, *, place: Place | None = None) -> Iterator[None]:
     """While inside, nobody who asks removes this checkpoint. A folder without a manifest, or behind a URL, is not locked.
 
-    NotFoundError where it was removed just now.
+    `place`: the folder itself, where it is pinned. NotFoundError where it was removed just now.
     """
-    manifest = os.path.join(folder, names.MANIFEST)
+    place = place or Place(folder)
     try:
-        fd = os.open(manifest, os.O_RDONLY | os.O_CLOEXEC)
+        fd = place.open(names.MANIFEST)
     except OSError:
         yield  # what is wrong with it, the reader will say
         return
     try:
         _lock(fd, fcntl.LOCK_SH)
-        if not _is_at(fd, manifest):
+        if not _is_at(fd, place):
             raise NotFoundError(f"{folder}: was removed while it was opened")
         yield
     finally:
@@ -49,7 +50,7 @@ def removing(folder: str) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, manifest)
+        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, Place(folder))
     finally:
         os.close(fd)
 
@@ -91,9 +92,9 @@ def _lock(fd: int, how: int) -> bool:
     return True
 
 
-def _is_at(fd: int, path: str) -> bool:
-    """Whether the open file is still the one of this name."""
+def _is_at(fd: int, place: Place) -> bool:
+    """Whether the open file is still the manifest there."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), place.stat(names.MANIFEST))
     except OSError:
         return False

@@ -17,10 +17,16 @@ _PIECE_NBYTES = 1 << 20  # read and sent at a time
 
 
 class Server:
-    """Serves some folders until closed. `files`: the names that may be read, of each folder."""
+    """Serves some folders until closed, those that are there now. `files`: the names that may be read, of each folder."""
 
     def __init__(self, folders: Sequence[tuple[str, Collection[str]]], *, timeout_seconds: float) -> None:
         self._folders = [(LocalStorage(root), frozenset(files)) for root, files in folders]
+        try:
+            for storage, _ in self._folders:
+                storage.pin()
+        except BaseException:
+            self._close_files()
+            raise
         self._listener = Listener(self._serve, at_end=self._close_files, timeout_seconds=timeout_seconds)
         self.address = self._listener.address
 
@@ -70,6 +76,7 @@ class Server:
     def _close_files(self) -> None:
         for storage, _ in self._folders:
             storage.close()
+            storage.place.close()
 
 
 class PeerStorage:

@@ -249,6 +249,16 @@ def _refuse_unreal(fqn: str, local: torch.Tensor) -> None:
         raise LayoutError(f"{fqn}: is a {type(local).__name__}; needed a torch.Tensor, a Parameter or a DTensor of one")
 
 
+def refuse_shared(fqn: str, local: torch.Tensor) -> None:
+    """LayoutError for a target whose elements share memory: what is read into one would be read into others. It may be saved."""
+    shared = [dim for dim, size in enumerate(local.shape) if size > 1 and local.stride(dim) == 0]
+    if shared and local.numel():
+        raise LayoutError(
+            f"{fqn}: is expanded: its elements along dim {shared[0]} of shape {tuple(local.shape)} are one in memory; needed memory for "
+            "each, to be loaded into: call `contiguous()`"
+        )
+
+
 def _checked_local(fqn: str, local: torch.Tensor, derived: tuple[int, ...], padded: set[int]) -> torch.Tensor:
     """The part without padding. LayoutError where the rule gives this rank another shape than it has."""
     if tuple(local.shape) == derived:

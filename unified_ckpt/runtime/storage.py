@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
 from unified_ckpt.runtime.descriptors import READERS, OpenFiles
+from unified_ckpt.runtime.places import Place
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -48,9 +49,10 @@ class LocalStorage:
     """A folder of a POSIX file system. Keeps some files open until `sync` or `close`."""
 
     def __init__(self, root: str, *, how: Calls = WAITED_FOR) -> None:
-        self.root, self._call_nbytes = root, how.nbytes
+        self.root, self.place, self._call_nbytes = root, Place(root), how.nbytes
         self._uncached = how.uncached and can_be_uncached(os.uname().release)
-        self._reading, self._writing = OpenFiles(root, self._open_to_read, room=READERS), OpenFiles(root, self._open_to_write)
+        self._reading = OpenFiles(root, self._open_to_read, room=READERS, look=self.place.stat)
+        self._writing = OpenFiles(root, self._open_to_write)
         self._unsynced: dict[str, None] = {}
 
     def __enter__(self) -> LocalStorage:
@@ -63,6 +65,10 @@ class LocalStorage:
         return os.path.join(self.root, name) if name else self.root
 
     # reading
+
+    def pin(self) -> None:
+        """What is read from now on is this folder's, though another takes its name, until `place` is closed; after that nothing can be."""
+        self._call("open", "", self.place.pin)
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         done, file = 0, self._reading.take(name)
@@ -77,14 +83,14 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         def whole() -> bytes:
-            with open(self.path(name), "rb") as file:
+            with os.fdopen(self.place.open(name), "rb") as file:
                 return file.read()
 
         return self._call("read", name, whole)
 
     def size(self, name: str) -> int | None:
         try:
-            return self._call("stat", name, lambda: os.stat(self.path(name))).st_size
+            return self._call("stat", name, lambda: self.place.stat(name)).st_size
         except NotFoundError:
             return None
 
@@ -94,23 +100,18 @@ class LocalStorage:
     def stamp(self, name: str) -> tuple[int, int, int] | None:
         """What changes when a file is written to or replaced; None where there is no such file."""
         try:
-            found = self._call("stat", name, lambda: os.stat(self.path(name)))
+            found = self._call("stat", name, lambda: self.place.stat(name))
         except NotFoundError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def entries(self, name: str) -> list[str]:
         """Entries of a folder, sorted."""
-        return sorted(self._call("list", name, lambda: os.listdir(self.path(name))))
+        return sorted(self._call("list", name, lambda: self.place.entries(name)))
 
     def kind(self, name: str) -> str | None:
         """What has this name: "folder", "file", "link" or None."""
-        path = self.path(name)
-        if os.path.islink(path):
-            return "link"
-        if os.path.isdir(path):
-            return "folder"
-        return "file" if os.path.lexists(path) else None
+        return self.place.kind(name)
 
     # writing
 
@@ -240,7 +241,7 @@ class LocalStorage:
             self._reading.close()
 
     def _open_to_read(self, name: str) -> int:
-        return self._call("open", name, lambda: os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC))
+        return self._call("open", name, lambda: self.place.open(name))
 
     def _open_to_write(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,0 +1,73 @@
+"""A folder that is pinned is read in, whatever takes its name; and never by its name again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+@pytest.fixture
+def pinned(tmp_path: Path) -> LocalStorage:
+    """Of a folder whose name another one has by now."""
+    for name in ("first", "second"):
+        (tmp_path / name / "below").mkdir(parents=True)
+        (tmp_path / name / name).touch()
+        (tmp_path / name / "f").write_text(name)
+    storage = LocalStorage(str(tmp_path / "first"))
+    storage.pin()
+    assert not storage.place.is_replaced()
+    (tmp_path / "first").rename(tmp_path / "former")
+    (tmp_path / "second").rename(tmp_path / "first")
+    return storage
+
+
+def read(storage: LocalStorage) -> bytes:
+    found = bytearray(5)
+    storage.read_at("f", 0, memoryview(found))
+    return bytes(found)
+
+
+def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
+    with pinned:
+        pinned.close()
+        assert pinned.place.is_replaced()
+        assert pinned.names() == ["below", "f", "first"]
+        assert (pinned.read("f"), read(pinned)) == (b"first", b"first")
+        assert (pinned.size("first"), pinned.size("second")) == (0, None)
+        assert [pinned.kind(name) for name in ("", "below", "f", "second")] == ["folder", "folder", "file", None]
+        assert pinned.entries("below") == []
+        stamp = pinned.stamp("f")
+        assert stamp is not None
+        assert stamp[0] == os.stat(Path(pinned.root).with_name("former") / "f").st_ino
+    pinned.place.close()
+
+
+def test_nothing_is_read_once_it_is_closed(pinned: LocalStorage) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        pinned.place.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 1
+    with pytest.raises(StorageError, match="f: open failed: Bad file descriptor"):
+        read(pinned)
+    with pytest.raises(StorageError, match="f: read failed: Bad file descriptor"):
+        pinned.read("f")
+
+
+def test_one_that_is_not_pinned_goes_by_its_name(pinned: LocalStorage) -> None:
+    pinned.place.close()
+    with LocalStorage(pinned.root) as storage:
+        assert read(storage) == b"secon"
+    with LocalStorage(pinned.root) as storage:
+        assert not storage.place.is_replaced()
+
+
+def test_what_is_no_folder_cannot_be_pinned(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "gone"):
+        with pytest.raises(NotFoundError, match=f"{name}: open: no such file or folder"):
+            LocalStorage(str(tmp_path / name)).pin()

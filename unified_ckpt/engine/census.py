@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.core.tables import Group, Row, decode_table, encode_table
+from unified_ckpt.core.tables import Group, Row, decode_table, encode_table, group_tables
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.meeting import Meeting
 
@@ -76,31 +76,68 @@ def holders_of(group: Group, roll: Mapping[str, Sequence[int]]) -> tuple[int, ..
     return tuple(sorted(rank for table in group.tables for rank in roll[table]))
 
 
-def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Sequence[Mapping[str, Any]], *, of: str = "") -> None:
-    """Rank 0 only: tells the ranks of each table which groups its rows are in; `notes` goes along, one for each group. `of`: a key of
-    its own, where there are several censuses."""
-    documents: dict[str, list[object]] = {name: [] for name in census.tables}
-    numbers = {name: {(row.key, row.spec, row.sharding): i for i, row in enumerate(rows)} for name, rows in census.tables.items()}
+def publish(meeting: Meeting, census: Census, groups: Sequence[Group], notes: Sequence[Mapping[str, Any]]) -> None:
+    """Rank 0 only: tells the ranks of each table which groups its rows are in; `notes` goes along, one for each group."""
+    _tell(meeting, groups, _places(census.tables, groups, notes), census.roll, of="")
+
+
+def publish_by_machine(meeting: Meeting, census: Census, machines: Sequence[int]) -> None:
+    """`publish` of the groups of each machine's ranks, told of as "<machine>/": what they want they read together, whatever others do.
+
+    Groups follow from the tables of a machine, in the order of its ranks: found once for all machines that are alike in that.
+    """
+    rolls: dict[int, dict[str, list[int]]] = {}
+    for table, ranks in census.roll.items():
+        for rank in ranks:
+            rolls.setdefault(machines[rank], {}).setdefault(table, []).append(rank)
+    known: dict[tuple[str, ...], tuple[list[Group], dict[str, bytes]]] = {}
+    for machine, roll in rolls.items():
+        order = tuple(sorted(roll, key=lambda table: roll[table][0]))
+        if order not in known:
+            tables = {table: census.tables[table] for table in order}
+            groups = group_tables(tables, {table: [turn] for turn, table in enumerate(order)})
+            known[order] = groups, _places(tables, groups, [{} for _ in groups])
+        _tell(meeting, *known[order], roll, of=f"{machine}/")
+        meeting.beat()
+
+
+def _places(tables: Mapping[str, Sequence[Row]], groups: Sequence[Group], notes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """By table, as JSON: the number of each group that it is in, which of its rows those are, and the note."""
+    told: dict[str, list[object]] = {name: [] for name in tables}
+    numbers = {name: {(row.key, row.spec, row.sharding): i for i, row in enumerate(rows)} for name, rows in tables.items()}
     for group, note in zip(groups, notes, strict=True):
-        holders = _spans(holders_of(group, census.roll))
         for name in group.tables:
             places = sorted(numbers[name][row.key, row.spec, row.sharding] for row in group.rows)
-            documents[name].append([group.index, holders, _spans(places), note])
-    for name, document in documents.items():
-        told = {"speaker": census.roll[name][0], "groups": document}
-        meeting.put(f"groups/{of}{name}", json.dumps(told, separators=(",", ":")).encode())
+            told[name].append([group.index, _spans(places), note])
+    return {name: _words(document) for name, document in told.items()}
+
+
+def _tell(meeting: Meeting, groups: Sequence[Group], places: Mapping[str, bytes], roll: Mapping[str, Sequence[int]], *, of: str) -> None:
+    """Tells the ranks of each table its `places`, and before them who holds those groups."""
+    holders: dict[str, list[object]] = {name: [] for name in places}
+    for group in groups:
+        spans = _spans(holders_of(group, roll))
+        for name in group.tables:
+            holders[name].append(spans)
+    for name, document in places.items():
+        meeting.put(f"groups/{of}{name}", _words([roll[name][0], holders[name]]) + b"\n" + document)
+
+
+def _words(document: object) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()  # in one line
 
 
 def memberships(meeting: Meeting, rows: Sequence[Row], *, of: str = "") -> tuple[list[Membership], bool]:
-    """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this rank speaks for its table."""
+    """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this rank speaks for its table.
+    `of`: whose, where there are several censuses."""
     name, _ = table_id(rows)
     ordered = sorted(rows, key=lambda row: row.key)
-    told = json.loads(meeting.get(f"groups/{of}{name}"))
+    (speaker, holders), groups = map(json.loads, meeting.get(f"groups/{of}{name}").split(b"\n"))
     found = [
-        Membership(index, tuple(_members(holders)), tuple(ordered[i] for i in _members(places)), note)
-        for index, holders, places, note in told["groups"]
+        Membership(index, tuple(_members(ranks)), tuple(ordered[i] for i in _members(places)), note)
+        for ranks, (index, places, note) in zip(holders, groups, strict=True)
     ]
-    return found, told["speaker"] == meeting.rank
+    return found, speaker == meeting.rank
 
 
 def _spans(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,9 +15,9 @@ from typing import Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.plan_load import plan_reads
-from unified_ckpt.core.tables import Row, group_tables, listed
+from unified_ckpt.core.tables import Row, listed
 from unified_ckpt.engine.alike import check_alike, what_is_alike
-from unified_ckpt.engine.census import Census, announce, check_rules, memberships, publish, tell_once
+from unified_ckpt.engine.census import announce, check_rules, memberships, publish_by_machine, tell_once
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.objects import Filling, look_up
 from unified_ckpt.engine.pieces import JointStorage
@@ -208,9 +208,7 @@ def _plan(
         if census is not None:
             if max(machines) > 0:
                 meeting.put("overlap", f"{overlap(census, machines):.3f}".encode())
-            for machine, part in _by_machine(census, machines).items():
-                groups = group_tables(part.tables, part.roll)
-                publish(meeting, part, groups, [{} for _ in groups], of=f"{machine}/")
+            publish_by_machine(meeting, census, machines)
     if max(machines) > 0:
         share_reads(catalog, request.options.share_reads, float(meeting.get("overlap")))
     found = []
@@ -220,16 +218,6 @@ def _plan(
         reads = plan_reads(member.rows, holders=member.holders, max_over_read=bound, rank=meeting.rank)
         locations = tuple(catalog.locations[by_row[row].part, by_row[row].name] for row in member.rows)
         found.append(ReadGroup(member.index, member.holders, member.rows, locations, reads))
-    return found
-
-
-def _by_machine(census: Census, machines: Sequence[int]) -> dict[int, Census]:
-    """The census of each machine's ranks: what they want they read together, whatever others do."""
-    found: dict[int, Census] = {}
-    for machine in dict.fromkeys(machines):
-        rolls = {table: [rank for rank in ranks if machines[rank] == machine] for table, ranks in census.roll.items()}
-        roll = {table: ranks for table, ranks in rolls.items() if ranks}
-        found[machine] = Census({table: census.tables[table] for table in roll}, roll)
     return found
 
 

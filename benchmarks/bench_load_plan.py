@@ -1,0 +1,72 @@
+"""What rank 0 of a load from many machines does for all: which ranks of each machine want the same tensors. No tensors, disk or network.
+
+Run: python benchmarks/bench_load_plan.py [--machines 64,2048] [--out FILE]. Machines of 8 ranks. Llama 3.1 405B, every rank the same
+names, and a mixture of experts, where 64 ranks in turn have experts of their own. One JSON line per row: seconds (median of 5 runs), peak
+memory by tracemalloc in a run of its own, bytes that go into the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from bench_plan import PP, llama_405b, measured, moe
+
+from unified_ckpt.engine.census import Census, publish_by_machine
+from unified_ckpt.engine.sharing import overlap
+
+RANKS, EXPERT_GROUPS = 8, 64
+
+
+class Store:
+    """Counts what is said in a meeting."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def put(self, _key: str, value: bytes) -> None:
+        self.nbytes += len(value)
+
+    def beat(self) -> None:
+        """Nobody waits."""
+
+
+def census_of(model: str, machines: int) -> Census:
+    world = RANKS * machines
+    if model == "llama-405b":
+        every = {row.key: row for stage in range(PP) for row in llama_405b(stage, machines)}
+        return Census({"all": sorted(every.values(), key=lambda row: row.key)}, {"all": list(range(world))})
+    tables = {f"ep{group}": moe(group, EXPERT_GROUPS) for group in range(EXPERT_GROUPS)}
+    return Census(tables, {name: list(range(group, world, EXPERT_GROUPS)) for group, name in enumerate(tables)})
+
+
+def rank_0(census: Census, machines: list[int]) -> int:
+    store: Any = Store()
+    overlap(census, machines)
+    publish_by_machine(store, census, machines)
+    return int(store.nbytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", default="64,512,2048")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    rows = []
+    for model in ("llama-405b", "moe"):
+        for count in map(int, options.machines.split(",")):
+            census, machines = census_of(model, count), [rank // RANKS for rank in range(RANKS * count)]
+            case = {"model": model, "machines": count, "ranks": len(machines), "tables": len(census.tables)}
+            case |= {"rows_in_tables": sum(map(len, census.tables.values())), "told_bytes": rank_0(census, machines)}
+            measure = measured({**case, "who": "rank 0"}, lambda census=census, machines=machines: rank_0(census, machines))
+            rows.append({**measure, "bench": "load plan", "date": datetime.now(UTC).isoformat(timespec="seconds")})
+            print(json.dumps(rows[-1]), flush=True)
+    if options.out:
+        with open(options.out, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What rank 0 tells each rank of its holder groups, against sets; and how much it has to think for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
+from unified_ckpt.core.tables import Group, Row, group_tables
+from unified_ckpt.engine import census
+from unified_ckpt.engine.census import Census, announce, memberships, publish_by_machine
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import run_ranks
+
+ROWS = [Row("model", name, TensorSpec("F32", (4, 2)), Sharding()) for name in "abcd"]
+
+
+@given(st.lists(st.tuples(st.sets(st.sampled_from(range(len(ROWS)))), st.integers(0, 2)), min_size=1, max_size=6))
+@settings(max_examples=60)
+def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(ranks: list[tuple[set[int], int]]) -> None:
+    """Whatever ranks of other machines name, and in whatever order the tables are announced."""
+    held, machines = [{ROWS[i] for i in named} for named, _ in ranks], [machine for _, machine in ranks]
+
+    def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[Row, ...]]]:
+        meeting = comm.meet("census", same=False, timeout_seconds=20)
+        rows = sorted(held[comm.rank], key=lambda row: row.key)
+        with meeting.phase("census"):
+            found = announce(meeting, rows)
+            if found is not None:
+                publish_by_machine(meeting, found, machines)
+        members, _ = memberships(meeting, rows, of=f"{machines[comm.rank]}/")
+        return [(one.index, one.holders, one.rows) for one in members]
+
+    told: dict[tuple[int, int], tuple[object, object]] = {}
+    for rank, groups in enumerate(run_ranks(len(ranks), act)):
+        assert sorted(row.fqn for _, _, rows in groups for row in rows) == sorted(row.fqn for row in held[rank]), "each row once"
+        for index, holders, rows in groups:
+            assert told.setdefault((machines[rank], index), (holders, rows)) == (holders, rows), "all members know the same group"
+            for row in rows:
+                assert set(holders) == {at for at, there in enumerate(held) if machines[at] == machines[rank] and row in there}
+
+
+class Told:
+    """What rank 0 says, of as many machines as a test likes."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, bytes] = {}
+        self.beats = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        assert key not in self.words
+        self.words[key] = value
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+def thought(monkeypatch: pytest.MonkeyPatch, *, machines: int, tables: int) -> tuple[Told, list[int]]:
+    """What rank 0 tells machines of 8 ranks that hold `tables` tables in turn, and how many rows it looked at for each grouping."""
+    world = 8 * machines
+    rows = [Row("model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((Cut(0, world, 1),))) for i in range(50)]
+    own = {f"t{t}": [*rows, Row("model", f"own{t}", TensorSpec("F32", ()), Sharding())] for t in range(tables)}
+    looked: list[int] = []
+
+    def counted(named: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequence[int]]) -> list[Group]:
+        looked.append(sum(map(len, named.values())))
+        return group_tables(named, roll)
+
+    monkeypatch.setattr(census, "group_tables", counted)
+    told: Any = Told()
+    publish_by_machine(told, Census(own, {f"t{t}": list(range(t, world, tables)) for t in range(tables)}), [r // 8 for r in range(world)])
+    return told, looked
+
+
+@pytest.mark.parametrize("tables", [1, 2, 16])
+def test_what_rank_0_thinks_of_does_not_grow_with_machines_that_are_alike(monkeypatch: pytest.MonkeyPatch, tables: int) -> None:
+    few, once = thought(monkeypatch, machines=4, tables=tables)
+    many, looked = thought(monkeypatch, machines=64, tables=tables)
+    assert looked == once, "machines x tensors"
+    assert sum(looked) <= tables * 51
+    assert (few.beats, many.beats) == (4, 64), "a sign of life for each"
+    assert len(many.words) == 64 * min(tables, 8)

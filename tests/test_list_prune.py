@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from managing import copy, cut_off, folders, lose, manager_of, put, state, steps_in
@@ -144,6 +145,25 @@ def test_prune_leaves_the_other_tier_alone(tiers: tuple[Path, Path], capsys: pyt
 def test_list_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path / "none")]) == 1
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "run", 1)
+    (tmp_path / "lost+found").mkdir()
+
+    def refused(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refused)
+    assert main(["list", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "1 checkpoint" in captured.out
+    assert captured.err == f"unified-ckpt list: {tmp_path / 'lost+found'} is left out: it cannot be read: Permission denied\n"
 
 
 def test_prune_by_rules_removes_good_ones_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,13 @@ def test_siblings_never_look_like_checkpoints() -> None:
     assert [names.is_replaced(entry, "checkpoint-10") for entry in (staging, replaced)] == [False, True]
 
 
+def test_what_is_being_removed_is_a_folder_under_construction_to_others() -> None:
+    removed = names.removed_name("checkpoint-10", "a1")
+    assert (removed, names.is_staging(removed), names.is_removed(removed)) == (".unified-gone_a1-checkpoint-10", True, True)
+    assert not names.is_removed(names.staging_name("checkpoint-10", "a1"))
+    assert names.is_removed(names.removed_name("checkpoint-10", "a" * 64)), "the longest id"
+
+
 def test_a_replaced_folder_belongs_to_one_name() -> None:
     assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "10")
     assert not names.is_replaced(names.replaced_name("checkpoint-10", "a1"), "checkpoint-1")
@@ -62,6 +69,6 @@ def test_other_entries_are_not_staging(entry: str) -> None:
 
 @pytest.mark.parametrize("save_id", ["", "a-b", "../x", "a/b"])
 def test_a_save_id_that_would_make_names_ambiguous_is_refused(save_id: str) -> None:
-    for make in (names.staging_name, names.replaced_name):
+    for make in (names.staging_name, names.removed_name, names.replaced_name):
         with pytest.raises(FormatError, match=r"save id .* is not valid"):
             make("checkpoint-1", save_id)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import copy, cut_off, lose, put
+from managing import copy, cut_off, lose, manager_of, put, state, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
@@ -175,3 +176,27 @@ def test_a_broken_one_that_is_read_stays(tmp_path: Path) -> None:
     with reading(str(tmp_path / "checkpoint-1")):
         assert not remove_broken(storage, look(storage, "checkpoint-1", "checkpoint-"), "checkpoint-")
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_what_is_left_of_a_removal_that_failed_half_way_goes_after_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, 1)
+    (tmp_path / ".unified-ab-checkpoint-9").mkdir()  # a save may be at work there
+
+    def busy(self: LocalStorage, name: str) -> None:
+        raise uc.StorageError(f"{self.path(name)}: remove failed: {os.strerror(errno.EBUSY)}")
+
+    monkeypatch.setattr(LocalStorage, "remove_folder", busy)
+    with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
+        manager.save(2, **state(2))
+        (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".unified-gone_"))
+        assert left.endswith("-checkpoint-1")
+        (warned,) = warnings_of(caplog)
+        assert warned.startswith(f"{tmp_path / left} stays for now: it is what is left of a checkpoint that was to be removed: ")
+        manager.save(3, **state(3))  # in vain, and told again
+        assert len(warnings_of(caplog)) == 3
+    monkeypatch.undo()
+    with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:  # the next life
+        manager.save(4, **state(4))
+    assert sorted(os.listdir(tmp_path)) == [".unified-ab-checkpoint-9", "checkpoint-4"]

@@ -67,14 +67,23 @@ def run(arguments: Namespace) -> int:
 
 
 def _folders(folder: str, depth: int, prefix: str) -> Iterator[str]:
-    """The folder and those below it that may be runs."""
+    """The folder and those below it that may be runs. One below that cannot be listed, as `lost+found`, is left out, and told."""
     yield folder
-    if depth:
-        with os.scandir(folder) as found:
-            names = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
-        for name in names:
-            if not name.startswith(prefix):
-                yield from _folders(os.path.join(folder, name), depth - 1, prefix)
+    for name in _below(folder) if depth else ():
+        path = os.path.join(folder, name)
+        if name.startswith(prefix):
+            continue
+        try:
+            _below(path)
+        except OSError as error:
+            print(f"unified-ckpt list: {plain(path)} is left out: it cannot be read: {error.strerror}", file=sys.stderr)
+        else:
+            yield from _folders(path, depth - 1, prefix)
+
+
+def _below(folder: str) -> list[str]:
+    with os.scandir(folder) as found:
+        return sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
 
 
 def _run(path: str, prefix: str, rules: Rules) -> _Run:

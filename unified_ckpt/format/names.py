@@ -18,6 +18,7 @@ _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
 # No "-": the first one after the id then ends the id, whatever the folder is called.
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
 _STAGING = ".unified-"
+_REMOVED = "gone_"  # begins what stands for the id: ids of saves are hexadecimal
 _REPLACED = ".replaced-"
 MENDING = ".mending-"  # begins the name of a file that a repair has not finished
 
@@ -57,6 +58,17 @@ def staging_name(name: str, save_id: str) -> str:
     """The sibling in which the folder `name` is built. Raises FormatError for a bad id."""
     check_save_id(save_id)
     return f"{_STAGING}{save_id}-{name}"
+
+
+def removed_name(name: str, save_id: str) -> str:
+    """The sibling in which the folder `name` is taken apart: to others it is one under construction. Raises FormatError for a bad id."""
+    check_save_id(save_id)
+    return staging_name(name, f"{_REMOVED}{save_id}"[:64])
+
+
+def is_removed(entry: str) -> bool:
+    """Whether a directory entry is what is left of a folder that was to be removed."""
+    return is_staging(entry) and entry.startswith(f"{_STAGING}{_REMOVED}")
 
 
 def replaced_name(name: str, save_id: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 
 from unified_ckpt.engine.commit import committed
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import StepRecord, look
 from unified_ckpt.runtime.locks import removing
@@ -26,8 +26,8 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
         found = committed(storage, name) if alone else None
         if found is None or found.save_id != save_id:
             return False
-        aside = names.staging_name(name, save_id)
-        if storage.kind(aside) is not None:  # left by a save or a removal that was cut off
+        aside = names.removed_name(name, save_id)
+        if storage.kind(aside) is not None:  # left by a removal that was cut off
             storage.remove_folder(aside)
         storage.rename(name, aside)
         storage.sync_folder("")
@@ -46,7 +46,7 @@ def remove_broken(storage: LocalStorage, seen: StepRecord, prefix: str) -> bool:
         stamp = storage.stamp(name)
         if stamp is None or (storage.size(file) is not None and not alone) or look(storage, name, prefix) != seen:
             return False
-        aside = names.staging_name(name, secrets.token_hex(8))
+        aside = names.removed_name(name, secrets.token_hex(8))
         storage.rename(name, aside)
         moved = storage.stamp(aside)
         if moved is None or moved[0] != stamp[0]:
@@ -66,15 +66,30 @@ def clear(storage: LocalStorage, name: str) -> None:
 
 
 def removed_all(storage: LocalStorage, chosen: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Removes checkpoints, name -> save id. Returns those that went, and why the others did not."""
+    """Removes checkpoints, name -> save id, and what is left of earlier ones that could not be removed whole. Returns those that went, and
+    by names why others did not.
+    """
     gone: list[str] = []
     stayed: dict[str, str] = {}
+    for name in filter(names.is_removed, storage.names()):
+        try:
+            clear(storage, name)
+        except NotFoundError:
+            continue  # somebody else has cleared it meanwhile
+        except CheckpointError as error:
+            stayed[name] = _rest(error)
     for name, save_id in chosen.items():
+        aside = names.removed_name(name, save_id)
         try:
             if remove(storage, name, save_id=save_id):
                 gone.append(name)
             else:
                 stayed[name] = "it is being read, or was replaced meanwhile"
         except CheckpointError as error:
-            stayed[name] = str(error)
+            half = storage.kind(aside) is not None
+            stayed[aside if half else name] = _rest(error) if half else str(error)
     return gone, stayed
+
+
+def _rest(error: CheckpointError) -> str:
+    return f"it is what is left of a checkpoint that was to be removed: {error}"

@@ -125,6 +125,7 @@ class CheckpointManager:
 
     def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
         """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
+        Of `model` and `master_weights` either will do, and with strict=False any of the parts where no step has them all.
 
         Where there is none: from the newest that another engine has left there under a step's name; from `load_parameters_path` (the
         model only; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not whole is
@@ -234,11 +235,12 @@ class CheckpointManager:
 
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
-        wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
+        needed = origin.needs(targets, targets.get("options") or self._load_options)
+        choose = partial(origin.choose, root=self.root, step=step, needed=needed, strict=targets.get("strict", True), failed=failed)
 
         def told(survey: Survey | None) -> bytes:
             look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
-            found = origin.choose(self._look(survey), self.options, root=self.root, step=step, parts=wanted, failed=failed, look=look)
+            found = choose(self._look(survey), self.options, look=look)
             if found.path:
                 held.enter_context(reading(found.path))
             return origin.encode(replace(found, local=found.kind == "own" and self._is_local(found.path)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.inventory import take_inventory
@@ -15,11 +15,12 @@ from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.whole import choose as gathered
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.steps import Scan, StepRecord, claimed, step_name
-from unified_ckpt.options import ManagerOptions
+from unified_ckpt.options import LoadOptions, ManagerOptions
 from unified_ckpt.sources import problem_of
 from unified_ckpt.sources.marks import find_format
 
 _LOG = logging.getLogger("unified_ckpt")
+_WEIGHTS = frozenset({"model", "master_weights"})  # either stands in for the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,26 @@ def decode(told: bytes) -> Origin:
     return Origin(**{**found, "bad": tuple(found["bad"])})
 
 
+def needs(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[str]]:
+    """What a step must have for these targets of a load: a part of each set."""
+    given = {part for part in (*_WEIGHTS, "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
+    wanted = given if options.parts is None else given & set(options.parts)
+    return sorted({_WEIGHTS if part in _WEIGHTS else frozenset({part}) for part in wanted}, key=sorted)
+
+
 def choose(
     found: Scan,
     options: ManagerOptions,
     *,
     root: str,
     step: int | None,
-    parts: Collection[str],
+    needed: Sequence[frozenset[str]],
+    strict: bool,
     failed: Mapping[str, str],
     look: Callable[[StepRecord], str],
 ) -> Origin:
-    """The newest valid step of what was found that has all `parts`; else the newest in another format; else what the options name.
-    `step`: this one or NotFoundError.
+    """The newest valid step of what was found that has all that is `needed`, or, unless `strict`, the newest that has some of it; else the
+    newest in another format; else what the options name. `step`: this one or NotFoundError.
 
     `failed`: folders that this load has tried in vain, and why. `look`: what is wrong with one, in a sentence, empty for a good one. Each
     folder that is passed over is told in one warning; none is changed.
@@ -66,19 +75,18 @@ def choose(
         if one.path not in others:
             _warn(one.path, one.why)
     bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
-    for one in reversed(found.complete):
-        missing = sorted(set(parts) - set(one.parts))
-        why = failed.get(one.path) or ("" if missing else look(one))
-        if why:
-            _warn(one.path, why)
-            bad.add(one.saved.step)
-        elif missing:
-            _LOG.info("%s is passed over: it has no %s", one.path, ", ".join(missing))
-        else:
-            for path, (number, kind) in others.items():
-                if one.step is not None and number > one.step:
-                    _warn(path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
+    lacks = {one.path: _lacking(one, needed) for one in found.complete}
+    those = [one for one in reversed(found.complete) if not lacks[one.path]]
+    if not strict:
+        those += [one for one in reversed(found.complete) if 0 < len(lacks[one.path]) < len(needed)]
+    for one in those:
+        why = failed.get(one.path) or look(one)
+        if not why:
+            _tell_chosen(one, found, others, lacks)
             return Origin("own", one.path, one.step, tuple(sorted(bad)))
+        _warn(one.path, why)
+        bad.add(one.saved.step)
+    _tell_none(root, found, lacks)
     numbers = tuple(sorted(bad))
     other = _readable(others, failed)
     if other is not None:
@@ -88,6 +96,30 @@ def choose(
     if options.load_full_state_path:
         return Origin("full", options.load_full_state_path, bad=numbers)
     return Origin("none", bad=numbers)
+
+
+def _lacking(one: StepRecord, needed: Sequence[frozenset[str]]) -> list[str]:
+    """In words, what of the needed a step does not have."""
+    return [" or ".join(sorted(parts, reverse=True)) for parts in needed if parts.isdisjoint(one.parts)]
+
+
+def _tell_chosen(one: StepRecord, found: Scan, others: Mapping[str, tuple[int, str]], lacks: Mapping[str, list[str]]) -> None:
+    for newer in reversed(found.complete[found.complete.index(one) + 1 :]):
+        if lacks[newer.path]:
+            _LOG.info("%s is passed over: it has no %s", newer.path, ", ".join(lacks[newer.path]))
+    if lacks[one.path]:
+        _LOG.warning("%s is taken for want of a better one (strict=False): it has no %s", one.path, ", ".join(lacks[one.path]))
+    for path, (number, kind) in others.items():
+        if one.step is not None and number > one.step:
+            _warn(path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
+
+
+def _tell_none(root: str, found: Scan, lacks: Mapping[str, list[str]]) -> None:
+    """Whole steps that are not taken look as if there were none: that is told."""
+    newest = next((one for one in reversed(found.complete) if lacks[one.path]), None)
+    if newest is not None:
+        text = "%s: no step has all that is asked for; the newest, %s, has no %s; leave these targets out, or pass strict=False, to take it"
+        _LOG.warning(text, root, newest.path, ", ".join(lacks[newest.path]))
 
 
 def _foreign(found: Scan) -> dict[str, tuple[int, str]]:

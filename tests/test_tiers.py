@@ -18,8 +18,9 @@ import pytest
 from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
-from unified_ckpt.manager import copies, tiers
+from unified_ckpt.manager import copies, rotation, tiers
 from unified_ckpt.manager.lineage import MARKER, Lineage, read, strangers
+from unified_ckpt.manager.newest import Newest
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, run_ranks
@@ -428,7 +429,7 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotate, committed, keep_local = tiers.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
+    rotate, committed, keep_local = rotation.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
     copied, seen = threading.Event(), threading.Event()
 
     def rotate_late(storage: LocalStorage, *args: Any, **more: Any) -> object:
@@ -449,7 +450,7 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gat
             seen.set()
         keep_local(self, *args)
 
-    monkeypatch.setattr(tiers, "rotate", rotate_late)
+    monkeypatch.setattr(rotation, "rotate", rotate_late)
     monkeypatch.setattr(tiers.Tiers, "committed", committed_while_it_ends)
     monkeypatch.setattr(tiers.Tiers, "_keep_local", keep_after_commit)
     with tiers_of(None, tmp_path) as manager:
@@ -489,6 +490,37 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
         manager.save(11, force=True, **state(11))
         manager.save(12, **state(12))
         assert 12 in steps_in(tmp_path / LOCAL)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(tmp_path: Path, gate: Gate, damaged: bool) -> None:
+    put(tmp_path / ROOT, 10, 50)
+    if damaged:
+        flip(tmp_path / ROOT / "checkpoint-50")
+    with tiers_of(None, tmp_path, keep_latest=1) as manager:
+        assert manager.restore(None if damaged else 10, **state(0)).step == 10  # type: ignore[union-attr]
+        gate.open.clear()
+        manager.save(20, **state(20))
+        assert gate.reached.wait(60)
+        manager._saves.foreground(manager._wanted(30, None, state(30), due=True), final=True)
+        assert 30 in steps_in(tmp_path / ROOT)
+        gate.open.set()
+    assert 30 in steps_in(tmp_path / ROOT)
+    assert uc.verify(tmp_path / ROOT / "checkpoint-30", deep=True).ok
+
+
+def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
+    newest = Newest()
+    newest.begun(30, due=2)
+    newest.copied(2)
+    assert newest.steps() == {30}, "what was copied was saved before it"
+    newest.saved(30)
+    newest.begun(40, due=2)
+    assert newest.steps() == {30, 40}, "which may fail"
+    newest.saved(40)
+    assert newest.steps() == {40}
+    newest.copied(3)
+    assert newest.steps() == set()
 
 
 # other runs

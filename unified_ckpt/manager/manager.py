@@ -24,10 +24,11 @@ from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.notices import Notices
 from unified_ckpt.manager.origin import Origin
+from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.survey import Survey, record
-from unified_ckpt.manager.tiers import Place, Tiers, keep
+from unified_ckpt.manager.tiers import Place, Tiers
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.probe import first_ranks
@@ -301,4 +302,5 @@ class CheckpointManager:
             return
         _, land = self._checkpointer._lands.get(self.root, (None, None))
         if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
-            keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
+            rules = policies.rules(self.options)
+            keep(LocalStorage(self.root), self.options.step_prefix, rules, protected=lambda: {wanted.step})

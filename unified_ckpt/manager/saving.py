@@ -185,6 +185,8 @@ class Saves:
             if not wanted.due:
                 return None
             place = Place(wanted.name)
+        if self._tiers is not None:
+            self._tiers.straight(wanted.step)
         self._straight = self._straight and not wanted.due
         found = self._attempt(lambda: start(place), retried=retried, final=final)
         return None if found is None else (place, found)

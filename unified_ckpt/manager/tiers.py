@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unified_ckpt.core.retention import Rules
 from unified_ckpt.engine import commit
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.manager import lineage, policies
 from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.copies import DAMAGED, Copies
 from unified_ckpt.manager.lineage import Lineage
+from unified_ckpt.manager.newest import Newest
 from unified_ckpt.manager.removal import clear
-from unified_ckpt.manager.rotation import rotate
+from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.steps import Scan, scan
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
@@ -65,6 +65,7 @@ class Tiers:
         self._convoy: Convoy | None = None  # on the leads of several machines
         self._due = 0  # local saves that were due
         self._newest: set[int] = set()  # the last steps that were saved locally: a later one may be there, and be damaged
+        self._in_root = Newest()
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -93,6 +94,10 @@ class Tiers:
         self._distrusted = self._distrusted and (place.local or not due)
         self._newest = self._newest | {step} if place.local else self._newest
         return replace(place, path=os.path.join(self.directory, name)) if place.local else place
+
+    def straight(self, step: int) -> None:
+        """Before a save that goes straight to the root."""
+        self._in_root.begun(step, due=self._due)
 
     def _join(self) -> None:
         """The lead's part in merges, from the first save on."""
@@ -240,8 +245,9 @@ class Tiers:
         """After the commit of a save, on every rank: leads have it copied where it is due, and remove what the rules do not keep."""
         rank = self._ranks().rank
         if not place.local:
+            self._in_root.saved(step)
             if rank == 0:
-                self._keep_root(step)
+                self._keep_root()
         elif rank in self._leads:
             self._due += due
             if due and self._convoy is not None:
@@ -258,18 +264,20 @@ class Tiers:
             self._keep_local(agreed)
 
     def _after_copy(self, order: Order) -> None:
-        self._keep_root(order.step)
+        self._in_root.copied(order.number)
+        self._keep_root()
         if self._convoy is None:
             self._copies.let_go()
             self._keep_local(None)
         elif self._lineage is not None:
             self._convoy.tell(self._lineage.saves)  # local ones go on all machines alike, with the next commit
 
-    def _keep_root(self, step: int) -> None:
+    def _keep_root(self) -> None:
         """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
         committed = self._committed()
         self._note(committed | (self._lineage.saves if self._lineage else frozenset()))
-        keep(LocalStorage(self.root), self._options, policies.rules(self._options), protected={step})
+        rules = policies.rules(self._options)
+        keep(LocalStorage(self.root), self._options.step_prefix, rules, protected=lambda: self._in_root.steps() | self._copies.owed())
         self._note(self._committed())
 
     def _keep_local(self, needed: set[int] | None) -> None:
@@ -279,7 +287,7 @@ class Tiers:
             needed = self._copies.owed() if needed is None else needed
             apart = self._lineage.strangers if self._lineage else frozenset()
             rules = policies.local_rules(self._options)
-            keep(LocalStorage(self.directory), self._options, rules, protected=needed | self._newest, apart=apart)
+            keep(LocalStorage(self.directory), self._options.step_prefix, rules, protected=lambda: needed | self._newest, apart=apart)
         self._note(None)
 
     def _note(self, saves: frozenset[str] | None) -> None:
@@ -326,11 +334,3 @@ def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[
         here = Scan((), ())
     apart = lineage.strangers(lineage.read(directory), root, committed=lineage.ids(there.complete), local=lineage.ids(here.steps))
     return lineage.together(there, here, apart), apart
-
-
-def keep(storage: LocalStorage, options: ManagerOptions, rules: Rules, *, protected: set[int], apart: frozenset[str] = frozenset()) -> None:
-    """Rotates. A failure of that is no failure of the save."""
-    try:
-        rotate(storage, options.step_prefix, rules, protected=protected, apart=apart)
-    except (CheckpointError, OSError) as error:
-        _LOG.warning("%s: old checkpoints stay for now: %s", storage.root, error)

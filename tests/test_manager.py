@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from managing import check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
+from managing import blank, check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm import Comm
@@ -405,6 +405,21 @@ def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_on
         manager.restore(5, **state(0))
         train(manager, range(6, 9))
         assert 8 in steps_in(tmp_path)
+
+
+def test_steps_known_to_be_damaged_do_not_push_out_the_last_good_ones(tmp_path: Path) -> None:
+    put(tmp_path, 20, 40)
+    blank(tmp_path / "checkpoint-40" / "optimizer.safetensors")
+    with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=1) as manager:
+        assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
+        manager.save(22, force=True, **state(22, full=False))
+        assert steps_in(tmp_path) == [20, 22, 40]
+        assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
+        manager.save(24, force=True, **state(24))
+        assert steps_in(tmp_path) == [22, 24, 40], "what is damaged stays, and does not count"
+        manager.save(40, force=True, **state(40))
+        manager.save(41, force=True, **state(41))
+        assert steps_in(tmp_path) == [22, 41], "it was replaced, and counts"
 
 
 def test_separate_limits_for_model_only_and_full(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
+from managing import Gate, blank, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.manager import copies, rotation, tiers
@@ -426,6 +426,29 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
         manager.save(45, **state(45))
     assert steps_in(tmp_path / LOCAL) == [45]
     assert steps_in(tmp_path / ROOT) == [30, 40], "rotated when something is committed there"
+
+
+def test_damaged_steps_in_the_root_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    put(tmp_path / ROOT, 10, 20, 30)
+    for step in (20, 30):
+        blank(tmp_path / ROOT / f"checkpoint-{step}" / "optimizer.safetensors")
+    with tiers_of(None, tmp_path, keep_latest=2) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        manager.save(15, force=True, **state(15))
+        manager.wait()
+        assert steps_in(tmp_path / ROOT) == [10, 15, 20, 30]
+
+
+def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(tmp_path: Path) -> None:
+    with tiers_of(None, tmp_path, local_interval_steps=5) as manager:
+        train(manager, range(1, 16))
+    blank(tmp_path / LOCAL / "checkpoint-15" / "optimizer.safetensors")
+    with tiers_of(None, tmp_path, local_interval_steps=2) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        train(manager, range(11, 15))
+        assert steps_in(tmp_path / LOCAL) == [14, 15]
+        train(manager, range(15, 17))
+    assert steps_in(tmp_path / LOCAL) == [16]
 
 
 def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

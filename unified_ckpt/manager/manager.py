@@ -23,7 +23,7 @@ from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.notices import Notices
-from unified_ckpt.manager.origin import Origin
+from unified_ckpt.manager.origin import Bad, Origin
 from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
@@ -69,7 +69,7 @@ class CheckpointManager:
             self._tiers = Tiers(self.root, self.options, ranks=own._ranks, machines=machines, timeout_seconds=timeout)
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
-        self._bad: tuple[int, ...] = ()  # steps that were found damaged
+        self._bad: frozenset[Bad] = frozenset()  # what restores have found
         self._notices = Notices(self.options)
 
     def __enter__(self) -> CheckpointManager:
@@ -138,7 +138,9 @@ class CheckpointManager:
         while self.options.enabled:
             with contextlib.ExitStack() as held:
                 found = self._choose(step, targets, failed, held)
-                self._bad = found.bad
+                self._bad |= frozenset(found.bad)
+                if self._tiers is not None:
+                    self._tiers.bad = self._bad
                 if found.kind == "none":
                     break
                 try:
@@ -229,7 +231,7 @@ class CheckpointManager:
         """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
         given = what.get("options")
         options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
-        if step in self._bad:
+        if any(one.step == step for one in self._bad):
             options = options.model_copy(update={"if_exists": "replace"})
         how = {**what, "step": step, "metrics": metrics, "options": options}
         return Wanted(step, step_name(step, self.options.step_prefix), how, due)
@@ -302,5 +304,5 @@ class CheckpointManager:
             return
         _, land = self._checkpointer._lands.get(self.root, (None, None))
         if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
-            rules = policies.rules(self.options)
-            keep(LocalStorage(self.root), self.options.step_prefix, rules, protected=lambda: {wanted.step})
+            rules, bad = policies.rules(self.options), {one.save_id for one in self._bad}
+            keep(LocalStorage(self.root), self.options.step_prefix, rules, protected=lambda: {wanted.step}, apart=bad)

@@ -24,14 +24,23 @@ _WEIGHTS = frozenset({"model", "master_weights"})  # either stands in for the ot
 
 
 @dataclass(frozen=True, slots=True)
+class Bad:
+    """An own step that is there and cannot be used. `local`: in the local tier; the save of that id in the root may be good."""
+
+    step: int
+    save_id: str
+    local: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
-    """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: own
-    steps that are there and cannot be used. `local`: `path` is a name in the local directory of each machine."""
+    """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: what
+    the look has found. `local`: `path` is a name in the local directory of each machine."""
 
     kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
-    bad: tuple[int, ...] = ()
+    bad: tuple[Bad, ...] = ()
     local: bool = False
 
 
@@ -41,7 +50,7 @@ def encode(origin: Origin) -> bytes:
 
 def decode(told: bytes) -> Origin:
     found = json.loads(told)
-    return Origin(**{**found, "bad": tuple(found["bad"])})
+    return Origin(**{**found, "bad": tuple(Bad(**one) for one in found["bad"])})
 
 
 def needs(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[str]]:
@@ -74,7 +83,7 @@ def choose(
     for one in found.newer_and_bad:
         if one.path not in others:
             _warn(one.path, one.why)
-    bad = {one.step for one in found.steps if one.status == "incomplete" and one.step is not None}
+    bad = [one for one in found.steps if one.status == "incomplete"]
     lacks = {one.path: _lacking(one, needed) for one in found.complete}
     those = [one for one in reversed(found.complete) if not lacks[one.path]]
     if not strict:
@@ -83,19 +92,24 @@ def choose(
         why = failed.get(one.path) or look(one)
         if not why:
             _tell_chosen(one, found, others, lacks)
-            return Origin("own", one.path, one.step, tuple(sorted(bad)))
+            return Origin("own", one.path, one.step, _bad(bad, root))
         _warn(one.path, why)
-        bad.add(one.saved.step)
+        bad.append(one)
     _tell_none(root, found, lacks)
-    numbers = tuple(sorted(bad))
+    known = _bad(bad, root)
     other = _readable(others, failed)
     if other is not None:
-        return Origin("foreign", other, others[other][0], numbers)
+        return Origin("foreign", other, others[other][0], known)
     if options.load_parameters_path:
-        return Origin("parameters", options.load_parameters_path, bad=numbers)
+        return Origin("parameters", options.load_parameters_path, bad=known)
     if options.load_full_state_path:
-        return Origin("full", options.load_full_state_path, bad=numbers)
-    return Origin("none", bad=numbers)
+        return Origin("full", options.load_full_state_path, bad=known)
+    return Origin("none", bad=known)
+
+
+def _bad(those: Sequence[StepRecord], root: str) -> tuple[Bad, ...]:
+    where = {(one.step, one.save_id, os.path.dirname(one.path) != root) for one in those}
+    return tuple(Bad(step, save_id, local) for step, save_id, local in sorted(where, key=str) if step is not None and save_id is not None)
 
 
 def _lacking(one: StepRecord, needed: Sequence[frozenset[str]]) -> list[str]:
@@ -147,7 +161,7 @@ def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[st
             return Origin("own", one.path, step)
         _warn(one.path, failed[one.path])
     if those:
-        return Origin("none")
+        return Origin("none", bad=_bad(those, root))
     for path, (number, _) in _foreign(found).items():
         if number == step and path not in failed:
             return Origin("foreign", path, number)

@@ -22,6 +22,7 @@ from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.copies import DAMAGED, Copies
 from unified_ckpt.manager.lineage import Lineage
 from unified_ckpt.manager.newest import Newest
+from unified_ckpt.manager.origin import Bad
 from unified_ckpt.manager.removal import clear
 from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.steps import Scan, scan
@@ -66,6 +67,7 @@ class Tiers:
         self._due = 0  # local saves that were due
         self._newest: set[int] = set()  # the last steps that were saved locally: a later one may be there, and be damaged
         self._in_root = Newest()
+        self.bad: frozenset[Bad] = frozenset()  # what lies in both tiers and is known to be damaged
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -276,8 +278,8 @@ class Tiers:
         """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
         committed = self._committed()
         self._note(committed | (self._lineage.saves if self._lineage else frozenset()))
-        rules = policies.rules(self._options)
-        keep(LocalStorage(self.root), self._options.step_prefix, rules, protected=lambda: self._in_root.steps() | self._copies.owed())
+        storage, rules, bad = LocalStorage(self.root), policies.rules(self._options), {one.save_id for one in self.bad if not one.local}
+        keep(storage, self._options.step_prefix, rules, protected=lambda: self._in_root.steps() | self._copies.owed(), apart=bad)
         self._note(self._committed())
 
     def _keep_local(self, needed: set[int] | None) -> None:
@@ -286,6 +288,7 @@ class Tiers:
         with self._housekeeping:
             needed = self._copies.owed() if needed is None else needed
             apart = self._lineage.strangers if self._lineage else frozenset()
+            apart |= {one.save_id for one in self.bad if one.local and one.step > max(self._newest, default=0)}  # then it goes, for room
             rules = policies.local_rules(self._options)
             keep(LocalStorage(self.directory), self._options.step_prefix, rules, protected=lambda: needed | self._newest, apart=apart)
         self._note(None)

@@ -36,6 +36,13 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]
     return saved
 
 
+def held(folder: Path) -> float:
+    """The step that the values of a checkpoint tell."""
+    found = state(0)
+    uc.load(folder, **found)
+    return float(found["model"]["w"][0, 0])
+
+
 # when
 
 
@@ -317,6 +324,73 @@ def test_a_published_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
         manager.restore(1, **state(0))
         manager.save(2, **state(99))
     assert (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes() != stamp
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
+    put(tmp_path, 1, 2, 3, 4)
+
+    def act(comm: Comm) -> None:
+        with manager_of(comm, tmp_path, interval_steps=1, keep_latest=2, asynchronous=asynchronous) as manager:
+            manager.restore(2, **state(0))
+            manager.restore(1, **state(0))
+            said = manager.save(2, **state(99))
+            assert (said is None) != asynchronous
+            manager.wait()
+
+    run_ranks(2, act)
+    (text,) = warnings_of(caplog)
+    assert f"step 2 is not saved: {tmp_path}/checkpoint-2 is save " in text
+    assert text.endswith("of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it")
+    assert steps_in(tmp_path) == [1, 2, 3, 4], "nothing was committed, so nothing goes"
+    assert held(tmp_path / "checkpoint-2") == 2
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_replaces_that_step_of_the_life_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool) -> None:
+    put(tmp_path, 1, 3)
+    with manager_of(None, tmp_path, interval_steps=1, on_preemption=True) as manager:
+        manager.restore(1, **state(0))
+        if stopped:
+            manager.request_stop()
+            assert manager.save(3, **state(99)) is not None
+        assert (manager.finish(3, **state(99)) is None) == stopped
+    assert held(tmp_path / "checkpoint-3") == 99
+    (text,) = warnings_of(caplog)
+    assert f"{tmp_path}/checkpoint-3: save " in text
+    assert text.endswith("of an earlier life is replaced by the last save of this one")
+    put(tmp_path, 4)
+    with manager_of(None, tmp_path, save_options=uc.SaveOptions(if_exists="keep")) as manager:
+        assert manager.finish(4, **state(99)) is None, "as it was asked for"
+    assert held(tmp_path / "checkpoint-4") == 4
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_step_that_is_not_whole_does_not_pass_for_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool) -> None:
+    put(tmp_path, 1, 2)
+    lose(tmp_path / "checkpoint-2")
+    put(tmp_path, 3, full=False)
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        for step in (2, 3):
+            report = manager.finish(step, **state(step)) if last else manager.save(step, **state(step))
+            assert report is not None
+            assert not report.existed  # type: ignore[union-attr]
+            assert uc.verify(tmp_path / f"checkpoint-{step}", deep=True).ok
+        assert [one.full for one in manager.steps()] == [True, True, True]
+    if not last:
+        assert warnings_of(caplog) == []
+
+
+def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after_it(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2)
+    blank(tmp_path / "checkpoint-2" / "optimizer.safetensors")
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        manager.restore(**state(0))
+        manager.restore(1, **state(0))
+        assert manager.save(2, **state(2)) is not None
+    assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
 
 
 # retention

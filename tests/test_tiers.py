@@ -304,6 +304,32 @@ def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_
     assert any("the copy of step 10 " in text and "it is not copied" in text for text in warnings_of(caplog))
 
 
+def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / ROOT, 10, 20, 30)
+    stays = (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes()
+    lose(tmp_path / ROOT / "checkpoint-30")
+    with tiers_of(None, tmp_path) as manager:
+        manager.restore(10, **state(0))
+        manager.save(20, **state(20))
+        manager.wait()
+        (text,) = warnings_of(caplog)
+        assert f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 is save " in text
+        assert (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes() == stays
+        manager.save(30, **state(30))
+        manager.wait()
+        assert uc.verify(tmp_path / ROOT / "checkpoint-30", deep=True).ok, "it was not whole"
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_a_run_that_had_ended_ends_again_without_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(1, 11))
+    with tiers_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        assert manager.finish(10, **state(10)) is None, "what was read locally is in the root too"
+    assert warnings_of(caplog) == []
+
+
 def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))

@@ -44,8 +44,8 @@ _OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fi
 class CheckpointManager:
     """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the signals and a `Checkpointer`.
 
-    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that is committed already is left as it is,
-    unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
+    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that an earlier life has left complete stays, but
+    for the last save, which replaces it; unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckpointManager:
     ) -> None:
         self.root = os.path.realpath(local(os.fspath(root)))
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
-        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep")
+        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep_complete")
         self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
         self._tiers: Tiers | None = None
         if self.options.enabled and self.options.local_directory is not None:
@@ -93,7 +93,8 @@ class CheckpointManager:
     ) -> SaveReport | PendingSave | None:
         """Saves if it is time to, or with `force`. Call it on every rank after every step, with the arguments of `Checkpointer.save`.
 
-        None where it is not time, the step is saved already, or the save failed and may. Raises what is wrong with the arguments at
+        None where it is not time, the step is saved already, the save failed and may, or, with a warning, where the step of an earlier
+        life stays; a save in the background says that when it ends. Raises what is wrong with the arguments at
         once, and a failure of the storage or of a rank after `raise_after` saves that failed in a row.
         """
         reasons = self._due(step)
@@ -105,7 +106,10 @@ class CheckpointManager:
         return self._saves.foreground(wanted, final=self.should_stop)
 
     def finish(self, step: int, *, metrics: Mapping[str, float] | None = None, **what: Any) -> SaveReport | None:
-        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails."""
+        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails.
+
+        The same step of an earlier life is replaced, with a warning: there will be no later save, and this state is nowhere else.
+        """
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
@@ -230,7 +234,7 @@ class CheckpointManager:
     def _wanted(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any], *, due: bool) -> Wanted:
         """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
         given = what.get("options")
-        options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
+        options = self._save_options if given is None else unless_chosen(given, if_exists="keep_complete")
         if any(one.step == step for one in self._bad):
             options = options.model_copy(update={"if_exists": "replace"})
         how = {**what, "step": step, "metrics": metrics, "options": options}
@@ -293,7 +297,7 @@ class CheckpointManager:
         if found.kind == "foreign" and report.step is None:
             return replace(report, step=found.step)  # the folder's name is all that says it
         if found.kind == "own" and found.step is not None:
-            self._saves.restored(found.step, lasting=not found.local)
+            self._saves.restored(found.step, found.save_id, lasting=found.lasting)
         return report
 
     def _committed(self, wanted: Wanted, place: Place) -> None:

@@ -35,13 +35,16 @@ class Bad:
 @dataclass(frozen=True, slots=True)
 class Origin:
     """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: what
-    the look has found. `local`: `path` is a name in the local directory of each machine."""
+    the look has found. `local`: `path` is a name in the local directory of each machine. `save_id`: of an own step; `lasting`: that save is
+    in the root."""
 
     kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
     bad: tuple[Bad, ...] = ()
     local: bool = False
+    save_id: str = ""
+    lasting: bool = False
 
 
 def encode(origin: Origin) -> bytes:
@@ -92,7 +95,7 @@ def choose(
         why = failed.get(one.path) or look(one)
         if not why:
             _tell_chosen(one, found, others, lacks)
-            return Origin("own", one.path, one.step, _bad(bad, root))
+            return _own(one, found, root, bad)
         _warn(one.path, why)
         bad.append(one)
     _tell_none(root, found, lacks)
@@ -105,6 +108,11 @@ def choose(
     if options.load_full_state_path:
         return Origin("full", options.load_full_state_path, bad=known)
     return Origin("none", bad=known)
+
+
+def _own(one: StepRecord, found: Scan, root: str, bad: Sequence[StepRecord]) -> Origin:
+    lasting = any(other.save_id == one.save_id and os.path.dirname(other.path) == root for other in found.complete)
+    return Origin("own", one.path, one.step, _bad(bad, root), save_id=one.save_id or "", lasting=lasting)
 
 
 def _bad(those: Sequence[StepRecord], root: str) -> tuple[Bad, ...]:
@@ -158,7 +166,7 @@ def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[st
     those = [one for one in reversed(found.complete) if one.step == step]
     for one in those:
         if one.path not in failed:
-            return Origin("own", one.path, step)
+            return _own(one, found, root, [other for other in those if other.path in failed])
         _warn(one.path, failed[one.path])
     if those:
         return Origin("none", bad=_bad(those, root))

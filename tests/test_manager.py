@@ -580,6 +580,49 @@ def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
         assert manager.should_stop
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_is_tried_though_the_error_of_an_earlier_one_is_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
+    full = [True]
+
+    def attach(folder: str) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = {"asynchronous": True, "retries": 0, "raise_after": 1, "on_preemption": True}
+    with manager_of(None, tmp_path, interval_steps=10, **options) as manager:
+        pending = manager.save(10, attach=attach, **state(10))
+        assert isinstance(pending, uc.PendingSave)
+        while not pending.done():
+            time.sleep(0.01)
+        full[0] = False
+        if stopped:
+            manager.request_stop()
+            assert manager.save(11, attach=attach, **state(11)) is not None
+        assert (manager.finish(11, attach=attach, **state(11)) is None) == stopped
+    assert steps_in(tmp_path) == [11]
+    (text,) = warnings_of(caplog)
+    assert "the save of step 10 failed, the last save is tried all the same: " in text
+    assert "No space left" in text
+
+
+def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def interrupted(self: uc.PendingSave, timeout_seconds: float | None = None) -> uc.SaveReport:
+        raise KeyboardInterrupt
+
+    with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
+        assert manager.save(1, attach=lambda _: go.wait(60), **state(1)) is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(uc.PendingSave, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+        go.set()
+        assert manager.finish(1, **state(1)) is None, "its end is counted: the step is saved"
+
+
 def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, interval_steps=1, retries=5) as manager:
         with pytest.raises(uc.FormatError, match="extra"):

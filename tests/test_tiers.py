@@ -117,6 +117,19 @@ def test_finish_saves_itself_what_could_not_be_copied(tmp_path: Path, gate: Gate
         assert steps_in(tmp_path / ROOT) == [10]
 
 
+def test_the_last_save_is_made_though_copies_have_failed_in_a_row(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    with tiers_of(None, tmp_path, retries=0, raise_after=1) as manager:
+        gate.failures = 99
+        manager.save(10, **state(10))
+        assert manager._tiers is not None
+        while manager._tiers._copies.owed():
+            time.sleep(0.01)
+        gate.failures = 0
+        assert manager.finish(13, **state(13)) is not None
+    assert steps_in(tmp_path / ROOT) == [13]
+    assert any("the copy of step 10 " in text for text in warnings_of(caplog))
+
+
 def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         manager.save(3, **state(3))

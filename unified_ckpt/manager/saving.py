@@ -85,7 +85,7 @@ class Saves:
     def foreground(self, wanted: Wanted, *, final: bool) -> SaveReport | None:
         """Saves now. `final`: there is no later one: it goes to the root, and a failure is raised. None where it failed, is saved, or the
         step of an earlier life stays."""
-        self.collect()
+        self.collect(final=final)
         if self._saved(wanted) and (not final or self._tiers is None or self._tiers.settle(wanted.step, wanted.name)):
             return None
         self._begin(wanted)
@@ -134,26 +134,35 @@ class Saves:
         self._flight = _Flight(wanted, place, retried, save)
         return save
 
-    def collect(self, *, strict: bool = False) -> None:
-        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if it may fail."""
-        flight, self._flight = self._flight, None
+    def collect(self, *, strict: bool = False, final: bool = False) -> None:
+        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if it may fail. `final`: raises none, for
+        the last save follows, and may succeed."""
+        flight = self._flight
         if flight is None:
             return
         try:
             report = flight.save.result()
-        except Exception as error:
-            if flight.place.local:
-                self._straight = self._straight or flight.wanted.due
-            needed = flight.wanted.due or not flight.place.local
-            if (strict and needed) or not may_pass(error):
-                raise
-            if flight.place.local:
-                self._failed_locally(flight.wanted, error)
-            else:
-                self._failed(error, retried=flight.retried, attempts=1)
-        else:
             if not self._is_of_another_life(report):
                 self._succeeded(flight.wanted, report)
+        except Exception as error:
+            self._count(flight, error, strict=strict, final=final)
+        finally:
+            if flight.save.done():  # not where a signal has ended the wait
+                self._flight = None
+
+    def _count(self, flight: _Flight, error: Exception, *, strict: bool, final: bool) -> None:
+        if flight.place.local:
+            self._straight = self._straight or flight.wanted.due
+        if final:
+            self._warn("the save of step %d failed, the last save is tried all the same: %s", flight.wanted.step, error)
+            return
+        needed = flight.wanted.due or not flight.place.local
+        if (strict and needed) or not may_pass(error):
+            raise error
+        if flight.place.local:
+            self._failed_locally(flight.wanted, error)
+        else:
+            self._failed(error, retried=flight.retried, attempts=1)
 
     def clock_says(self) -> str | None:
         """Why a save is due by this rank's clock. Waits for nobody, and counts nothing."""

@@ -77,7 +77,7 @@ class Tiers:
 
     def where(self, step: int, name: str, *, due: bool, straight: bool, final: bool) -> Place:
         """Collective. Where the save `name` of `step` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
-        `raise_after` times in a row.
+        `raise_after` times in a row, but for a `final` save, which may succeed.
 
         One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
         """
@@ -89,7 +89,7 @@ class Tiers:
             return {"place": asdict(self._place(meeting, name, due=due, straight=straight)), "token": self._token}
 
         told = self._tell("where", told_by_first, others=None if straight else lambda meeting: self._look_too(meeting, name))
-        self._hear(told["outcomes"], strict=False)
+        self._hear(told["outcomes"], strict=False, final=final)
         self._token = told["token"]
         self._join()
         place = Place(**told["place"])
@@ -115,7 +115,8 @@ class Tiers:
             )
 
     def settle(self, step: int, name: str) -> bool:
-        """Collective. Whether the last step saved locally is in the root too, once its copy is waited for. Raises that copy's silence."""
+        """Collective, before the last save. Whether the last step saved locally is in the root too, once its copy is waited for. Raises
+        that copy's silence."""
 
         def settled(meeting: Meeting) -> dict[str, Any]:
             self._copies.wait(step=step, beat=meeting.beat)
@@ -123,7 +124,7 @@ class Tiers:
             return {"settled": there is not None and (here is None or here.save_id == there.save_id)}
 
         told = self._tell("settle", settled)
-        self._hear([one for one in told["outcomes"] if one["step"] != step], strict=False)  # of `step` the caller has an answer
+        self._hear([one for one in told["outcomes"] if one["step"] != step], strict=False, final=True)  # of `step`: as told
         return bool(told["settled"])
 
     def drain(self) -> None:
@@ -163,13 +164,13 @@ class Tiers:
             self._note(frozenset(found["saves"]))
         return found
 
-    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool) -> None:
-        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row."""
+    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool, final: bool = False) -> None:
+        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row; `final`: none."""
         failure: CheckpointError | None = None
         for one in outcomes:
             self._distrusted = self._distrusted or one["damaged"]
             self._failed = self._failed + 1 if one["error"] else 0
-            if one["error"] and (strict or self._failed >= self._options.raise_after):
+            if one["error"] and (strict or (self._failed >= self._options.raise_after and not final)):
                 failure = failure or decode_error(one["error"])
             elif one["error"] and self._ranks().rank == 0:
                 text = "the copy of step %d to %s failed, the training goes on; %d of %d in a row: %s"

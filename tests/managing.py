@@ -73,6 +73,11 @@ def flip(folder: Path, file: str = "model.safetensors") -> None:
     (folder / file).write_bytes(body)
 
 
+def blank(file: Path) -> None:
+    """Zeros, as after a power cut: only the size is right."""
+    file.write_bytes(bytes(file.stat().st_size))
+
+
 def copy(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from managing import check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
+from managing import blank, check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm import Comm
@@ -37,6 +37,13 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]
         if manager.should_stop:
             break
     return saved
+
+
+def held(folder: Path) -> float:
+    """The step that the values of a checkpoint tell."""
+    found = state(0)
+    uc.load(folder, **found)
+    return float(found["model"]["w"][0, 0])
 
 
 # when
@@ -322,6 +329,73 @@ def test_a_published_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes() != stamp
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
+    put(tmp_path, 1, 2, 3, 4)
+
+    def act(comm: Comm) -> None:
+        with manager_of(comm, tmp_path, interval_steps=1, keep_latest=2, asynchronous=asynchronous) as manager:
+            manager.restore(2, **state(0))
+            manager.restore(1, **state(0))
+            said = manager.save(2, **state(99))
+            assert (said is None) != asynchronous
+            manager.wait()
+
+    run_ranks(2, act)
+    (text,) = warnings_of(caplog)
+    assert f"step 2 is not saved: {tmp_path}/checkpoint-2 is save " in text
+    assert text.endswith("of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it")
+    assert steps_in(tmp_path) == [1, 2, 3, 4], "nothing was committed, so nothing goes"
+    assert held(tmp_path / "checkpoint-2") == 2
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_replaces_that_step_of_the_life_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool) -> None:
+    put(tmp_path, 1, 3)
+    with manager_of(None, tmp_path, interval_steps=1, on_preemption=True) as manager:
+        manager.restore(1, **state(0))
+        if stopped:
+            manager.request_stop()
+            assert manager.save(3, **state(99)) is not None
+        assert (manager.finish(3, **state(99)) is None) == stopped
+    assert held(tmp_path / "checkpoint-3") == 99
+    (text,) = warnings_of(caplog)
+    assert f"{tmp_path}/checkpoint-3: save " in text
+    assert text.endswith("of an earlier life is replaced by the last save of this one")
+    put(tmp_path, 4)
+    with manager_of(None, tmp_path, save_options=uc.SaveOptions(if_exists="keep")) as manager:
+        assert manager.finish(4, **state(99)) is None, "as it was asked for"
+    assert held(tmp_path / "checkpoint-4") == 4
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_step_that_is_not_whole_does_not_pass_for_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool) -> None:
+    put(tmp_path, 1, 2)
+    lose(tmp_path / "checkpoint-2")
+    put(tmp_path, 3, full=False)
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        for step in (2, 3):
+            report = manager.finish(step, **state(step)) if last else manager.save(step, **state(step))
+            assert report is not None
+            assert not report.existed  # type: ignore[union-attr]
+            assert uc.verify(tmp_path / f"checkpoint-{step}", deep=True).ok
+        assert [one.full for one in manager.steps()] == [True, True, True]
+    if not last:
+        assert warnings_of(caplog) == []
+
+
+def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after_it(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2)
+    blank(tmp_path / "checkpoint-2" / "optimizer.safetensors")
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        manager.restore(**state(0))
+        manager.restore(1, **state(0))
+        assert manager.save(2, **state(2)) is not None
+    assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
+
+
 # retention
 
 
@@ -410,6 +484,21 @@ def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_on
         assert 8 in steps_in(tmp_path)
 
 
+def test_steps_known_to_be_damaged_do_not_push_out_the_last_good_ones(tmp_path: Path) -> None:
+    put(tmp_path, 20, 40)
+    blank(tmp_path / "checkpoint-40" / "optimizer.safetensors")
+    with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=1) as manager:
+        assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
+        manager.save(22, force=True, **state(22, full=False))
+        assert steps_in(tmp_path) == [20, 22, 40]
+        assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
+        manager.save(24, force=True, **state(24))
+        assert steps_in(tmp_path) == [22, 24, 40], "what is damaged stays, and does not count"
+        manager.save(40, force=True, **state(40))
+        manager.save(41, force=True, **state(41))
+        assert steps_in(tmp_path) == [22, 41], "it was replaced, and counts"
+
+
 def test_separate_limits_for_model_only_and_full(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=2, interval_steps=1) as manager:
         for step in range(1, 9):
@@ -492,6 +581,49 @@ def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left"):
             manager.save(2, **state(2), attach=Failing(9))
         assert manager.should_stop
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_last_save_is_tried_though_the_error_of_an_earlier_one_is_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
+    full = [True]
+
+    def attach(folder: str) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = {"asynchronous": True, "retries": 0, "raise_after": 1, "on_preemption": True}
+    with manager_of(None, tmp_path, interval_steps=10, **options) as manager:
+        pending = manager.save(10, attach=attach, **state(10))
+        assert isinstance(pending, uc.PendingSave)
+        while not pending.done():
+            time.sleep(0.01)
+        full[0] = False
+        if stopped:
+            manager.request_stop()
+            assert manager.save(11, attach=attach, **state(11)) is not None
+        assert (manager.finish(11, attach=attach, **state(11)) is None) == stopped
+    assert steps_in(tmp_path) == [11]
+    (text,) = warnings_of(caplog)
+    assert "the save of step 10 failed, the last save is tried all the same: " in text
+    assert "No space left" in text
+
+
+def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def interrupted(self: uc.PendingSave, timeout_seconds: float | None = None) -> uc.SaveReport:
+        raise KeyboardInterrupt
+
+    with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
+        assert manager.save(1, attach=lambda _: go.wait(60), **state(1)) is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(uc.PendingSave, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+        go.set()
+        assert manager.finish(1, **state(1)) is None, "its end is counted: the step is saved"
 
 
 def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import Gate, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
+from managing import Gate, blank, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
 from manifests import edit_manifest
 
 import unified_ckpt as uc
-from unified_ckpt.manager import copies, tiers
+from unified_ckpt.manager import copies, rotation, tiers
 from unified_ckpt.manager.lineage import MARKER, Lineage, read, strangers
+from unified_ckpt.manager.newest import Newest
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, run_ranks
@@ -114,6 +115,19 @@ def test_finish_saves_itself_what_could_not_be_copied(tmp_path: Path, gate: Gate
         manager.save(10, **state(10))
         assert manager.finish(10, **state(10)) is not None
         assert steps_in(tmp_path / ROOT) == [10]
+
+
+def test_the_last_save_is_made_though_copies_have_failed_in_a_row(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    with tiers_of(None, tmp_path, retries=0, raise_after=1) as manager:
+        gate.failures = 99
+        manager.save(10, **state(10))
+        assert manager._tiers is not None
+        while manager._tiers._copies.owed():
+            time.sleep(0.01)
+        gate.failures = 0
+        assert manager.finish(13, **state(13)) is not None
+    assert steps_in(tmp_path / ROOT) == [13]
+    assert any("the copy of step 10 " in text for text in warnings_of(caplog))
 
 
 def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
@@ -303,6 +317,32 @@ def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_
     assert any("the copy of step 10 " in text and "it is not copied" in text for text in warnings_of(caplog))
 
 
+def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path / ROOT, 10, 20, 30)
+    stays = (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes()
+    lose(tmp_path / ROOT / "checkpoint-30")
+    with tiers_of(None, tmp_path) as manager:
+        manager.restore(10, **state(0))
+        manager.save(20, **state(20))
+        manager.wait()
+        (text,) = warnings_of(caplog)
+        assert f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 is save " in text
+        assert (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes() == stays
+        manager.save(30, **state(30))
+        manager.wait()
+        assert uc.verify(tmp_path / ROOT / "checkpoint-30", deep=True).ok, "it was not whole"
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_a_run_that_had_ended_ends_again_without_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tiers_of(None, tmp_path) as manager:
+        train(manager, range(1, 11))
+    with tiers_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        assert manager.finish(10, **state(10)) is None, "what was read locally is in the root too"
+    assert warnings_of(caplog) == []
+
+
 def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
@@ -427,8 +467,31 @@ def test_retention_in_both_tiers(tmp_path: Path) -> None:
     assert steps_in(tmp_path / ROOT) == [30, 40], "rotated when something is committed there"
 
 
+def test_damaged_steps_in_the_root_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
+    put(tmp_path / ROOT, 10, 20, 30)
+    for step in (20, 30):
+        blank(tmp_path / ROOT / f"checkpoint-{step}" / "optimizer.safetensors")
+    with tiers_of(None, tmp_path, keep_latest=2) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        manager.save(15, force=True, **state(15))
+        manager.wait()
+        assert steps_in(tmp_path / ROOT) == [10, 15, 20, 30]
+
+
+def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(tmp_path: Path) -> None:
+    with tiers_of(None, tmp_path, local_interval_steps=5) as manager:
+        train(manager, range(1, 16))
+    blank(tmp_path / LOCAL / "checkpoint-15" / "optimizer.safetensors")
+    with tiers_of(None, tmp_path, local_interval_steps=2) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+        train(manager, range(11, 15))
+        assert steps_in(tmp_path / LOCAL) == [14, 15]
+        train(manager, range(15, 17))
+    assert steps_in(tmp_path / LOCAL) == [16]
+
+
 def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotate, committed, keep_local = tiers.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
+    rotate, committed, keep_local = rotation.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
     copied, seen = threading.Event(), threading.Event()
 
     def rotate_late(storage: LocalStorage, *args: Any, **more: Any) -> object:
@@ -449,7 +512,7 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gat
             seen.set()
         keep_local(self, *args)
 
-    monkeypatch.setattr(tiers, "rotate", rotate_late)
+    monkeypatch.setattr(rotation, "rotate", rotate_late)
     monkeypatch.setattr(tiers.Tiers, "committed", committed_while_it_ends)
     monkeypatch.setattr(tiers.Tiers, "_keep_local", keep_after_commit)
     with tiers_of(None, tmp_path) as manager:
@@ -489,6 +552,37 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
         manager.save(11, force=True, **state(11))
         manager.save(12, **state(12))
         assert 12 in steps_in(tmp_path / LOCAL)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(tmp_path: Path, gate: Gate, damaged: bool) -> None:
+    put(tmp_path / ROOT, 10, 50)
+    if damaged:
+        flip(tmp_path / ROOT / "checkpoint-50")
+    with tiers_of(None, tmp_path, keep_latest=1) as manager:
+        assert manager.restore(None if damaged else 10, **state(0)).step == 10  # type: ignore[union-attr]
+        gate.open.clear()
+        manager.save(20, **state(20))
+        assert gate.reached.wait(60)
+        manager._saves.foreground(manager._wanted(30, None, state(30), due=True), final=True)
+        assert 30 in steps_in(tmp_path / ROOT)
+        gate.open.set()
+    assert 30 in steps_in(tmp_path / ROOT)
+    assert uc.verify(tmp_path / ROOT / "checkpoint-30", deep=True).ok
+
+
+def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
+    newest = Newest()
+    newest.begun(30, due=2)
+    newest.copied(2)
+    assert newest.steps() == {30}, "what was copied was saved before it"
+    newest.saved(30)
+    newest.begun(40, due=2)
+    assert newest.steps() == {30, 40}, "which may fail"
+    newest.saved(40)
+    assert newest.steps() == {40}
+    newest.copied(3)
+    assert newest.steps() == set()
 
 
 # other runs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.islands import Island
+from unified_ckpt.core.islands import FRAGMENTS, Island
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
 from unified_ckpt.engine.copies import Orders, take_copies
@@ -38,13 +38,15 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did. `nbytes`: tensor bytes of the folder at `path`; `seconds`: on this rank, from call to commit."""
+    """What a save did. `nbytes`: tensor bytes of the folder at `path`; `seconds`: on this rank, from call to commit. `existed`: nothing was
+    saved, for the checkpoint that was there stays, see `SaveOptions.if_exists`: `step` and `id` are of that one."""
 
     path: str
     step: int | None
     id: str
     nbytes: int
     seconds: float
+    existed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,10 @@ class Job:
     gate: Gate | None = None
     post: Post | None = None
 
+    def names(self) -> set[str]:
+        """The parts of this save, on the rank that knows them all."""
+        return {part.removesuffix(FRAGMENTS) for part in (*self.request.asked(), *(self.plan.book.records if self.plan.book else ()))}
+
     def beat(self) -> None:
         """A sign of life, also for those of other islands, who wait at the gate."""
         self.meeting.beat()
@@ -141,7 +147,7 @@ def _finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
     with storage:
         construction, stays = _begin(job)
         if construction is None:
-            return SaveReport(storage.path(job.name), stays["step"], stays["id"], 0, time.monotonic() - job.started)
+            return SaveReport(storage.path(job.name), stays["step"], stays["id"], 0, time.monotonic() - job.started, existed=True)
         try:
             _build(job, construction, kept, snapshot)
         except BaseException as error:
@@ -194,8 +200,9 @@ def _stays(job: Job) -> Manifest | None:
     """Rank 0 of each island: the checkpoint that is there and stays. One that is not on every island is none."""
     if_exists = job.request.options.if_exists
     if job.gate is None:
-        return commit.check_target(job.storage, job.name, if_exists=if_exists)
-    found = commit.check_target(job.storage, job.name, if_exists="keep")
+        return commit.check_target(job.storage, job.name, if_exists=if_exists, parts=job.names())
+    lenient = if_exists if if_exists == "keep_complete" else "keep"
+    found = commit.check_target(job.storage, job.name, if_exists=lenient, parts=job.names())
     ids = job.gate.share("there", found.save_id.encode() if found else b"")
     if found is None or set(ids) != {found.save_id.encode()}:
         if found is not None and if_exists == "error":
@@ -204,7 +211,7 @@ def _stays(job: Job) -> Manifest | None:
                 'free name, or if_exists="replace"'
             )
         return None
-    return commit.check_target(job.storage, job.name, if_exists=if_exists)
+    return commit.check_target(job.storage, job.name, if_exists=if_exists, parts=job.names())
 
 
 def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Snapshot | None) -> None:
@@ -325,9 +332,9 @@ def _complete(
 def _publish(job: Job, construction: commit.Construction) -> str | None:
     """Rank 0 only: the rename. Returns what has been moved aside."""
     if_exists = job.request.options.if_exists
-    if job.gate is not None and if_exists == "keep":  # what is there is not on every island: they have agreed on that when they began
+    if job.gate is not None and if_exists in ("keep", "keep_complete"):  # what is there is not whole on every island, as they have agreed
         if_exists = "replace"
-    return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists)
+    return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists, parts=job.names())
 
 
 def _abandon(job: Job, construction: commit.Construction | None, error: BaseException) -> None:

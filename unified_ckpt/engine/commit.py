@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from unified_ckpt.engine.presence import holds
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
@@ -58,8 +59,8 @@ def committed(storage: LocalStorage, name: str) -> Manifest | None:
         return None
 
 
-def check_target(storage: LocalStorage, name: str, *, if_exists: str) -> Manifest | None:
-    """Whether a save may go to this name. Returns the manifest that stays, with "keep"; None when the save should go on.
+def check_target(storage: LocalStorage, name: str, *, if_exists: str, parts: Collection[str] = ()) -> Manifest | None:
+    """Whether a save of these parts may go to this name. Returns the manifest that stays, None when the save should go on.
 
     StorageError where a checkpoint, a file or a link is in the way, or where an interrupted replacement left the only copy aside.
     """
@@ -80,7 +81,12 @@ def check_target(storage: LocalStorage, name: str, *, if_exists: str) -> Manifes
             f'{path}: holds a committed checkpoint (save {found.save_id}, step {found.step}); needed a free name, if_exists="replace" '
             'or if_exists="keep"'
         )
-    return found if if_exists == "keep" else None
+    return None if _yields(storage, name, found, if_exists, parts) else found
+
+
+def _yields(storage: LocalStorage, name: str, found: Manifest, if_exists: str, parts: Collection[str]) -> bool:
+    """Whether a committed checkpoint gives way to a save of these parts."""
+    return if_exists == "replace" or (if_exists == "keep_complete" and not holds(storage, name, found, parts))
 
 
 def begin(storage: LocalStorage, name: str, *, save_id: str | None) -> Construction:
@@ -142,11 +148,11 @@ def check_room(storage: LocalStorage, construction: Construction, nbytes: int) -
         raise StorageError(f"{storage.path(construction.folder)}: {free} bytes free; needed {nbytes + _HEADROOM_NBYTES}")
 
 
-def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, if_exists: str) -> str | None:
+def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, if_exists: str, parts: Collection[str] = ()) -> str | None:
     """Gives the finished folder its name. What is in the way without a valid manifest is moved aside and kept; a checkpoint that is
     replaced stays aside: the result is what to `discard` once the new one is sure to stay.
 
-    StorageError where another job has committed this name meanwhile and `if_exists` is not "replace".
+    StorageError where another job has committed this name meanwhile, and that stays. `parts`: those of the construction.
     """
     name, folder = construction.name, construction.folder
     if fsync:
@@ -158,7 +164,7 @@ def publish(storage: LocalStorage, construction: Construction, *, fsync: bool, i
             storage.sync_folder("")
         return None
     found = committed(storage, name)
-    if found is not None and if_exists != "replace":
+    if found is not None and not _yields(storage, name, found, if_exists, parts):
         raise StorageError(
             f"{storage.path(name)}: holds a committed checkpoint (save {found.save_id}, step {found.step}) that came while this save ran; "
             'needed a free name, or if_exists="replace"'

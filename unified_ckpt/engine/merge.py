@@ -61,11 +61,12 @@ class MergeOptions:
 @dataclass(frozen=True, slots=True)
 class Merged:
     """`nbytes`: written by this rank; 0 everywhere where the name holds a checkpoint already, which stays: `save_id` is then that one's.
-    `notes`: damage that was read around, and what was left out, in sentences."""
+    `notes`: damage that was read around, and what was left out, in sentences. `other`: what stays is another save."""
 
     save_id: str
     nbytes: int
     notes: tuple[str, ...]
+    other: bool = False
 
 
 def merge_paths(
@@ -95,7 +96,7 @@ def merge(
         lead, held = _survey(meeting, joint, machines)
         told = commit.begin_together(meeting, storage, name, partial(_stays, joint, storage, name, options), lead=lead)
         if "folder" not in told:
-            return Merged(told["id"], 0, ())
+            return Merged(told["id"], 0, (), other=told["id"] != joint.save_id)
         construction = commit.Construction(name, told["folder"], told["id"])
         try:
             writers, sizes = who_sees(meeting, storage, construction, machines, lead=lead), sizes_of(joint)
@@ -136,7 +137,7 @@ def _stays(joint: Joint, storage: LocalStorage, name: str, options: MergeOptions
     there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
     if there is not None and there.save_id == joint.save_id:
         return there
-    return commit.check_target(storage, name, if_exists=options.if_exists)
+    return commit.check_target(storage, name, if_exists=options.if_exists, parts=joint.parts)
 
 
 def _check_proofs(joint: Joint) -> None:
@@ -165,7 +166,7 @@ def _build(work: Rewrite, joint: Joint, options: MergeOptions, beat: Beat) -> in
             _complete(work, joint, output, written, fsync=fsync)
     with meeting.phase("publish"):
         if meeting.rank == work.lead:
-            aside = commit.publish(storage, construction, fsync=fsync, if_exists=options.if_exists)
+            aside = commit.publish(storage, construction, fsync=fsync, if_exists=options.if_exists, parts=joint.parts)
             if aside is not None:
                 commit.discard(storage, aside, fsync=fsync)
     return output.nbytes

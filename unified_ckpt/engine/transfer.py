@@ -25,10 +25,11 @@ _FLUSH_NBYTES = 32 << 20  # of a file, after which the kernel is asked to begin 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """`nbytes` written; 0 where the name holds a checkpoint already, which stays: `save_id` is then that one's."""
+    """`nbytes` written; 0 where the name holds a checkpoint already, which stays: `save_id` is that one's, `other`: of another save."""
 
     save_id: str
     nbytes: int
+    other: bool = False
 
 
 def transfer(source: str, storage: LocalStorage, name: str, *, if_exists: str, fsync: bool, beat: Beat) -> Transferred:
@@ -46,15 +47,15 @@ def transfer(source: str, storage: LocalStorage, name: str, *, if_exists: str, f
         there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
         if there is not None and there.save_id == manifest.save_id:
             return Transferred(there.save_id, 0)
-        stays = commit.check_target(storage, name, if_exists=if_exists)
+        stays = commit.check_target(storage, name, if_exists=if_exists, parts=manifest.parts)
         if stays is not None:
-            return Transferred(stays.save_id, 0)
+            return Transferred(stays.save_id, 0, other=True)
         construction = commit.begin(storage, name, save_id=None)  # an id of its own: a copy that was cut off may lie there
         try:
             commit.check_room(storage, construction, sum(_sizes(source)))
             nbytes = _fill(folder, manifest, storage, construction.folder, fsync=fsync, beat=beat)
             storage.put(f"{construction.folder}/{names.MANIFEST}", written, fsync=fsync)
-            aside = commit.publish(storage, construction, fsync=fsync, if_exists=if_exists)
+            aside = commit.publish(storage, construction, fsync=fsync, if_exists=if_exists, parts=manifest.parts)
         except BaseException:
             commit.abandon(storage, construction)
             raise

@@ -129,4 +129,4 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
     if root is None or configuration.total_limit is None or not may or os.path.dirname(path) != root:
         return
     keep = (LatestN(max(configuration.total_limit, 1)),)
-    rotate(LocalStorage(root), PREFIX, Rules(full=keep, model_only=keep), protected={number})
+    rotate(LocalStorage(root), PREFIX, Rules(full=keep, model_only=keep), protected=lambda: {number})

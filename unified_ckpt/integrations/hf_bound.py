@@ -190,7 +190,7 @@ class Bound:
         newest = sorted(found)[-limit:]
         count = max(limit - (1 if best in found and best not in newest else 0), 1)
         rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        rotate(LocalStorage(run), PREFIX, rules, protected={saved, *([best] if best else [])})
+        rotate(LocalStorage(run), PREFIX, rules, protected=lambda: {saved, *([best] if best else [])})
 
     # loading
 

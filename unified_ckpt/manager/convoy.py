@@ -31,6 +31,7 @@ from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
+STAYS = "%s is not copied: %s/%s is save %s of an earlier life, and stays; if_exists='replace' replaces it"
 _LOOK_SECONDS = 0.2
 _SIGN_SECONDS = 1.0  # between two signs of life of a lead that merges
 
@@ -170,6 +171,8 @@ class Convoy:
             os.makedirs(self._target, exist_ok=True)
         storage, paths = LocalStorage(self._target, how=BESIDE_TRAINING), [os.path.join(self._source, order.name)]
         done = merge_paths(self._comm, paths, storage, order.name, how, machines=range(self._comm.world), beat=sign)
+        if done.other and self._comm.rank == 0:
+            _LOG.warning(STAYS, paths[0], self._target, order.name, done.save_id)
         for note in done.notes:
             _LOG.warning("%s: %s", order.name, note)
         return done.nbytes

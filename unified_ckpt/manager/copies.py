@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unified_ckpt.engine.transfer import transfer
 from unified_ckpt.errors import IncompleteError, IntegrityError, RankError, StorageError
 from unified_ckpt.manager import policies
-from unified_ckpt.manager.convoy import Convoy, Order
+from unified_ckpt.manager.convoy import STAYS, Convoy, Order
 from unified_ckpt.manager.exits import BeforeExit
 from unified_ckpt.manager.failures import may_pass
 from unified_ckpt.options import ManagerOptions
@@ -180,10 +180,12 @@ class Copies:
         with LocalStorage(self._target, how=BESIDE_TRAINING) as storage:
             done = transfer(path, storage, order.name, if_exists=order.if_exists, fsync=order.fsync, beat=self._beat)
         seconds = time.monotonic() - began
-        if done.nbytes:
+        if done.other:
+            _LOG.warning(STAYS, path, self._target, order.name, done.save_id)
+        elif done.nbytes:
             _LOG.info("copied %s to %s: %.3f GB in %.2f s", path, self._target, done.nbytes / 1e9, seconds)
         else:
-            _LOG.info("%s is not copied: %s/%s is save %s, and stays", path, self._target, order.name, done.save_id)
+            _LOG.info("%s is in %s already", path, self._target)
 
     def _pause(self, seconds: float) -> bool:
         """False where it was given up meanwhile. Resting is a sign of life."""

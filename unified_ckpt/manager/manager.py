@@ -24,11 +24,12 @@ from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.metrics import Metrics
 from unified_ckpt.manager.notices import Notices
-from unified_ckpt.manager.origin import Origin
+from unified_ckpt.manager.origin import Bad, Origin
+from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.saving import Saves, Wanted
 from unified_ckpt.manager.steps import Scan, StepRecord, scan, step_name
 from unified_ckpt.manager.survey import Survey, record
-from unified_ckpt.manager.tiers import Place, Tiers, keep
+from unified_ckpt.manager.tiers import Place, Tiers
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.probe import first_ranks
@@ -46,8 +47,8 @@ _OF_THE_STEP = (IntegrityError, IncompleteError, StorageError, NotFoundError)
 class CheckpointManager:
     """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the signals and a `Checkpointer`.
 
-    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that is committed already is left as it is,
-    unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
+    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that an earlier life has left complete stays, but
+    for the last save, which replaces it; unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CheckpointManager:
     ) -> None:
         self.root = os.path.realpath(local(os.fspath(root)))
         self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
-        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep")
+        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep_complete")
         self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
         self._tiers: Tiers | None = None
         if self.options.enabled and self.options.local_directory is not None:
@@ -71,7 +72,7 @@ class CheckpointManager:
             self._tiers = Tiers(self.root, self.options, ranks=own._ranks, machines=machines, timeout_seconds=timeout)
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
-        self._bad: tuple[int, ...] = ()  # steps that were found damaged
+        self._bad: frozenset[Bad] = frozenset()  # what restores have found
         self._notices, self._metrics = Notices(self.options), Metrics()
 
     def __enter__(self) -> CheckpointManager:
@@ -95,7 +96,8 @@ class CheckpointManager:
     ) -> SaveReport | PendingSave | None:
         """Saves if it is time to, or with `force`. Call it on every rank after every step, with the arguments of `Checkpointer.save`.
 
-        None where it is not time, the step is saved already, or the save failed and may. Raises what is wrong with the arguments at
+        None where it is not time, the step is saved already, the save failed and may, or, with a warning, where the step of an earlier
+        life stays; a save in the background says that when it ends. Raises what is wrong with the arguments at
         once, and a failure of the storage or of a rank after `raise_after` saves that failed in a row.
         """
         reasons = self._due(step)
@@ -107,7 +109,10 @@ class CheckpointManager:
         return self._saves.foreground(wanted, final=self.should_stop)
 
     def finish(self, step: int, *, metrics: Mapping[str, float] | None = None, **what: Any) -> SaveReport | None:
-        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails."""
+        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails.
+
+        The same step of an earlier life is replaced, with a warning: there will be no later save, and this state is nowhere else.
+        """
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
@@ -128,6 +133,7 @@ class CheckpointManager:
 
     def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
         """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
+        Of `model` and `master_weights` either will do, and with strict=False any of the parts where no step has them all.
 
         Where there is none: from the newest that another engine has left there under a step's name; from `load_parameters_path` (the
         model only; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not whole is
@@ -139,7 +145,9 @@ class CheckpointManager:
         while self.options.enabled:
             with contextlib.ExitStack() as held:
                 found = self._choose(step, targets, failed, held)
-                self._bad = found.bad
+                self._bad |= frozenset(found.bad)
+                if self._tiers is not None:
+                    self._tiers.bad = self._bad
                 if found.kind == "none":
                     break
                 try:
@@ -236,8 +244,8 @@ class CheckpointManager:
     def _wanted(self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any], *, due: bool) -> Wanted:
         """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
         given = what.get("options")
-        options = self._save_options if given is None else unless_chosen(given, if_exists="keep")
-        if step in self._bad:
+        options = self._save_options if given is None else unless_chosen(given, if_exists="keep_complete")
+        if any(one.step == step for one in self._bad):
             options = options.model_copy(update={"if_exists": "replace"})
         measured = self._metrics.stored(metrics, step=step, rank=self._checkpointer._ranks().rank)
         how = {**what, "step": step, "metrics": measured, "options": options}
@@ -245,11 +253,12 @@ class CheckpointManager:
 
     def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
-        wanted = {part for part in ("model", "optimizer") if targets.get(part) is not None} | set(targets.get("parts") or ())
+        needed = origin.needs(targets, targets.get("options") or self._load_options)
+        choose = partial(origin.choose, root=self.root, step=step, needed=needed, strict=targets.get("strict", True), failed=failed)
 
         def told(survey: Survey | None) -> bytes:
             look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
-            found = origin.choose(self._look(survey), self.options, root=self.root, step=step, parts=wanted, failed=failed, look=look)
+            found = choose(self._look(survey), self.options, look=look)
             if found.path:
                 with contextlib.suppress(NotFoundError):  # removed just now: the load says so on all ranks
                     held.enter_context(reading(found.path))
@@ -300,7 +309,7 @@ class CheckpointManager:
         if found.kind == "foreign" and report.step is None:
             return replace(report, step=found.step)  # the folder's name is all that says it
         if found.kind == "own" and found.step is not None:
-            self._saves.restored(found.step, lasting=not found.local)
+            self._saves.restored(found.step, found.save_id, lasting=found.lasting)
         return report
 
     def _committed(self, wanted: Wanted, place: Place) -> None:
@@ -311,4 +320,5 @@ class CheckpointManager:
             return
         _, land = self._checkpointer._lands.get(self.root, (None, None))
         if (land.comm if land is not None else self._checkpointer._ranks()).rank == 0:  # of each machine that has a root of its own
-            keep(LocalStorage(self.root), self.options, policies.rules(self.options), protected={wanted.step})
+            rules, bad = policies.rules(self.options), {one.save_id for one in self._bad}
+            keep(LocalStorage(self.root), self.options.step_prefix, rules, protected=lambda: {wanted.step}, apart=bad)

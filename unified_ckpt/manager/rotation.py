@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from unified_ckpt.core.retention import Rules, kept
+from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.removal import removed_all
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
 from unified_ckpt.runtime.storage import LocalStorage
@@ -20,17 +21,30 @@ def condemned(found: Scan, rules: Rules, *, protected: Collection[int], apart: C
     return [one for one in those if one.step not in stays]
 
 
-def rotate(storage: LocalStorage, prefix: str, rules: Rules, *, protected: Collection[int], apart: Collection[str] = ()) -> None:
-    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved among them. `apart`: ids of saves that
-    the rules are not about.
+def rotate(
+    storage: LocalStorage, prefix: str, rules: Rules, *, protected: Callable[[], Collection[int]], apart: Collection[str] = ()
+) -> None:
+    """Removes what the rules do not keep. `protected`: steps that always stay, the one just saved among them; asked for after the look at
+    what is there, so that who says it before he saves is heard. `apart`: ids of saves that the rules are not about.
 
     What cannot be removed is told in a warning and tried again after the next save.
     """
     if not rules.full and not rules.model_only:
         return
-    going = condemned(scan(storage, prefix), rules, protected=protected, apart=apart)
+    found = scan(storage, prefix)
+    going = condemned(found, rules, protected=protected(), apart=apart)
     gone, stayed = removed_all(storage, {one.name: one.save_id or "" for one in going})
     if gone:
         _LOG.info("removed from %s by the rules: %s", storage.root, ", ".join(gone))
     for name, why in stayed.items():
         _LOG.warning("%s stays for now: %s", storage.path(name), why)
+
+
+def keep(
+    storage: LocalStorage, prefix: str, rules: Rules, *, protected: Callable[[], Collection[int]], apart: Collection[str] = ()
+) -> None:
+    """Rotates after a save. A failure of that is no failure of the save."""
+    try:
+        rotate(storage, prefix, rules, protected=protected, apart=apart)
+    except (CheckpointError, OSError) as error:
+        _LOG.warning("%s: old checkpoints stay for now: %s", storage.root, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from unified_ckpt.api import Checkpointer
@@ -16,8 +16,10 @@ from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.manager import policies
 from unified_ckpt.manager.failures import Failures, may_pass
+from unified_ckpt.manager.steps import look
 from unified_ckpt.manager.tiers import Place, Tiers
 from unified_ckpt.options import ManagerOptions
+from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 _Result = TypeVar("_Result")
@@ -70,20 +72,24 @@ class Saves:
         self._began_at = time.monotonic()
         self.begun: int | None = None
         self.good: int | None = None
+        self._ids: set[str] = set()  # of what was restored, and of the saves since
         self._lasting: int | None = None  # of the good ones the last that is in the root, or is to be copied there
 
-    def restored(self, step: int, *, lasting: bool) -> None:
-        """`lasting`: from the root."""
+    def restored(self, step: int, save_id: str, *, lasting: bool) -> None:
+        """`lasting`: that save is in the root."""
+        self._ids = {save_id}  # those before are of a life that this one has gone back from
         self.begun = self.good = step
         self._lasting = step if lasting else None
         self._began_at = time.monotonic()
 
     def foreground(self, wanted: Wanted, *, final: bool) -> SaveReport | None:
-        """Saves now. `final`: there is no later one: it goes to the root, and a failure is raised. None where it failed, or is saved."""
-        self.collect()
+        """Saves now. `final`: there is no later one: it goes to the root, and a failure is raised. None where it failed, is saved, or the
+        step of an earlier life stays."""
+        self.collect(final=final)
         if self._saved(wanted) and (not final or self._tiers is None or self._tiers.settle(wanted.step, wanted.name)):
             return None
         self._begin(wanted)
+        wanted = self._replacing(wanted) if final else wanted
 
         def save(place: Place) -> SaveReport:
             return self._checkpointer.save(place.path, **wanted.at(place))
@@ -92,7 +98,10 @@ class Saves:
         if found is None:
             return None
         place, report = found
-        self._succeeded(wanted)
+        if self._is_of_another_life(report):
+            self._tell_stays(wanted, report)
+            return None
+        self._succeeded(wanted, report)
         self._committed(wanted, place)
         if final and place.local and self._tiers is not None:
             self._tiers.drain()
@@ -105,11 +114,16 @@ class Saves:
         self.collect()
         if self._saved(wanted):
             return None
-        committed = self._committed
+
+        def after(place: Place, report: SaveReport) -> None:
+            if self._is_of_another_life(report):
+                self._tell_stays(wanted, report)
+            else:
+                self._committed(wanted, place)
 
         def begin(place: Place) -> PendingSave:
             return self._checkpointer.save_async(
-                place.path, lazy=self._options.lazy, after_commit=lambda _: committed(wanted, place), **wanted.at(place)
+                place.path, lazy=self._options.lazy, after_commit=lambda report: after(place, report), **wanted.at(place)
             )
 
         self._begin(wanted)
@@ -120,25 +134,35 @@ class Saves:
         self._flight = _Flight(wanted, place, retried, save)
         return save
 
-    def collect(self, *, strict: bool = False) -> None:
-        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if it may fail."""
-        flight, self._flight = self._flight, None
+    def collect(self, *, strict: bool = False, final: bool = False) -> None:
+        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if it may fail. `final`: raises none, for
+        the last save follows, and may succeed."""
+        flight = self._flight
         if flight is None:
             return
         try:
-            flight.save.result()
+            report = flight.save.result()
+            if not self._is_of_another_life(report):
+                self._succeeded(flight.wanted, report)
         except Exception as error:
-            if flight.place.local:
-                self._straight = self._straight or flight.wanted.due
-            needed = flight.wanted.due or not flight.place.local
-            if (strict and needed) or not may_pass(error):
-                raise
-            if flight.place.local:
-                self._failed_locally(flight.wanted, error)
-            else:
-                self._failed(error, retried=flight.retried, attempts=1)
+            self._count(flight, error, strict=strict, final=final)
+        finally:
+            if flight.save.done():  # not where a signal has ended the wait
+                self._flight = None
+
+    def _count(self, flight: _Flight, error: Exception, *, strict: bool, final: bool) -> None:
+        if flight.place.local:
+            self._straight = self._straight or flight.wanted.due
+        if final:
+            self._warn("the save of step %d failed, the last save is tried all the same: %s", flight.wanted.step, error)
+            return
+        needed = flight.wanted.due or not flight.place.local
+        if (strict and needed) or not may_pass(error):
+            raise error
+        if flight.place.local:
+            self._failed_locally(flight.wanted, error)
         else:
-            self._succeeded(flight.wanted)
+            self._failed(error, retried=flight.retried, attempts=1)
 
     def clock_says(self) -> str | None:
         """Why a save is due by this rank's clock. Waits for nobody, and counts nothing."""
@@ -185,6 +209,8 @@ class Saves:
             if not wanted.due:
                 return None
             place = Place(wanted.name)
+        if self._tiers is not None:
+            self._tiers.straight(wanted.step)
         self._straight = self._straight and not wanted.due
         found = self._attempt(lambda: start(place), retried=retried, final=final)
         return None if found is None else (place, found)
@@ -206,7 +232,26 @@ class Saves:
                 self._warn("a save failed at attempt %d of %d: %s", attempts, self._options.retries + 1, error)
             time.sleep(policies.pause_seconds(self._options, attempts))
 
-    def _succeeded(self, wanted: Wanted) -> None:
+    def _replacing(self, wanted: Wanted) -> Wanted:
+        """The last save, which is nowhere else if it is not written: what an earlier life has left at its step gives way."""
+        options = wanted.what["options"]
+        if options.if_exists != "keep_complete":
+            return wanted
+        if self._checkpointer._ranks().rank == 0:
+            there = look(LocalStorage(str(self._checkpointer._root)), wanted.name, self._options.step_prefix)
+            if there.status == "complete" and there.save_id not in self._ids:
+                self._warn("%s: save %s of an earlier life is replaced by the last save of this one", there.path, there.save_id)
+        return replace(wanted, what={**wanted.what, "options": options.model_copy(update={"if_exists": "replace"})})
+
+    def _is_of_another_life(self, report: SaveReport) -> bool:
+        return report.existed and report.id not in self._ids
+
+    def _tell_stays(self, wanted: Wanted, report: SaveReport) -> None:
+        text = "step %d is not saved: %s is save %s of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it"
+        self._warn(text, wanted.step, report.path, report.id)
+
+    def _succeeded(self, wanted: Wanted, report: SaveReport) -> None:
+        self._ids.add(report.id)
         self._failures.clear()
         self.good = wanted.step
         if wanted.due:

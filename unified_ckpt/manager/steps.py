@@ -15,9 +15,10 @@ from typing import Literal
 
 from unified_ckpt.core.retention import Saved
 from unified_ckpt.engine.commit import PROBE
-from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.engine.presence import present
+from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
 
 _FULL = "optimizer"  # the part without which training cannot go on
@@ -150,11 +151,11 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
     try:
         manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
     except CheckpointError as error:
-        unread = not isinstance(error, FormatError)
+        unread = isinstance(error, StorageError)
         return StepRecord(name, storage.path(name), "incomplete", str(error), ours, None, nbytes, files, unread=unread)
     if manifest is None:
         return StepRecord(name, storage.path(name), "incomplete", f"it has no {names.MANIFEST}", ours, None, nbytes, files)
-    parts, why = _present(manifest, sizes)
+    parts, why = present(manifest, sizes)
     status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if why else "complete"
     if not why and (manifest.step is None or name != step_name(manifest.step, prefix)):
         told = "no step" if manifest.step is None else f"step {manifest.step}"
@@ -195,30 +196,6 @@ def _below(folder: str) -> dict[str, int]:
 def is_ours(entries: Mapping[str, int]) -> bool:
     """Whether file names of a folder show that this library wrote it."""
     return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, PROBE})
-
-
-def _present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
-    """The parts that are there, and in words what of the others is not. A part may be deleted, all of its files and its index."""
-    parts, wrong = [], []
-    needed: dict[str, int] = {}
-    for part, record in manifest.parts.items():
-        files = [names.index_name(part), *record.files]
-        if record.files and not any(file in sizes for file in files):
-            continue
-        parts.append(part)
-        needed |= {file: one.nbytes for file, one in record.files.items()}
-        if record.files and files[0] not in sizes:
-            wrong.append(f"{files[0]} is missing")
-    needed |= {single.file: single.nbytes for single in manifest.singles()}
-    for file, nbytes in needed.items():
-        if file not in sizes:
-            wrong.append(f"{file} is missing")
-        elif sizes[file] != nbytes:
-            wrong.append(f"{file} has {sizes[file]} bytes; the manifest says {nbytes}")
-    if not parts and manifest.parts:
-        wrong.append("all of its parts were deleted")
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    return tuple(parts), f"{wrong[0]}{more}" if wrong else ""
 
 
 def claimed(name: str) -> int:

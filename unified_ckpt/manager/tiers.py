@@ -15,15 +15,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unified_ckpt.core.retention import Rules
 from unified_ckpt.engine import commit
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.manager import lineage, policies
 from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.copies import DAMAGED, Copies
 from unified_ckpt.manager.lineage import Lineage
+from unified_ckpt.manager.newest import Newest
+from unified_ckpt.manager.origin import Bad
 from unified_ckpt.manager.removal import clear
-from unified_ckpt.manager.rotation import rotate
+from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.steps import Scan, scan
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
@@ -65,6 +66,8 @@ class Tiers:
         self._convoy: Convoy | None = None  # on the leads of several machines
         self._due = 0  # local saves that were due
         self._newest: set[int] = set()  # the last steps that were saved locally: a later one may be there, and be damaged
+        self._in_root = Newest()
+        self.bad: frozenset[Bad] = frozenset()  # what lies in both tiers and is known to be damaged
         self._lineage: Lineage | None = None  # once it is opened
         self._housekeeping = threading.Lock()  # of the local directory: a save's thread and that of copies
         self._failed = 0  # copies in a row
@@ -74,7 +77,7 @@ class Tiers:
 
     def where(self, step: int, name: str, *, due: bool, straight: bool, final: bool) -> Place:
         """Collective. Where the save `name` of `step` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
-        `raise_after` times in a row.
+        `raise_after` times in a row, but for a `final` save, which may succeed.
 
         One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
         """
@@ -86,13 +89,17 @@ class Tiers:
             return {"place": asdict(self._place(meeting, name, due=due, straight=straight)), "token": self._token}
 
         told = self._tell("where", told_by_first, others=None if straight else lambda meeting: self._look_too(meeting, name))
-        self._hear(told["outcomes"], strict=False)
+        self._hear(told["outcomes"], strict=False, final=final)
         self._token = told["token"]
         self._join()
         place = Place(**told["place"])
         self._distrusted = self._distrusted and (place.local or not due)
         self._newest = self._newest | {step} if place.local else self._newest
         return replace(place, path=os.path.join(self.directory, name)) if place.local else place
+
+    def straight(self, step: int) -> None:
+        """Before a save that goes straight to the root."""
+        self._in_root.begun(step, due=self._due)
 
     def _join(self) -> None:
         """The lead's part in merges, from the first save on."""
@@ -108,7 +115,8 @@ class Tiers:
             )
 
     def settle(self, step: int, name: str) -> bool:
-        """Collective. Whether the last step saved locally is in the root too, once its copy is waited for. Raises that copy's silence."""
+        """Collective, before the last save. Whether the last step saved locally is in the root too, once its copy is waited for. Raises
+        that copy's silence."""
 
         def settled(meeting: Meeting) -> dict[str, Any]:
             self._copies.wait(step=step, beat=meeting.beat)
@@ -116,7 +124,7 @@ class Tiers:
             return {"settled": there is not None and (here is None or here.save_id == there.save_id)}
 
         told = self._tell("settle", settled)
-        self._hear([one for one in told["outcomes"] if one["step"] != step], strict=False)  # of `step` the caller has an answer
+        self._hear([one for one in told["outcomes"] if one["step"] != step], strict=False, final=True)  # of `step`: as told
         return bool(told["settled"])
 
     def drain(self) -> None:
@@ -156,13 +164,13 @@ class Tiers:
             self._note(frozenset(found["saves"]))
         return found
 
-    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool) -> None:
-        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row."""
+    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool, final: bool = False) -> None:
+        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row; `final`: none."""
         failure: CheckpointError | None = None
         for one in outcomes:
             self._distrusted = self._distrusted or one["damaged"]
             self._failed = self._failed + 1 if one["error"] else 0
-            if one["error"] and (strict or self._failed >= self._options.raise_after):
+            if one["error"] and (strict or (self._failed >= self._options.raise_after and not final)):
                 failure = failure or decode_error(one["error"])
             elif one["error"] and self._ranks().rank == 0:
                 text = "the copy of step %d to %s failed, the training goes on; %d of %d in a row: %s"
@@ -240,8 +248,9 @@ class Tiers:
         """After the commit of a save, on every rank: leads have it copied where it is due, and remove what the rules do not keep."""
         rank = self._ranks().rank
         if not place.local:
+            self._in_root.saved(step)
             if rank == 0:
-                self._keep_root(step)
+                self._keep_root()
         elif rank in self._leads:
             self._due += due
             if due and self._convoy is not None:
@@ -258,18 +267,20 @@ class Tiers:
             self._keep_local(agreed)
 
     def _after_copy(self, order: Order) -> None:
-        self._keep_root(order.step)
+        self._in_root.copied(order.number)
+        self._keep_root()
         if self._convoy is None:
             self._copies.let_go()
             self._keep_local(None)
         elif self._lineage is not None:
             self._convoy.tell(self._lineage.saves)  # local ones go on all machines alike, with the next commit
 
-    def _keep_root(self, step: int) -> None:
+    def _keep_root(self) -> None:
         """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
         committed = self._committed()
         self._note(committed | (self._lineage.saves if self._lineage else frozenset()))
-        keep(LocalStorage(self.root), self._options, policies.rules(self._options), protected={step})
+        storage, rules, bad = LocalStorage(self.root), policies.rules(self._options), {one.save_id for one in self.bad if not one.local}
+        keep(storage, self._options.step_prefix, rules, protected=lambda: self._in_root.steps() | self._copies.owed(), apart=bad)
         self._note(self._committed())
 
     def _keep_local(self, needed: set[int] | None) -> None:
@@ -278,8 +289,9 @@ class Tiers:
         with self._housekeeping:
             needed = self._copies.owed() if needed is None else needed
             apart = self._lineage.strangers if self._lineage else frozenset()
+            apart |= {one.save_id for one in self.bad if one.local and one.step > max(self._newest, default=0)}  # then it goes, for room
             rules = policies.local_rules(self._options)
-            keep(LocalStorage(self.directory), self._options, rules, protected=needed | self._newest, apart=apart)
+            keep(LocalStorage(self.directory), self._options.step_prefix, rules, protected=lambda: needed | self._newest, apart=apart)
         self._note(None)
 
     def _note(self, saves: frozenset[str] | None) -> None:
@@ -326,11 +338,3 @@ def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[
         here = Scan((), ())
     apart = lineage.strangers(lineage.read(directory), root, committed=lineage.ids(there.complete), local=lineage.ids(here.steps))
     return lineage.together(there, here, apart), apart
-
-
-def keep(storage: LocalStorage, options: ManagerOptions, rules: Rules, *, protected: set[int], apart: frozenset[str] = frozenset()) -> None:
-    """Rotates. A failure of that is no failure of the save."""
-    try:
-        rotate(storage, options.step_prefix, rules, protected=protected, apart=apart)
-    except (CheckpointError, OSError) as error:
-        _LOG.warning("%s: old checkpoints stay for now: %s", storage.root, error)

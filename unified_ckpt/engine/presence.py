@@ -1,0 +1,42 @@
+"""Whether what a manifest says is there, by the names and sizes of files alone. Starts without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from unified_ckpt.core.islands import FRAGMENTS
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage import LocalStorage
+
+
+def present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
+    """The parts that are there, and in words what of the others is not. A part may be deleted, all of its files and its index."""
+    parts, wrong = [], []
+    needed: dict[str, int] = {}
+    for part, record in manifest.parts.items():
+        files = [names.index_name(part), *record.files]
+        if record.files and not any(file in sizes for file in files):
+            continue
+        parts.append(part)
+        needed |= {file: one.nbytes for file, one in record.files.items()}
+        if record.files and files[0] not in sizes:
+            wrong.append(f"{files[0]} is missing")
+    needed |= {single.file: single.nbytes for single in manifest.singles()}
+    for file, nbytes in needed.items():
+        if file not in sizes:
+            wrong.append(f"{file} is missing")
+        elif sizes[file] != nbytes:
+            wrong.append(f"{file} has {sizes[file]} bytes; the manifest says {nbytes}")
+    if not parts and manifest.parts:
+        wrong.append("all of its parts were deleted")
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return tuple(parts), f"{wrong[0]}{more}" if wrong else ""
+
+
+def holds(storage: LocalStorage, name: str, manifest: Manifest, parts: Collection[str]) -> bool:
+    """Whether the checkpoint `name` is complete and has these parts."""
+    files = {names.index_name(part) for part in manifest.parts} | set(manifest.files()) | {single.file for single in manifest.singles()}
+    sizes = {file: nbytes for file in files if (nbytes := storage.size(f"{name}/{file}")) is not None}
+    there, wrong = present(manifest, sizes)
+    return not wrong and {part.removesuffix(FRAGMENTS) for part in there}.issuperset(parts)

@@ -157,6 +157,8 @@ def test_views_that_negate_are_refused_by_name(tmp_path: Path, count: int) -> No
             uc.save(tmp_path / "d", model={name: tensor})
         with pytest.raises(uc.LayoutError, match=rf"{name}: is .*(conjugate|negative)"):
             uc.load(tmp_path / "c", model={name: tensor}, strict=False)
+        with pytest.raises(uc.LayoutError, match=rf"{name}: is .*(conjugate|negative)"):  # not the other's alias
+            uc.save(tmp_path / "d", model={"plain": pairs if name == "conj" else pairs.imag, name: tensor})
         uc.save(tmp_path / name, model={}, extra={name: tensor})
         assert torch.equal(uc.open(tmp_path / name).extra[name], tensor)
     assert not (tmp_path / "d").exists()

@@ -15,6 +15,7 @@ from managing import manager_of, state
 import unified_ckpt as uc
 from unified_ckpt.engine import assembled
 from unified_ckpt.runtime import mapped
+from unified_ckpt.sources.deepspeed.model import read_model_file
 from unified_ckpt.sources.marks import FORMATS
 
 KEPT: dict[str, torch.Tensor] = {}
@@ -135,6 +136,17 @@ def test_lazy_bits_of_a_dcp_tensor_count(tmp_path: Path) -> None:
     with uc.open(old) as found:
         assert torch.equal(found["model"]["c"][...], tensor.resolve_conj())
         assert torch.equal(found["model"]["n"][...], -torch.arange(4.0))
+
+
+def test_lazy_bits_tell_tensors_of_one_memory_apart(tmp_path: Path) -> None:
+    """Symptom: the second is taken for another name of the first, and has its sign."""
+    pairs, numbers = torch.randn(4, dtype=torch.complex64), torch.randn(4)
+    told = {"plain": pairs, "turned": pairs.conj(), "numbers": numbers, "negative": torch._neg_view(numbers)}
+    torch.save(told, tmp_path / "a.pt")
+    torch.save({"module": told, "param_shapes": None}, tmp_path / "mp_rank_00_model_states.pt")
+    with uc.open(tmp_path / "a.pt") as found:
+        assert all(torch.equal(found["model"][name][...], tensor.resolve_conj().resolve_neg()) for name, tensor in told.items())
+    assert read_model_file(str(tmp_path / "mp_rank_00_model_states.pt")).aliases == {}
 
 
 def test_files_outside_of_a_dcp_folder_are_not_read(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def _memory(tensor: torch.Tensor) -> object:
         or type(local) not in (torch.Tensor, nn.Parameter)
     ):
         return id(tensor)
-    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape)
+    signs = local.is_conj(), local.is_neg()
+    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, signs, tuple(tensor.shape)
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

@@ -142,7 +142,7 @@ def state_tensors(path: str, state: Any, *, part: str = MODEL, apart: bool = Fal
         if name in seen_names:
             raise FormatError(f"{path}: {name}: two of its tensors are called so without `module.`; needed names that differ")
         seen_names.add(name)
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         seen = first.setdefault(memory if tensor.numel() and not apart else name, name)
         if seen != name:
             aliases[name] = seen

@@ -100,7 +100,11 @@ def _shapes(told: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _one_memory(held: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names of tensors that are one piece of memory -> the first of them."""
     first: dict[object, str] = {}
-    seen = {name: first.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), name) for name, one in held.items() if one.numel()}
+    seen = {
+        name: first.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()), name)
+        for name, one in held.items()
+        if one.numel()
+    }
     return {name: stored for name, stored in seen.items() if name != stored}
 
 

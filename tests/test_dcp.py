@@ -199,3 +199,30 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
 @pytest.mark.parametrize(("path", "scalar", "place"), PLACES)
 def test_where_a_tensor_goes(path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None) -> None:
     assert place_of(path, scalar=scalar) == place
+
+
+class Counting(nn.Linear):
+    """A module that keeps more than tensors."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "scale": {"amax": torch.arange(3.0)}, "history": [torch.ones(1), torch.zeros(1)]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+        assert torch.equal(state["scale"]["amax"], torch.arange(3.0))
+        assert [one.item() for one in state["history"]] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("under", [("model",), ()])
+def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, under: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+    model[1].seen = 4
+    save({"model": model.state_dict()} if under else model.state_dict(), tmp_path / "c")
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    for path in (tmp_path / "c", tmp_path / "ours"):
+        other = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+        report = uc.load(path, model=other)
+        assert other[1].seen == 4
+        assert report.extra is None

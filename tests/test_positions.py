@@ -15,7 +15,7 @@ from unified_ckpt.engine.positions import Order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.positions import Found, Group, by_position, fits, fitted, parse_groups
-from unified_ckpt.sources.torch_files import state_tensors
+from unified_ckpt.sources.torch_files import read_state
 
 SHAPES = [(2,), (3,), (2, 3), ()]
 
@@ -56,7 +56,7 @@ def test_which_state_fits_which_shape(state: dict[str, Any], shape: tuple[int, .
 
 
 def source(groups: Any, own: dict[str, Order], **options: Any) -> Any:
-    tensors, _ = state_tensors("x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)})
+    tensors = read_state("x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}).tensors
     found = Found("x.pt", "torch", tensors, unnamed=parse_groups("x.pt", groups))
     return by_position(found, SourceOptions(**options), own={who: (lambda order=order: order) for who, order in own.items()})
 

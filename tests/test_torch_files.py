@@ -188,3 +188,44 @@ def test_what_is_no_model_is_refused_by_what_it_holds(tmp_path: Path, value: Any
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):
         uc.open(tmp_path / "x.pt")
+
+
+class Counting(nn.Linear):
+    """A module that keeps more than tensors."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("form", ["bare", "model", "ddp", "lightning"])
+def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, form: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+    model[1].seen = [4, torch.ones(2)]
+    torch.save(FORMS[form](model.state_dict()), tmp_path / "last.pt")
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours")
+    for path in (tmp_path / "last.pt", tmp_path / "ours"):
+        other = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+        uc.load(path, model=other)
+        assert other[1].seen[0] == 4
+        assert torch.equal(other[1].seen[1], torch.ones(2))
+
+
+def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "version": 3}, tmp_path / "bare.pt")
+    torch.save({"model": {"w": torch.ones(2), "version": 3}, "epoch": 1}, tmp_path / "last.pt")
+    (tmp_path / "hf").mkdir()
+    torch.save({"w": torch.ones(2), "version": 3, "_extra_state": 5}, tmp_path / "hf" / "pytorch_model.bin")
+    for path, extra in {"bare.pt": {"version": 3}, "last.pt": {"epoch": 1, "model": {"version": 3}}, "hf": {"version": 3}}.items():
+        with uc.open(tmp_path / path) as source:
+            assert source.extra == extra
+            assert list(source["model"]) == ["w"]
+    uc.convert(tmp_path / "hf", tmp_path / "ours")
+    model = Counting(1, 1)
+    model.set_extra_state = lambda state: setattr(model, "seen", state)  # type: ignore[method-assign]
+    uc.load(tmp_path / "ours", model=model, strict=False)
+    assert model.seen == 5

@@ -21,6 +21,7 @@ from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembl
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.modules import is_extra_state
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.marks import DCP_METADATA
@@ -40,6 +41,7 @@ _STUBS = [
     "pathlib._local.PurePosixPath",
 ]
 _OPTIMIZERS = ("optimizer", "optim")
+_MODELS = (MODEL, "state_dict")  # the latter is Lightning's
 _DTYPES = {f"torch.{one}": getattr(torch, one) for one in dir(torch) if isinstance(getattr(torch, one), torch.dtype)}
 
 Path = tuple[str | int, ...]
@@ -79,7 +81,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
         if one.dtype is None:
             objects[path] = _object(files, root, key, one)
             continue
-        place = place_of(path, scalar=not one.shape)
+        place = None if _module_of(path) else place_of(path, scalar=not one.shape)
         made = assemble(files, root, key, one, one.dtype)
         if place is None:
             objects[path] = _joined(made)
@@ -123,9 +125,24 @@ def place_of(path: Path, *, scalar: bool) -> Key | None:
     return first, ".".join(map(str, rest))
 
 
+def _module_of(path: Path) -> str:
+    """Whose extra state it is, or a part of: DCP takes dicts apart, whatever they are. Empty for what is none."""
+    name = str(path[1] if path[0] in _MODELS and len(path) > 1 else path[0])
+    return name if is_extra_state(name) else ""
+
+
+def _listed_again(tree: Any) -> Any:
+    """Lists where paths have numbers, as DCP itself puts together what it took apart."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: _listed_again(one) for key, one in tree.items()}
+    return [found[key] for key in sorted(found)] if found and all(isinstance(key, int) for key in found) else found
+
+
 def _said(objects: Mapping[Path, Any]) -> Said:
-    """Param groups by name, and all other objects as one tree."""
+    """Param groups by name, modules' extra state, and all other objects as one tree."""
     options: dict[object, dict[str, Any]] = {}
+    modules: dict[Any, Any] = {}
     tree: dict[Any, Any] = {}
     for path, value in objects.items():
         if str(path[0]) in _OPTIMIZERS and len(path) > 1:
@@ -134,12 +151,19 @@ def _said(objects: Mapping[Path, Any]) -> Said:
                 owner = rest[1] if len(rest) == 3 and isinstance(rest[1], int) else ".".join(map(str, rest[1:-1]))
                 options.setdefault(owner, {})[str(rest[-1])] = value
                 continue
-        at = tree
+        module = _module_of(path)
+        at = modules if module else tree
+        path = path[path.index(module) :] if module else path
         for one in path[:-1]:
             at = at.setdefault(one, {})
         at[path[-1]] = value
     step = tree.get("step")
-    return Said(step=step if isinstance(step, int) and not isinstance(step, bool) else None, extra=tree or None, groups=_groups(options))
+    return Said(
+        step=step if isinstance(step, int) and not isinstance(step, bool) else None,
+        extra=tree or None,
+        modules={name: _listed_again(one) for name, one in modules.items()},
+        groups=_groups(options),
+    )
 
 
 def _groups(options: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ def open_sharded(root: str, options: SourceOptions) -> Assembled:
     groups = [group for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name)) for group in _groups(tree.pop(name))]
     tensors = {_place(*key): one for key, one in opened.tensors.items()}
     step = rest.get("global_step")
-    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, groups=groups)
+    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, modules=opened.said().modules, groups=groups)
     return Assembled(root, tensors, format="lightning-sharded", said=said)
 
 

@@ -249,10 +249,11 @@ def open_folder(storage: Reader) -> Folder:
     folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
     if names.is_staging(folder) or names.DIGESTS in found or PROBE in found:
         raise FormatError(f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint")
-    if names.index_name(_MODEL) in found:
-        listed_files = index.parse_index(storage.read(names.index_name(_MODEL)), file=f"{storage.root}/{names.index_name(_MODEL)}")
-        return Folder(storage, None, {_MODEL: listed_files.weight_map})
     single = names.file_name(_MODEL, number=1, count=1)
+    if names.index_name(_MODEL) in found:
+        parsed = index.parse_index(storage.read(names.index_name(_MODEL)), file=f"{storage.root}/{names.index_name(_MODEL)}")
+        if not index.is_left_over(parsed.weight_map, single=single, there=found, where=storage.root):
+            return Folder(storage, None, {_MODEL: parsed.weight_map})
     if single in found:
         bare = Folder(storage, None, {})
         bare.check_files([single])

@@ -117,6 +117,9 @@ def read_bins(root: str) -> State:
     if BIN_INDEX in names:
         with open(os.path.join(root, BIN_INDEX), "rb") as opened:
             weight_map = index.parse_index(opened.read(), file=os.path.join(root, BIN_INDEX)).weight_map
+        if index.is_left_over(weight_map, single=BIN, there=names, where=root):
+            weight_map = {}
+    if weight_map:
         files = sorted(set(weight_map.values()))
         missing = [file for file in files if file not in names]
         if missing:

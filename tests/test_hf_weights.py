@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's weights where index and files do not say the same: read as transformers reads them, or refused, never in part."""
+"""Folders of Hugging Face's weights where index and files do not agree: read as transformers reads them, or refused, never in part."""
 
 from __future__ import annotations
 
@@ -70,3 +70,19 @@ def test_an_index_of_the_one_file_is_read_by(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "hf", NEW, kind, "model")
     index.write_text(json.dumps({"weight_map": dict.fromkeys(NEW, index.name.removesuffix(".index.json"))}))
     check_same(found(tmp_path / "hf"), NEW)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_that_the_index_does_not_list_is_read_from_its_file(tmp_path: Path, kind: str) -> None:
+    weight_map = sharded(tmp_path / "hf", NEW, kind)
+    write(tmp_path / "hf", {"b": NEW["b"], "c": torch.ones(4)}, kind, "model-00002-of-00002")
+    assert "c" not in weight_map
+    check_same(found(tmp_path / "hf"), NEW | {"c": torch.ones(4)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path, kind: str) -> None:
+    sharded(tmp_path / "hf", NEW, kind)
+    write(tmp_path / "hf", {"b": NEW["b"], "a": OLD["a"]}, kind, "model-00002-of-00002")
+    with pytest.raises(uc.FormatError, match=r"-00002-of-00002(.|\n)*a"):
+        uc.open(tmp_path / "hf")

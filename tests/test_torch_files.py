@@ -229,3 +229,13 @@ def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
     model.set_extra_state = lambda state: setattr(model, "seen", state)  # type: ignore[method-assign]
     uc.load(tmp_path / "ours", model=model, strict=False)
     assert model.seen == 5
+
+
+def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) -> None:
+    one, other = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    torch.save({"model": other, "state_dict": one, "pytorch-lightning_version": "2.6.6"}, tmp_path / "lightning.ckpt")
+    with uc.open(tmp_path / "lightning.ckpt") as source:
+        assert torch.equal(source["model"]["w"][...], one["w"])
+    torch.save({"net": other, "state_dict": one}, tmp_path / "last.pt")
+    with pytest.raises(uc.FormatError, match=r"several state dicts that may be the model; .* \(2\):\n  state_dict\n  net"):
+        uc.open(tmp_path / "last.pt")

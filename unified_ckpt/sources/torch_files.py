@@ -52,7 +52,7 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     told = load_torch(path, stubs=HOLDERS)
     if not isinstance(told, Mapping):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed a state dict, or a dict that has one")
-    place = next((name for name in _MODELS if _is_state(told.get(name))), None)
+    place = _model_place(path, told)
     weights = told[place] if place is not None else told
     if not _is_state(weights):
         raise FormatError(f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, told))[:10])}; needed one of {_MODELS}")
@@ -76,6 +76,16 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     if options.config is not None:
         own[f"the model of {options.config}"] = partial(order_of, options.config, len(found.unnamed))
     return by_position(found, options, own=own)
+
+
+def _model_place(path: str, told: Mapping[Any, Any]) -> str | None:
+    """Where the model is, None where the file is its state dict. FormatError where two could be it: Lightning's has its own name."""
+    found = [name for name in _MODELS if _is_state(told.get(name))]
+    if _LIGHTNING in told and "state_dict" in found:
+        return "state_dict"
+    if len(found) > 1:
+        raise FormatError(listed(f"{path}: has several state dicts that may be the model; needed a file with one of them", found))
+    return found[0] if found else None
 
 
 def _optimizer_keys(told: Mapping[Any, Any]) -> list[Any]:

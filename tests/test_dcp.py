@@ -226,3 +226,14 @@ def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, under: t
         report = uc.load(path, model=other)
         assert other[1].seen == 4
         assert report.extra is None
+
+
+def test_a_parameter_of_one_number_is_of_the_model_that_has_no_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.logit_scale = nn.Parameter(torch.tensor(2.5))
+    save({**model.state_dict(), "step": torch.tensor(3)}, tmp_path / "c")
+    other = nn.Sequential(nn.Linear(2, 2))
+    other.logit_scale = nn.Parameter(torch.tensor(0.0))
+    report = uc.load(tmp_path / "c", model=other)
+    assert other.logit_scale == 2.5
+    assert report.extra == {"step": torch.tensor(3)}

@@ -41,6 +41,7 @@ _STUBS = [
     "pathlib._local.PurePosixPath",
 ]
 _OPTIMIZERS = ("optimizer", "optim")
+_COUNTS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")  # beside a model, what is none of it
 _MODELS = (MODEL, "state_dict")  # the latter is Lightning's
 _DTYPES = {f"torch.{one}": getattr(torch, one) for one in dir(torch) if isinstance(getattr(torch, one), torch.dtype)}
 
@@ -74,6 +75,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
     """
     entries = read_entries(root)
     files = map_files(root, entries)
+    bare = any(one.dtype is not None and one.shape and len(one.path) == 1 for one in entries.values())  # the model has no name of its own
     tensors: dict[Key, Assembly] = {}
     objects: dict[Path, Any] = {}
     for key, one in entries.items():
@@ -81,7 +83,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
         if one.dtype is None:
             objects[path] = _object(files, root, key, one)
             continue
-        place = None if _module_of(path) else place_of(path, scalar=not one.shape)
+        place = None if _module_of(path) else place_of(path, scalar=not one.shape and not (bare and path[0] not in _COUNTS))
         made = assemble(files, root, key, one, one.dtype)
         if place is None:
             objects[path] = _joined(made)

@@ -239,3 +239,22 @@ def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) ->
     torch.save({"net": other, "state_dict": one}, tmp_path / "last.pt")
     with pytest.raises(uc.FormatError, match=r"several state dicts that may be the model; .* \(2\):\n  state_dict\n  net"):
         uc.open(tmp_path / "last.pt")
+
+
+def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """As of `AveragedModel`: not every name has the prefix."""
+    model = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    torch.save(model.state_dict(), tmp_path / "swa.pt")
+    other = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    uc.load(tmp_path / "swa.pt", model=other)
+    check_equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("unwrapped", [True, False])
+def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    optimizer = stepped(model, [(f"module.{name}", parameter) for name, parameter in reversed(list(model.named_parameters()))])
+    weights = {name if unwrapped else f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    with uc.open(tmp_path / "last.pt") as source:
+        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))

@@ -6,7 +6,7 @@ every entry; all who know one must agree; and where entries could be those of se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 
 Shape = tuple[int, ...]
+WRAPPER = "module."  # before every name of a model in DistributedDataParallel
 _ORDER = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
 _REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER}"
 
@@ -142,7 +143,7 @@ def _resolve(
     given = told if told is not None else in_file if len(in_file) == len(groups) else None
     if given is not None:
         known = {name: shape for group in target or () for name, shape in group} | dict(shapes)
-        order = _with_shapes(path, groups, given, known)
+        order = _with_shapes(path, groups, _without_wrapper(given, known), known)
         _, why = fitted(groups, order)
         if why:
             raise FormatError(f"{path}: the names given for its optimizer do not fit: {why}")
@@ -233,6 +234,13 @@ def _misfit(group: Group, those: Sequence[tuple[str, Shape]]) -> str:
     entry, (name, shape) = next(pair for pair in zip(group.state, those, strict=True) if not fits(pair[0], pair[1][1]))
     has = ", ".join(f"{key} {tuple(value.shape)}" for key, value in entry.items() if isinstance(value, torch.Tensor))
     return f"{name} has shape {shape}, the state there is {has}"
+
+
+def _without_wrapper(given: Sequence[Sequence[str]], known: Collection[str]) -> Sequence[Sequence[str]]:
+    """Names of parameters of a model in DistributedDataParallel, whose weights were saved without it, as those have them."""
+    every = [name for names in given for name in names]
+    wrapped = all(name.startswith(WRAPPER) and name not in known for name in every)
+    return [[name.removeprefix(WRAPPER) for name in names] for names in given] if wrapped else given
 
 
 def _with_shapes(path: str, groups: Sequence[Group], given: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> Order:

@@ -26,7 +26,7 @@ from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import load_torch
-from unified_ckpt.sources.positions import Found, Group, by_position, is_optimizer, parse_groups
+from unified_ckpt.sources.positions import WRAPPER, Found, Group, by_position, is_optimizer, parse_groups
 from unified_ckpt.sources.stubs import HOLDERS, plain
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
@@ -160,7 +160,8 @@ def read_state(path: str, state: Any, *, part: str = MODEL, apart: bool = False)
     """What a state dict holds, its tensors under this part. `apart`: each name is a tensor of its own, whatever memory it has."""
     if not _is_state(state):
         raise FormatError(f"{path}: holds no state dict; needed tensors by name")
-    modules = {_bare(name): value for name, value in state.items() if is_extra_state(str(name))}
+    bare = _bare_names(state)
+    modules = {bare[name]: value for name, value in state.items() if is_extra_state(str(name))}
     state = {name: value for name, value in state.items() if not is_extra_state(str(name))}
     nested = sorted(str(name) for name, value in state.items() if _holds_tensors(value))
     if nested:
@@ -169,9 +170,9 @@ def read_state(path: str, state: Any, *, part: str = MODEL, apart: bool = False)
     seen_names: set[str] = set()
     first: dict[object, str] = {}
     aliases = {}
-    for name, tensor in _named(path, state):
+    for name, tensor in _named(path, state, bare):
         if name in seen_names:
-            raise FormatError(f"{path}: {name}: two of its tensors are called so without `module.`; needed names that differ")
+            raise FormatError(f"{path}: {name}: two of its tensors are called so without what wrappers add; needed names that differ")
         seen_names.add(name)
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         seen = first.setdefault(memory if tensor.numel() and not apart else name, name)
@@ -192,14 +193,17 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value)
 
 
-def _named(path: str, state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(path: str, state: Mapping[Any, Any], bare: Mapping[Any, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized:
                 raise FormatError(f"{path}: {name}: is a {value.layout} tensor; needed a dense one")
-            yield _bare(name), value.detach()
+            yield bare[name], value.detach()
 
 
-def _bare(name: Any) -> str:
-    """A name without DistributedDataParallel's prefix, and what others put into it."""
-    return unwrapped(str(name).removeprefix("module."))
+def _bare_names(state: Mapping[Any, Any]) -> dict[Any, str]:
+    """The names of tensors and of extra state -> these without what wrappers add. `module.` is DistributedDataParallel's where all have it:
+    else it is a submodule that is called so."""
+    names = {raw: unwrapped(str(raw)) for raw, value in state.items() if isinstance(value, torch.Tensor) or is_extra_state(str(raw))}
+    wrapped = all(name.startswith(WRAPPER) for name in names.values())
+    return {raw: name.removeprefix(WRAPPER) for raw, name in names.items()} if wrapped else names

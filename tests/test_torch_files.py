@@ -258,3 +258,18 @@ def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     with uc.open(tmp_path / "last.pt") as source:
         check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.3), lambda ps: torch.optim.AdamW(ps, lr=0.3)], ids=["sgd", "fresh"])
+def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, make: Any) -> None:
+    """Plain SGD has none ever, AdamW none before its first step."""
+    model = net()
+    torch.save({"model": model.state_dict(), "optimizer": make(model.parameters()).state_dict()}, tmp_path / "last.pt")
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours")
+    for path in (tmp_path / "last.pt", tmp_path / "ours"):
+        other = net(1)
+        fresh = make(other.parameters())
+        fresh.param_groups[0]["lr"] = 0.7
+        uc.load(path, model=other, optimizer=fresh)
+        assert fresh.param_groups[0]["lr"] == 0.3
+        assert not fresh.state

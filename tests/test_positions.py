@@ -92,3 +92,11 @@ def test_what_needs_no_optimizer_never_asks() -> None:
     assert found.without_optimizer().parts == ["model"]
     with pytest.raises(uc.FormatError, match=r"one: the checkpoint's model has these under other names(.|\n)*x"):
         found.names("optimizer")
+
+
+def test_state_that_is_not_by_name_is_refused() -> None:
+    with pytest.raises(uc.FormatError, match=r"x.pt: the state of parameter 0 is a int; needed values by name"):
+        parse_groups("x.pt", {"state": {0: 5}, "param_groups": [{"params": [0]}]})
+    meta = {"state": {0: {"exp_avg": torch.zeros(2, device="meta")}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(uc.FormatError, match=r"exp_avg of a is a tensor without values"):
+        source(meta, {"one": [[("a", (2,))]]}).names("optimizer")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
@@ -273,3 +277,22 @@ def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, ma
         uc.load(path, model=other, optimizer=fresh)
         assert fresh.param_groups[0]["lr"] == 0.3
         assert not fresh.state
+
+
+def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tensor, text in ((torch.empty(3, device="meta"), "without values"), (nested, "a nested tensor")):
+        torch.save({"w": tensor}, tmp_path / "x.pt")
+        with pytest.raises(uc.FormatError, match=f"w: is .*{text}"):
+            uc.open(tmp_path / "x.pt")
+
+
+def test_a_ranks_part_of_a_distributed_tensor_is_refused_on_opening(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.save({"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])}, tmp_path / "x.pt")
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(uc.FormatError, match=r"w: is a rank's part of a DTensor(.*)`full_tensor\(\)`"):
+        uc.open(tmp_path / "x.pt")

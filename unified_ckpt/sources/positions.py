@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
@@ -95,6 +96,16 @@ def _within(make: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
     return order
 
 
+def unread(tensor: torch.Tensor) -> str:
+    """Why a tensor is not read, empty where it is."""
+    if isinstance(tensor, DTensor):
+        return "a rank's part of a DTensor, whose other parts are not in this file (`full_tensor()` has them all)"
+    if tensor.is_meta:
+        return "a tensor without values (of device meta)"
+    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+
+
 def is_optimizer(told: Any) -> bool:
     return isinstance(told, Mapping) and isinstance(told.get("state"), Mapping) and isinstance(told.get("param_groups"), list)
 
@@ -110,6 +121,9 @@ def parse_groups(path: str, told: Any) -> list[Group]:
             raise FormatError(f"{path}: param group {number} lists no params")
         keys = group["params"]
         seen += keys
+        stray = next((key for key in keys if not isinstance(state.get(key, {}), Mapping)), None)
+        if stray is not None:
+            raise FormatError(f"{path}: the state of parameter {stray} is a {type(state[stray]).__name__}; needed values by name")
         names = group.get("param_names") or (keys if all(isinstance(key, str) for key in keys) else None)
         if names is not None and len(names) != len(keys):
             raise FormatError(f"{path}: param group {number} has {len(keys)} params and {len(names)} names")
@@ -268,8 +282,8 @@ def _name_state(path: str, groups: Sequence[Group], order: Order) -> _Named:
                     raise FormatError(f"{path}: state of {name} has the key {key!r}; needed a name without '/'")
                 if not isinstance(value, torch.Tensor):
                     scalars.setdefault(name, {})[key] = value
-                elif value.layout is not torch.strided or value.is_quantized:
-                    raise FormatError(f"{path}: {key} of {name} is a {value.layout} tensor; needed a dense one")
+                elif kind := unread(value):
+                    raise FormatError(f"{path}: {key} of {name} is {kind}; needed a dense one with all its values")
                 else:
                     tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)
     found = [{"names": [name for name, _ in those], "options": dict(group.options)} for group, those in zip(groups, order, strict=True)]

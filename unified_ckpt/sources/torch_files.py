@@ -26,7 +26,7 @@ from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
 from unified_ckpt.sources.pickles import load_torch
-from unified_ckpt.sources.positions import WRAPPER, Found, Group, by_position, is_optimizer, parse_groups
+from unified_ckpt.sources.positions import WRAPPER, Found, Group, by_position, is_optimizer, parse_groups, unread
 from unified_ckpt.sources.stubs import HOLDERS, plain
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module", "net")  # where scripts put the model, likeliest first
@@ -196,8 +196,8 @@ def _holds_tensors(value: Any) -> bool:
 def _named(path: str, state: Mapping[Any, Any], bare: Mapping[Any, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_quantized:
-                raise FormatError(f"{path}: {name}: is a {value.layout} tensor; needed a dense one")
+            if kind := unread(value):
+                raise FormatError(f"{path}: {name}: is {kind}; needed a dense one with all its values")
             yield bare[name], value.detach()
 
 

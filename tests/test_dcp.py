@@ -237,3 +237,20 @@ def test_a_parameter_of_one_number_is_of_the_model_that_has_no_name(tmp_path: Pa
     report = uc.load(tmp_path / "c", model=other)
     assert other.logit_scale == 2.5
     assert report.extra == {"step": torch.tensor(3)}
+
+
+def test_an_optimizer_by_position_is_refused_by_name_and_the_model_is_read(tmp_path: Path) -> None:
+    """Of a `ParameterList` the names are numbers too, and need not be those."""
+    model = nn.ParameterList([nn.Parameter(torch.full((3,), float(number))) for number in range(3)])
+    optimizer = torch.optim.AdamW([model[2], model[0], model[1]])
+    sum(number * one.sum() for number, one in enumerate(model)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    other = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
+    with pytest.raises(uc.FormatError, match=r"optimizer: is by position(.*)get_state_dict"):
+        uc.load(tmp_path / "c", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    with pytest.raises(uc.FormatError, match=r"optimizer: is by position"):
+        uc.convert(tmp_path / "c", tmp_path / "ours")
+    uc.load(tmp_path / "c", model=other)
+    assert torch.equal(other[2], model[2])
+    uc.convert(tmp_path / "c", tmp_path / "ours", parts=("model",))

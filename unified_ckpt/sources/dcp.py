@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,11 @@ _OPTIMIZERS = ("optimizer", "optim")
 _COUNTS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")  # beside a model, what is none of it
 _MODELS = (MODEL, "state_dict")  # the latter is Lightning's
 _DTYPES = {f"torch.{one}": getattr(torch, one) for one in dir(torch) if isinstance(getattr(torch, one), torch.dtype)}
+
+_BY_POSITION = (
+    "is by position, as `optimizer.state_dict()` gives it, and of which parameters is not known; needed what "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives; the other parts can be read without it"
+)
 
 Path = tuple[str | int, ...]
 
@@ -91,7 +96,11 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
             raise FormatError(f"{root}: {key}: is {place[1]} of {place[0]}, as another of its tensors is; needed names that differ")
         else:
             tensors[place] = made
-    return Assembled(root, tensors, format="dcp", said=_said(objects))
+    said, refused = _said(objects), {}
+    if any(not isinstance(name, str) for group in said.groups for name in group["names"]):
+        tensors = {key: made for key, made in tensors.items() if key[0] != OPTIMIZER}
+        said, refused = replace(said, groups=[]), {OPTIMIZER: _BY_POSITION}
+    return Assembled(root, tensors, format="dcp", said=said, refused=refused)
 
 
 def _joined(made: Assembly) -> torch.Tensor:

@@ -128,7 +128,10 @@ def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> St
 def _dcp(root: str) -> Assembled:
     if not os.path.isfile(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(f"{root}: has no {DCP_METADATA}, which is written last: the save did not end")
-    return open_dcp(root, SourceOptions())
+    opened = open_dcp(root, SourceOptions())
+    for part in opened.refused:
+        opened.names(part)  # says why
+    return opened
 
 
 # ---- optimizers

@@ -131,3 +131,11 @@ def test_packed_formats_are_compared_by_their_bits(tmp_path: Path) -> None:
     other = torch.from_numpy(np.arange(1, 9, dtype=np.uint8)).view(torch.float8_e8m0fnu)
     (found,) = report_of(tmp_path, {"w": one}, {"w": other}).differences
     assert found.elements == 8
+
+
+def test_a_name_that_is_tied_to_another_tensor_on_each_side_is_compared(tmp_path: Path) -> None:
+    a, b = torch.zeros(3), torch.ones(3)
+    first, second = {"a": a, "b": b, "c": a}, {"a": a, "b": b, "c": b}
+    report = report_of(tmp_path, first, second)
+    assert [(one.name, one.elements) for one in report.differences] == [("c", 3)]
+    assert report_of(tmp_path / "same", first, dict(first)).equal == 2, "a name of one tensor on both sides is that tensor"

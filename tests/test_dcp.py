@@ -199,3 +199,58 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
 @pytest.mark.parametrize(("path", "scalar", "place"), PLACES)
 def test_where_a_tensor_goes(path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None) -> None:
     assert place_of(path, scalar=scalar) == place
+
+
+class Counting(nn.Linear):
+    """A module that keeps more than tensors."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "scale": {"amax": torch.arange(3.0)}, "history": [torch.ones(1), torch.zeros(1)]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+        assert torch.equal(state["scale"]["amax"], torch.arange(3.0))
+        assert [one.item() for one in state["history"]] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("under", [("model",), ()])
+def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, under: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+    model[1].seen = 4
+    save({"model": model.state_dict()} if under else model.state_dict(), tmp_path / "c")
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    for path in (tmp_path / "c", tmp_path / "ours"):
+        other = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+        report = uc.load(path, model=other)
+        assert other[1].seen == 4
+        assert report.extra is None
+
+
+def test_a_parameter_of_one_number_is_of_the_model_that_has_no_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.logit_scale = nn.Parameter(torch.tensor(2.5))
+    save({**model.state_dict(), "step": torch.tensor(3)}, tmp_path / "c")
+    other = nn.Sequential(nn.Linear(2, 2))
+    other.logit_scale = nn.Parameter(torch.tensor(0.0))
+    report = uc.load(tmp_path / "c", model=other)
+    assert other.logit_scale == 2.5
+    assert report.extra == {"step": torch.tensor(3)}
+
+
+def test_an_optimizer_by_position_is_refused_by_name_and_the_model_is_read(tmp_path: Path) -> None:
+    """Of a `ParameterList` the names are numbers too, and need not be those."""
+    model = nn.ParameterList([nn.Parameter(torch.full((3,), float(number))) for number in range(3)])
+    optimizer = torch.optim.AdamW([model[2], model[0], model[1]])
+    sum(number * one.sum() for number, one in enumerate(model)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    other = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
+    with pytest.raises(uc.FormatError, match=r"optimizer: is by position(.*)get_state_dict"):
+        uc.load(tmp_path / "c", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    with pytest.raises(uc.FormatError, match=r"optimizer: is by position"):
+        uc.convert(tmp_path / "c", tmp_path / "ours")
+    uc.load(tmp_path / "c", model=other)
+    assert torch.equal(other[2], model[2])
+    uc.convert(tmp_path / "c", tmp_path / "ours", parts=("model",))

@@ -24,6 +24,7 @@ import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers import open_model_names
 from unified_ckpt.runtime.randomness import RandomStates
+from unified_ckpt.sources.huggingface.models import model_of
 
 Hostile = Callable[[Path], Any]
 
@@ -181,6 +182,27 @@ def test_another_models_config_does_not_name_it(folder: Path) -> None:
     llama(num_hidden_layers=3, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     with uc.open(folder) as source, pytest.raises(uc.FormatError, match=r"under other names, or in other shapes(.|\n)*layers.2"):
         list(source["optimizer"])
+
+
+@pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "AutoModel", "logging", 7])
+def test_a_config_names_a_model_or_nothing_is_called(folder: Path, architecture: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    with pytest.raises(uc.CheckpointError, match=r"config.json: (names the architectures|transformers .* makes no model of it)"):
+        model_of(folder)
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_act": "none"}, {"num_hidden_layers": "x"}], ids=str)
+def test_a_config_that_makes_no_model_stops_nobody_who_knows_the_order(folder: Path, change: dict[str, Any]) -> None:
+    """What transformers raises then may be anything."""
+    groups, net = names_of_groups(folder), model()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with uc.open(folder) as source, pytest.raises(uc.FormatError, match=r"config.json: transformers .* makes no model of it: \w+"):
+        list(source["optimizer"])
+    optimizer = torch.optim.AdamW([{"params": [net.get_parameter(name) for name in group]} for group in groups])
+    uc.load(folder, model=net, optimizer=optimizer)
+    assert len(optimizer.state) == 21
 
 
 def test_frozen_embeddings_leave_no_doubt_and_frozen_layers_do(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unified_ckpt.engine.positions import Order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.positions import Found, Group, by_position, fits, fitted, parse_groups
-from unified_ckpt.sources.torch_files import state_tensors
+from unified_ckpt.sources.torch_files import read_state
 
 SHAPES = [(2,), (3,), (2, 3), ()]
 
@@ -56,7 +56,7 @@ def test_which_state_fits_which_shape(state: dict[str, Any], shape: tuple[int, .
 
 
 def source(groups: Any, own: dict[str, Order], **options: Any) -> Any:
-    tensors, _ = state_tensors("x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)})
+    tensors = read_state("x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}).tensors
     found = Found("x.pt", "torch", tensors, unnamed=parse_groups("x.pt", groups))
     return by_position(found, SourceOptions(**options), own={who: (lambda order=order: order) for who, order in own.items()})
 
@@ -92,3 +92,11 @@ def test_what_needs_no_optimizer_never_asks() -> None:
     assert found.without_optimizer().parts == ["model"]
     with pytest.raises(uc.FormatError, match=r"one: the checkpoint's model has these under other names(.|\n)*x"):
         found.names("optimizer")
+
+
+def test_state_that_is_not_by_name_is_refused() -> None:
+    with pytest.raises(uc.FormatError, match=r"x.pt: the state of parameter 0 is a int; needed values by name"):
+        parse_groups("x.pt", {"state": {0: 5}, "param_groups": [{"params": [0]}]})
+    meta = {"state": {0: {"exp_avg": torch.zeros(2, device="meta")}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(uc.FormatError, match=r"exp_avg of a is a tensor without values"):
+        source(meta, {"one": [[("a", (2,))]]}).names("optimizer")

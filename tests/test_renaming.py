@@ -336,6 +336,23 @@ def test_param_groups_that_become_one_must_agree(tmp_path: Path) -> None:
         look(tmp_path / "c", told)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"match": "{i}.weight", "steps": [{"transpose": [0, 1]}], "to": "{i}.w"}, {"match": ["0.weight", "1.weight"], "concat": 0, "to": "w"}],
+    ids=["turned", "joined"],
+)
+def test_factored_state_is_not_turned_or_joined_as_if_it_were_its_parameter(tmp_path: Path, told: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=QUICK)
+    with pytest.raises(FormatError, match=r"'(row|col)_var' has shape \((1, 4|4, 1)\), its parameter \(4, 4\)"):
+        look(tmp_path / "c", [told], "optimizer")
+    assert look(tmp_path / "c", [told]), "without the optimizer"
+    assert "a/row_var" in look(tmp_path / "c", [{"match": "0.weight", "to": "a"}], "optimizer"), "a name alone"
+
+
 def test_toml_and_json_say_the_same() -> None:
     told = parse_renames(RULES.encode(), file="r.toml")
     assert parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
@@ -187,4 +191,108 @@ def test_hugging_faces_bin_folders(tmp_path: Path, shards: str, capsys: pytest.C
 def test_what_is_no_model_is_refused_by_what_it_holds(tmp_path: Path, value: Any, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):
+        uc.open(tmp_path / "x.pt")
+
+
+class Counting(nn.Linear):
+    """A module that keeps more than tensors."""
+
+    seen: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("form", ["bare", "model", "ddp", "lightning"])
+def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, form: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+    model[1].seen = [4, torch.ones(2)]
+    torch.save(FORMS[form](model.state_dict()), tmp_path / "last.pt")
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours")
+    for path in (tmp_path / "last.pt", tmp_path / "ours"):
+        other = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
+        uc.load(path, model=other)
+        assert other[1].seen[0] == 4
+        assert torch.equal(other[1].seen[1], torch.ones(2))
+
+
+def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "version": 3}, tmp_path / "bare.pt")
+    torch.save({"model": {"w": torch.ones(2), "version": 3}, "epoch": 1}, tmp_path / "last.pt")
+    (tmp_path / "hf").mkdir()
+    torch.save({"w": torch.ones(2), "version": 3, "_extra_state": 5}, tmp_path / "hf" / "pytorch_model.bin")
+    for path, extra in {"bare.pt": {"version": 3}, "last.pt": {"epoch": 1, "model": {"version": 3}}, "hf": {"version": 3}}.items():
+        with uc.open(tmp_path / path) as source:
+            assert source.extra == extra
+            assert list(source["model"]) == ["w"]
+    uc.convert(tmp_path / "hf", tmp_path / "ours")
+    model = Counting(1, 1)
+    model.set_extra_state = lambda state: setattr(model, "seen", state)  # type: ignore[method-assign]
+    uc.load(tmp_path / "ours", model=model, strict=False)
+    assert model.seen == 5
+
+
+def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) -> None:
+    one, other = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    torch.save({"model": other, "state_dict": one, "pytorch-lightning_version": "2.6.6"}, tmp_path / "lightning.ckpt")
+    with uc.open(tmp_path / "lightning.ckpt") as source:
+        assert torch.equal(source["model"]["w"][...], one["w"])
+    torch.save({"net": other, "state_dict": one}, tmp_path / "last.pt")
+    with pytest.raises(uc.FormatError, match=r"several state dicts that may be the model; .* \(2\):\n  state_dict\n  net"):
+        uc.open(tmp_path / "last.pt")
+
+
+def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """As of `AveragedModel`: not every name has the prefix."""
+    model = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    torch.save(model.state_dict(), tmp_path / "swa.pt")
+    other = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    uc.load(tmp_path / "swa.pt", model=other)
+    check_equal(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("unwrapped", [True, False])
+def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    optimizer = stepped(model, [(f"module.{name}", parameter) for name, parameter in reversed(list(model.named_parameters()))])
+    weights = {name if unwrapped else f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    with uc.open(tmp_path / "last.pt") as source:
+        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.3), lambda ps: torch.optim.AdamW(ps, lr=0.3)], ids=["sgd", "fresh"])
+def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, make: Any) -> None:
+    """Plain SGD has none ever, AdamW none before its first step."""
+    model = net()
+    torch.save({"model": model.state_dict(), "optimizer": make(model.parameters()).state_dict()}, tmp_path / "last.pt")
+    uc.convert(tmp_path / "last.pt", tmp_path / "ours")
+    for path in (tmp_path / "last.pt", tmp_path / "ours"):
+        other = net(1)
+        fresh = make(other.parameters())
+        fresh.param_groups[0]["lr"] = 0.7
+        uc.load(path, model=other, optimizer=fresh)
+        assert fresh.param_groups[0]["lr"] == 0.3
+        assert not fresh.state
+
+
+def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tensor, text in ((torch.empty(3, device="meta"), "without values"), (nested, "a nested tensor")):
+        torch.save({"w": tensor}, tmp_path / "x.pt")
+        with pytest.raises(uc.FormatError, match=f"w: is .*{text}"):
+            uc.open(tmp_path / "x.pt")
+
+
+def test_a_ranks_part_of_a_distributed_tensor_is_refused_on_opening(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.save({"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])}, tmp_path / "x.pt")
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(uc.FormatError, match=r"w: is a rank's part of a DTensor(.*)`full_tensor\(\)`"):
         uc.open(tmp_path / "x.pt")

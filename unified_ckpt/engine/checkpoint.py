@@ -274,15 +274,28 @@ def open_folder(storage: Reader) -> Folder:
     folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
     if names.is_staging(folder) or names.DIGESTS in found or PROBE in found:
         raise FormatError(f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint")
-    if names.index_name(_MODEL) in found:
-        listed_files = index.parse_index(storage.read(names.index_name(_MODEL)), file=f"{storage.root}/{names.index_name(_MODEL)}")
-        return Folder(storage, None, {_MODEL: listed_files.weight_map})
     single = names.file_name(_MODEL, number=1, count=1)
+    if names.index_name(_MODEL) in found:
+        parsed = index.parse_index(storage.read(names.index_name(_MODEL)), file=f"{storage.root}/{names.index_name(_MODEL)}")
+        if not index.is_left_over(parsed.weight_map, single=single, there=found, where=storage.root):
+            return _indexed(storage, parsed.weight_map, found)
     if single in found:
         bare = Folder(storage, None, {})
         bare.check_files([single])
         return Folder(storage, None, {_MODEL: dict.fromkeys(bare._headers[single], single)})
     raise NotFoundError(f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}")
+
+
+def _indexed(storage: Reader, weight_map: Mapping[str, str], there: Collection[str]) -> Folder:
+    """Hugging Face's folder of several files: what these hold and the index lacks is of the model too, as transformers and others take it.
+    FormatError where a file has a tensor that is another file's by the index."""
+    every = dict(weight_map)
+    folder = Folder(storage, None, {_MODEL: every})
+    for file in sorted(set(weight_map.values()) & set(there)):
+        stale = sorted(name for name in folder.header(file) if every.setdefault(name, file) != file)
+        if stale:
+            raise FormatError(listed(f"{storage.root}/{file}: has tensors that are another file's", stale))
+    return folder
 
 
 def _weight_map(storage: Reader, part: str, files: Mapping[str, object]) -> Mapping[str, str] | None:

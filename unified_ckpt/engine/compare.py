@@ -79,8 +79,10 @@ def compare(
 
 
 def _names(first: Source, second: Source, part: str, match: str | None) -> list[str]:
-    """Names of either side; one that is an alias on one side and stored on the other counts as stored."""
-    found = sorted({*first.names(part), *second.names(part)})
+    """Names of either side; one that is an alias on one side and stored on the other counts as stored, and one of two tensors too."""
+    ours, theirs = (source.aliases(part) if part in source.parts else {} for source in (first, second))
+    parted = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}  # tied to one tensor here, to another there
+    found = sorted({*first.names(part), *second.names(part), *parted})
     return [name for name in found if match is None or fnmatchcase(name, match) or fnmatchcase(f"{part}:{name}", match)]
 
 

@@ -95,8 +95,8 @@ def saved_state(fqns: Collection[str], source: Source, aliases: Mapping[str, Map
 
 
 def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Parameters of the target's optimizer that the checkpoint's did not have: all of them where it has no optimizer part."""
-    if OPTIMIZER not in source.parts:
+    """Parameters of the target's optimizer that the checkpoint's did not have: all of them where it had none."""
+    if OPTIMIZER not in source.parts and not said.groups:  # with groups it is one without state, such as plain SGD
         return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns)]
     known = {fqn for group in said.groups for fqn in group["names"]}
     if not known:

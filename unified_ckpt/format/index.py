@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from unified_ckpt.errors import FormatError
@@ -43,6 +43,22 @@ def parse_index(encoded: bytes, *, file: str) -> Index:
         except FormatError as error:
             raise FormatError(f"{file}: {error}") from None
     return Index(_total_size(found.get("metadata")), weight_map)
+
+
+def is_left_over(weight_map: Mapping[str, str], *, single: str, there: Collection[str], where: str) -> bool:
+    """Whether an index is of an older save, whose files are gone: beside it is `single`, which readers take first. `there`: names of files.
+
+    FormatError where files of both are there: transformers reads `single`, others go by the index.
+    """
+    others = set(weight_map.values()) - {single}
+    if single not in there or not others:
+        return False
+    kept = sorted(others & set(there))
+    if kept:
+        raise FormatError(
+            f"{where}: has {single} and, of an index, {kept[0]}: two saves in one folder; needed one, remove the other's files"
+        )
+    return True
 
 
 def check_file_name(name: str) -> None:

@@ -63,7 +63,7 @@ def _flatten_module(flat: FlatModel, seen: dict[object, str], module: nn.Module)
         fqn = clean_name(raw, wrapped)
         if _FLAT in raw:
             raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; needed fully_shard (FSDP2)")
-        if fqn.rpartition(".")[2] == _EXTRA:
+        if is_extra_state(fqn):
             flat.extra_state[fqn] = value
         elif isinstance(value, torch.Tensor):
             _add(flat, seen, fqn, value)
@@ -97,6 +97,11 @@ def clean_name(raw: str, wrapped: Sequence[str]) -> str:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
     return unwrapped(raw)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether what a module's `get_extra_state` gave stands under this name of a state dict; it may be a tensor."""
+    return name.rpartition(".")[2] == _EXTRA
 
 
 def unwrapped(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembl
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.modules import is_extra_state
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.marks import DCP_METADATA
@@ -40,7 +41,14 @@ _STUBS = [
     "pathlib._local.PurePosixPath",
 ]
 _OPTIMIZERS = ("optimizer", "optim")
+_COUNTS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")  # beside a model, what is none of it
+_MODELS = (MODEL, "state_dict")  # the latter is Lightning's
 _DTYPES = {f"torch.{one}": getattr(torch, one) for one in dir(torch) if isinstance(getattr(torch, one), torch.dtype)}
+
+_BY_POSITION = (
+    "is by position, as `optimizer.state_dict()` gives it, and of which parameters is not known; needed what "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives; the other parts can be read without it"
+)
 
 Path = tuple[str | int, ...]
 
@@ -72,6 +80,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
     """
     entries = read_entries(root)
     files = map_files(root, entries)
+    bare = any(one.dtype is not None and one.shape and len(one.path) == 1 for one in entries.values())  # the model has no name of its own
     tensors: dict[Key, Assembly] = {}
     objects: dict[Path, Any] = {}
     for key, one in entries.items():
@@ -79,7 +88,7 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
         if one.dtype is None:
             objects[path] = _object(files, root, key, one)
             continue
-        place = place_of(path, scalar=not one.shape)
+        place = None if _module_of(path) else place_of(path, scalar=not one.shape and not (bare and path[0] not in _COUNTS))
         made = assemble(files, root, key, one, one.dtype)
         if place is None:
             objects[path] = _joined(made)
@@ -87,7 +96,11 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
             raise FormatError(f"{root}: {key}: is {place[1]} of {place[0]}, as another of its tensors is; needed names that differ")
         else:
             tensors[place] = made
-    return Assembled(root, tensors, format="dcp", said=_said(objects))
+    said, refused = _said(objects), {}
+    if any(not isinstance(name, str) for group in said.groups for name in group["names"]):
+        tensors = {key: made for key, made in tensors.items() if key[0] != OPTIMIZER}
+        said, refused = replace(said, groups=[]), {OPTIMIZER: _BY_POSITION}
+    return Assembled(root, tensors, format="dcp", said=said, refused=refused)
 
 
 def _joined(made: Assembly) -> torch.Tensor:
@@ -123,10 +136,25 @@ def place_of(path: Path, *, scalar: bool) -> Key | None:
     return first, ".".join(map(str, rest))
 
 
+def _module_of(path: Path) -> str:
+    """Whose extra state it is, or a part of: DCP takes dicts apart, whatever they are. Empty for what is none."""
+    name = str(path[1] if path[0] in _MODELS and len(path) > 1 else path[0])
+    return name if is_extra_state(name) else ""
+
+
+def _listed_again(tree: Any) -> Any:
+    """Lists where paths have numbers, as DCP itself puts together what it took apart."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {key: _listed_again(one) for key, one in tree.items()}
+    return [found[key] for key in sorted(found)] if found and all(isinstance(key, int) for key in found) else found
+
+
 def _said(objects: Mapping[Path, Any]) -> Said:
-    """Param groups and optimizer state by name, and all other objects as one tree."""
+    """Param groups and optimizer state by name, modules' extra state, and all other objects as one tree."""
     options: dict[object, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    modules: dict[Any, Any] = {}
     tree: dict[Any, Any] = {}
     for path, value in objects.items():
         state = _state_of(path)
@@ -139,10 +167,16 @@ def _said(objects: Mapping[Path, Any]) -> Said:
                 owner = rest[1] if len(rest) == 3 and isinstance(rest[1], int) else ".".join(map(str, rest[1:-1]))
                 options.setdefault(owner, {})[str(rest[-1])] = value
                 continue
-        _put(tree, path, value)
+        module = _module_of(path)
+        _put(modules if module else tree, path[path.index(module) :] if module else path, value)
     step = tree.get("step")
-    counted = step if isinstance(step, int) and not isinstance(step, bool) else None
-    return Said(step=counted, extra=tree or None, groups=_groups(options), scalars=scalars)
+    return Said(
+        step=step if isinstance(step, int) and not isinstance(step, bool) else None,
+        extra=tree or None,
+        modules={name: _listed_again(one) for name, one in modules.items()},
+        groups=_groups(options),
+        scalars=scalars,
+    )
 
 
 def _state_of(path: Path) -> Path | None:

@@ -37,7 +37,8 @@ def open_sharded(root: str, options: SourceOptions) -> Assembled:
     scalars = {fqn: state for one in optimizers for fqn, state in one.get("state", {}).items()}
     tensors = {_place(*key): one for key, one in opened.tensors.items()}
     step = rest.get("global_step")
-    said = Said(step=step if isinstance(step, int) else None, extra={**rest, **tree}, groups=groups, scalars=scalars)
+    step, extra = step if isinstance(step, int) else None, {**rest, **tree}
+    said = Said(step=step, extra=extra, modules=opened.said().modules, groups=groups, scalars=scalars)
     return Assembled(root, tensors, format="lightning-sharded", said=said)
 
 

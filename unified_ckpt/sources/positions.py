@@ -6,12 +6,13 @@ every entry; all who know one must agree; and where entries could be those of se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
@@ -23,6 +24,7 @@ from unified_ckpt.runtime.modules import unwrapped
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 
 Shape = tuple[int, ...]
+WRAPPER = "module."  # before every name of a model in DistributedDataParallel
 _ORDER = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
 _REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER}"
 
@@ -94,6 +96,16 @@ def _within(make: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
     return order
 
 
+def unread(tensor: torch.Tensor) -> str:
+    """Why a tensor is not read, empty where it is."""
+    if isinstance(tensor, DTensor):
+        return "a rank's part of a DTensor, whose other parts are not in this file (`full_tensor()` has them all)"
+    if tensor.is_meta:
+        return "a tensor without values (of device meta)"
+    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+
+
 def is_optimizer(told: Any) -> bool:
     return isinstance(told, Mapping) and isinstance(told.get("state"), Mapping) and isinstance(told.get("param_groups"), list)
 
@@ -109,6 +121,9 @@ def parse_groups(path: str, told: Any) -> list[Group]:
             raise FormatError(f"{path}: param group {number} lists no params")
         keys = group["params"]
         seen += keys
+        stray = next((key for key in keys if not isinstance(state.get(key, {}), Mapping)), None)
+        if stray is not None:
+            raise FormatError(f"{path}: the state of parameter {stray} is a {type(state[stray]).__name__}; needed values by name")
         names = group.get("param_names") or (keys if all(isinstance(key, str) for key in keys) else None)
         if names is not None and len(names) != len(keys):
             raise FormatError(f"{path}: param group {number} has {len(keys)} params and {len(names)} names")
@@ -142,7 +157,7 @@ def _resolve(
     given = told if told is not None else in_file if len(in_file) == len(groups) else None
     if given is not None:
         known = {name: shape for group in target or () for name, shape in group} | dict(shapes)
-        order = _with_shapes(path, groups, given, known)
+        order = _with_shapes(path, groups, _without_wrapper(given, known), known)
         _, why = fitted(groups, order)
         if why:
             raise FormatError(f"{path}: the names given for its optimizer do not fit: {why}")
@@ -235,6 +250,13 @@ def _misfit(group: Group, those: Sequence[tuple[str, Shape]]) -> str:
     return f"{name} has shape {shape}, the state there is {has}"
 
 
+def _without_wrapper(given: Sequence[Sequence[str]], known: Collection[str]) -> Sequence[Sequence[str]]:
+    """Names of parameters of a model in DistributedDataParallel, whose weights were saved without it, as those have them."""
+    every = [name for names in given for name in names]
+    wrapped = all(name.startswith(WRAPPER) and name not in known for name in every)
+    return [[name.removeprefix(WRAPPER) for name in names] for names in given] if wrapped else given
+
+
 def _with_shapes(path: str, groups: Sequence[Group], given: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> Order:
     if len(given) != len(groups) or any(len(names) != len(one.state) for names, one in zip(given, groups, strict=True)):
         has, needed = [len(names) for names in given], [len(one.state) for one in groups]
@@ -260,8 +282,8 @@ def _name_state(path: str, groups: Sequence[Group], order: Order) -> _Named:
                     raise FormatError(f"{path}: state of {name} has the key {key!r}; needed a name without '/'")
                 if not isinstance(value, torch.Tensor):
                     scalars.setdefault(name, {})[key] = value
-                elif value.layout is not torch.strided or value.is_quantized:
-                    raise FormatError(f"{path}: {key} of {name} is a {value.layout} tensor; needed a dense one")
+                elif kind := unread(value):
+                    raise FormatError(f"{path}: {key} of {name} is {kind}; needed a dense one with all its values")
                 else:
                     tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)
     found = [{"names": [name for name, _ in those], "options": dict(group.options)} for group, those in zip(groups, order, strict=True)]

@@ -71,14 +71,15 @@ def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key
 def model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     """Hugging Face's safetensors of a part: one file, or those of the index. IncompleteError naming what is missing; [] where there are
     none."""
+    there, single, weight_map = set(os.listdir(root)), names.file_name(part, number=1, count=1), None
     listing = os.path.join(root, names.index_name(part))
-    if not os.path.isfile(listing):
-        single = os.path.join(root, names.file_name(part, number=1, count=1))
-        return [open_tensors(single)] if os.path.isfile(single) else []
-    with open(listing, "rb") as opened:
-        weight_map = index.parse_index(opened.read(), file=listing).weight_map
+    if names.index_name(part) in there:
+        with open(listing, "rb") as opened:
+            weight_map = index.parse_index(opened.read(), file=listing).weight_map
+    if weight_map is None or index.is_left_over(weight_map, single=single, there=there, where=root):
+        return [open_tensors(os.path.join(root, single))] if single in there else []
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not os.path.isfile(os.path.join(root, file))]
+    missing = [file for file in files if file not in there]
     if missing:
         raise IncompleteError(listed(f"{root}: files are missing", missing))
     found = {file: open_tensors(os.path.join(root, file)) for file in files}

@@ -56,6 +56,7 @@ class Product:
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
         if self._is_count(shapes):
             return alike([Stored(key, shapes[key]) for row in self.rows for key in row])
+        self._check_follows(shapes)
         base = made_of(self.rule, self.rows, shapes, power=1)
         if not self.rule.partial:
             self._check_whole(base, shapes)
@@ -67,6 +68,15 @@ class Product:
         if self.state is None or prod(shapes[self.rows[0][0]]) != 1:
             return False
         return self.state == COUNT or self.leader is None or prod(shapes[self.leader]) != 1
+
+    def _check_follows(self, shapes: Shapes) -> None:
+        """FormatError for state of other shapes than its parameter: of rows, columns or blocks, a turned or joined parameter has others."""
+        of, found = self.leader, shapes[self.rows[0][0]]
+        if self.state is not None and of is not None and found != shapes[of]:
+            raise FormatError(
+                f"{self.state!r} has shape {found}, its parameter {shapes[of]}: how it follows what the rule does is not known; needed the "
+                "parameter's shape, or one number; the other parts can be taken without the optimizer"
+            )
 
     def _of(self, base: Recipe, target: int, power: int) -> Recipe:
         rule = self.rule

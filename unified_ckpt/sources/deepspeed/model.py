@@ -17,6 +17,7 @@ import torch
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.assembled import Assembly
 from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.modules import is_extra_state
 from unified_ckpt.sources.deepspeed.layout import Span, in_parts
 from unified_ckpt.sources.deepspeed.ranks import STUBS, check_whole, unstubbed
 from unified_ckpt.sources.deepspeed.values import spans_tensor
@@ -31,7 +32,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """`held`: the module's tensors. `groups`: trained parameters by flat group, in order. `shapes`: of these and of the frozen ones.
-    `parts`: this rank's of frozen parameters that are cut. `aliases`: of tied weights. `world`: ranks of data parallelism."""
+    `parts`: this rank's of frozen parameters that are cut. `aliases`: of tied weights. `world`: ranks of data parallelism. `modules`: extra
+    state."""
 
     path: str
     held: Mapping[str, torch.Tensor]
@@ -43,6 +45,7 @@ class ModelFile:
     step: int | None
     world: int
     extra: Mapping[str, Any]
+    modules: Mapping[str, Any]
 
     @property
     def is_cut(self) -> bool:
@@ -74,7 +77,8 @@ def read_model_file(path: str) -> ModelFile:
 def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
     if told["module"] is None:
         raise FormatError(f"{path}: has no weights, as those of pipelines; needed a model that is whole in this file")
-    held = {name: one.detach() for name, one in told["module"].items() if isinstance(one, torch.Tensor)}
+    modules = {name: unstubbed(one) for name, one in told["module"].items() if is_extra_state(name)}
+    held = {name: one.detach() for name, one in told["module"].items() if isinstance(one, torch.Tensor) and name not in modules}
     groups = [_shapes(group) for group in told.get("param_shapes") or ()]
     shapes = {name: shape for group in groups for name, shape in group.items()} | _shapes(told.get("frozen_param_shapes") or {})
     shared = {alias: name for alias, name in (told.get("shared_params") or {}).items() if alias not in shapes and name in held}
@@ -90,6 +94,7 @@ def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
         step if isinstance(step, int) else None,
         int(told.get("dp_world_size") or 1),
         {key: unstubbed(value) for key, value in told.items() if key not in _OURS and value is not None},
+        modules,
     )
 
 

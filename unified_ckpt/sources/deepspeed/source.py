@@ -69,7 +69,7 @@ def _open(root: str, folder: str) -> Assembled:
         held, where = _held(model, beside, name, one.shape)
         tensors |= trained_tensors(name, one, held, dtype=model.held[name].dtype, where=where, pages=pages)
     tensors |= _others(model, trained, world)
-    said = Said(step=model.step, extra=extra or None, groups=_groups(model, owners))
+    said = Said(step=model.step, extra=extra or None, modules=model.modules, groups=_groups(model, owners))
     return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)
 
 

@@ -16,7 +16,7 @@ from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import ADAPTER_CONFIG
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.safetensor_files import open_tensors, whole_tensors
-from unified_ckpt.sources.torch_files import state_tensors
+from unified_ckpt.sources.torch_files import read_state
 
 ADAPTER = "adapter_model"  # a part of this name is the file that PEFT looks for
 DEFAULT = "default"  # PEFT's files of this adapter lie in the folder itself, those of others in a folder of their name
@@ -44,7 +44,7 @@ def adapter_tensors(root: str) -> dict[Key, Assembly]:
         if os.path.isfile(safe):
             found |= whole_tensors([open_tensors(safe)], part=part)
         elif os.path.isfile(pickled):
-            found |= state_tensors(pickled, load_torch(pickled), part=part, apart=True)[0]
+            found |= read_state(pickled, load_torch(pickled), part=part, apart=True).tensors
         else:
             raise IncompleteError(f"{folder}: has {ADAPTER_CONFIG} and no weights; needed {ADAPTER}.safetensors or {ADAPTER}.bin")
     return found

@@ -19,6 +19,7 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.runtime.modules import is_extra_state
 from unified_ckpt.runtime.placements import rule_of
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.pickles import load_torch
@@ -45,7 +46,13 @@ def load_ranks(files: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 def model_of_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, Assembly]:
-    return {(part, name): one for name, one in _joined(files, load_ranks(files)).items()}
+    return {(part, name): one for name, one in _joined(files, load_ranks(files)).items() if not is_extra_state(name)}
+
+
+def extra_states(file: str) -> dict[str, Any]:
+    """What `get_extra_state` gave on a rank."""
+    (told,) = load_ranks([file])
+    return {name: value for name, value in told.items() if is_extra_state(str(name))}
 
 
 def optimizer_of_ranks(files: Sequence[str]) -> tuple[dict[Key, Assembly], Said]:

@@ -34,14 +34,15 @@ def model_of(path: str | os.PathLike[str]) -> torch.nn.Module:
         raise NotFoundError(f"{folder}/{CONFIG}: needs transformers to say what model it is: {error}") from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise FormatError(f"{folder}/{CONFIG}: transformers {transformers.__version__} cannot read it: {error}") from error
-    kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if kind is None:
-        raise NotFoundError(f"{folder}/{CONFIG}: names the architectures {config.architectures}; needed one of transformers', or model=...")
-    with torch.device("meta"):
-        made: torch.nn.Module = kind(config)
-    return made
+        named = next(iter(config.architectures or ()), "")
+        kind = getattr(transformers, named, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):  # not just any name that transformers has
+            with torch.device("meta"):
+                return kind(config)
+    except Exception as error:  # a config that is not as its model expects may raise anything
+        what = f"transformers {transformers.__version__} makes no model of it: {type(error).__name__}: {error}"
+        raise FormatError(f"{folder}/{CONFIG}: {what}; needed a config of one of its models, or model=...") from error
+    raise NotFoundError(f"{folder}/{CONFIG}: names the architectures {config.architectures}; needed one of transformers', or model=...")
 
 
 def order_of(path: str, groups: int) -> Order:

@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly
+from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.assembled import Assembled
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
-from unified_ckpt.sources.huggingface.fsdp_ranks import model_of_ranks, optimizer_of_ranks, rank_files
+from unified_ckpt.sources.huggingface.fsdp_ranks import extra_states, model_of_ranks, optimizer_of_ranks, rank_files
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.positions import Found, by_position, parse_groups
 from unified_ckpt.sources.safetensor_files import model_files, whole_tensors
-from unified_ckpt.sources.torch_files import bin_tensors, state_tensors
+from unified_ckpt.sources.torch_files import State, read_bins, read_state
 
 _PLAIN = ("scheduler", "scaler", "dl_state_dict")  # files of plain values, which go to `extra`
 _UNFINISHED = "checkpoint-is-incomplete.txt"  # there while a Trainer saves that was told to stop
@@ -64,7 +64,8 @@ def _open(root: str, options: SourceOptions, found: Found) -> Source:
     named = _read_optimizers(root, entries, found)
     step, extra = _extra(root, entries)
     randoms = _random_files(root, entries)
-    found.said = replace(named, step=step, extra=extra or None, rank_extras=len(randoms))
+    extra |= found.said.extra or {}
+    found.said = replace(named, step=step, extra=extra or None, modules=found.said.modules, rank_extras=len(randoms))
     found.rank_extra = partial(_random_states, randoms)
     place = options.config or root
     return by_position(found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))})
@@ -74,16 +75,21 @@ def _open(root: str, options: SourceOptions, found: Found) -> Source:
 
 
 def _read_models(root: str, entries: frozenset[str], found: Found) -> None:
-    """Every model of the folder: the first is the part `model`, others `model_1`, ..."""
+    """Every model of the folder: the first is the part `model`, others `model_1`, ...; what they hold beside is said."""
     number = 0
+    values: dict[str, Any] = {}
     while True:
         part = f"model_{number}" if number else MODEL
-        tensors, aliases = _one_model(root, entries, part, number)
-        if not tensors:
+        one = _one_model(root, entries, part, number)
+        if not one.tensors:
             break
-        found.tensors |= tensors
-        found.aliases[part] = aliases
+        found.tensors |= one.tensors
+        found.aliases[part] = one.aliases
+        if part == MODEL:
+            found.said = replace(found.said, modules=one.modules)
+        values |= {part: of} if (of := one.values if part == MODEL else one.values | one.modules) else {}
         number += 1
+    found.said = replace(found.said, extra=values)
     _check_numbers(root, entries, _MODEL_NUMBER, number)
     found.tensors |= adapter_tensors(root)
     if not found.tensors:
@@ -97,31 +103,35 @@ def _check_numbers(root: str, entries: frozenset[str], pattern: re.Pattern[str],
         raise IncompleteError(listed(f"{root}: number {count} is missing, and there are", beyond))
 
 
-def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> tuple[dict[Key, Assembly], dict[str, str]]:
-    """The tensors of a model and their aliases; none where there is no such model."""
+def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> State:
+    """What a model holds; no tensors where there is no such model."""
     fsdp, suffix = f"pytorch_model_fsdp_{number}", f"_{number}" if number else ""
     if fsdp in entries:
         opened = _dcp(os.path.join(root, fsdp))
-        return {(part, name): one for (of, name), one in opened.tensors.items() if of == MODEL}, {}
+        tensors = {(part, name): one for (of, name), one in opened.tensors.items() if of == MODEL}
+        return State(tensors, {}, dict(opened.said().modules), {})
     ranks = rank_files(root, fsdp)
     if ranks:
-        return model_of_ranks(ranks, part), {}
+        return State(model_of_ranks(ranks, part), {}, extra_states(ranks[0]), {})
     full, pickled = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
     files = model_files(root, part=part)
     if files:
-        return whole_tensors(files, part=part), {}
+        return State(whole_tensors(files, part=part), {}, {}, {})
     if full in entries or (pickled in entries and number):
         path = os.path.join(root, full if full in entries else pickled)
-        return state_tensors(path, load_torch(path), part=part)
+        return read_state(path, load_torch(path), part=part)
     if not number and entries & {BIN, BIN_INDEX}:
-        return bin_tensors(root)
-    return {}, {}
+        return read_bins(root)
+    return State({}, {}, {}, {})
 
 
 def _dcp(root: str) -> Assembled:
     if not os.path.isfile(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(f"{root}: has no {DCP_METADATA}, which is written last: the save did not end")
-    return open_dcp(root, SourceOptions())
+    opened = open_dcp(root, SourceOptions())
+    for part in opened.refused:
+        opened.names(part)  # says why
+    return opened
 
 
 # ---- optimizers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -456,6 +457,55 @@ def test_a_folder_under_construction_is_refused(folder: Path) -> None:
             uc.FormatError, match=r"is an unfinished save: it has no unified_checkpoint\.json; needed a committed checkpoint"
         ):
             call()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (shutil.rmtree, "there is no such folder"),
+        (lambda bad: (bad / "unified_checkpoint.json").write_text("{"), r"unified_checkpoint\.json: "),
+        (lambda bad: (bad / "model.safetensors").unlink(), "files are missing"),
+    ],
+    ids=["missing", "manifest", "file"],
+)
+@both_ways
+def test_one_of_several_folders_that_cannot_be_opened(
+    tmp_path: Path, make: Callable[[Path], object], note: str, turned: bool, world: int
+) -> None:
+    """The other one is whole: that is enough, and what is wrong with the first is told."""
+    good, bad = tmp_path / "good" / "checkpoint-1", tmp_path / "bad" / "checkpoint-1"
+    uc.save(good, model={"w": torch.ones(4)}, step=1, options=uc.SaveOptions(fsync=False))
+    shutil.copytree(good, bad)
+    make(bad)
+
+    def act(comm: Comm) -> tuple[int | None, list[float], str]:
+        target = {"w": torch.zeros(4)}
+        report = checkpointer_of(comm).load([good, bad] if turned else [bad, good], model=target)
+        return report.step, target["w"].tolist(), " ".join(report.notes)
+
+    for found in try_ranks(world, act, timeout_seconds=HARD):
+        assert isinstance(found, tuple), found
+        assert found[:2] == (1, [1.0] * 4)
+        assert re.search(f"bad/checkpoint-1.*{note}", found[2])
+    shutil.rmtree(good)
+    for error in try_ranks(world, act, timeout_seconds=HARD):
+        assert isinstance(error, uc.CheckpointError), error
+
+
+def test_weights_without_a_manifest_are_not_taken_for_one_of_several(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(uc.NotFoundError, match="gone: there is no such folder"):
+        uc.load([tmp_path, tmp_path / "gone"], model={"w": torch.zeros(4)})
+
+
+@both_ways
+def test_no_path_at_all(world: int) -> None:
+    def act(comm: Comm) -> None:
+        checkpointer_of(comm).load([], model={"w": torch.zeros(4)})
+
+    found = try_ranks(world, act, timeout_seconds=HARD)
+    same_error(found, uc.NotFoundError, "no path is given; needed that of a checkpoint")
 
 
 # targets that do not fit

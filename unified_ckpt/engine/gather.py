@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from unified_ckpt.engine.checkpoint import Folder, open_folder, open_path
 from unified_ckpt.engine.folders import Folders
@@ -33,17 +33,33 @@ def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: flo
         return numbered(everybody(meeting, "machine", machine))
 
 
-def open_folders(paths: Iterable[str], owned: ExitStack, *, hold: bool) -> list[Folder] | Exception:
-    """This rank's folders, or why there is none, which `gather` tells to all: the other machines may have enough. `hold`: on one rank of
-    each machine."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """This rank's folders. `error`: why it has none; `bad`: in sentences, why it lacks some of them."""
+
+    folders: tuple[Folder, ...] = ()
+    error: Exception | None = None
+    bad: tuple[str, ...] = ()
+
+
+def open_folders(paths: Iterable[str], owned: ExitStack, *, hold: bool) -> Opened:
+    """What `gather` tells to all: of a folder that cannot be opened the others may have enough. `hold`: on one rank of each machine."""
     found: list[Folder] = []
-    try:
-        for path in paths:
+    errors: list[CheckpointError] = []
+    for path in paths:
+        try:
             found.append(open_path(path, hold=hold))
+        except CheckpointError as error:
+            errors.append(error)
+        except Exception as error:
+            return Opened(error=error)
+        else:
             owned.callback(found[-1].close)
-    except Exception as error:
-        return error
-    return found
+    if not found and not errors:
+        return Opened(error=NotFoundError("no path is given; needed that of a checkpoint"))
+    if errors and all(folder.manifest is None for folder in found):  # of weights without a manifest nothing tells what belongs to them
+        return Opened(error=next((error for error in errors if not isinstance(error, NotFoundError)), errors[0]))
+    return Opened(tuple(found), bad=tuple(map(str, errors)))
 
 
 def find_source(
@@ -56,16 +72,16 @@ def find_source(
     opened = open_folders(paths, owned, hold=comm.rank in first_ranks(machines))
     if is_scattered(paths, opened, machines):
         return gather(comm, f"load of {where}", paths, opened, machines, owned, timeout_seconds=timeout_seconds)
-    return opened if isinstance(opened, Exception) else opened[0]
+    return opened.error or opened.folders[0]
 
 
-def is_scattered(paths: Sequence[str], opened: Sequence[Folder] | Exception, machines: Sequence[int]) -> bool:
+def is_scattered(paths: Sequence[str], opened: Opened, machines: Sequence[int]) -> bool:
     """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
     if any(is_url(path) for path in paths):
         return False
     if max(machines) > 0 or len(paths) > 1:
         return True
-    manifest = opened[0].manifest if not isinstance(opened, Exception) else None
+    manifest = opened.folders[0].manifest if opened.folders else None
     return manifest is not None and manifest.island is not None
 
 
@@ -73,7 +89,7 @@ def gather(
     comm: Comm,
     what: str,
     paths: Sequence[str],
-    opened: Sequence[Folder] | Exception,
+    opened: Opened,
     machines: Sequence[int],
     owned: ExitStack,
     *,
@@ -81,7 +97,7 @@ def gather(
 ) -> Source:
     """Collective. The checkpoint that the machines have between them. `owned`: what is to be closed after all ranks have read.
 
-    `opened`: this machine's folders, or why there is none. Raises IncompleteError, the same on every rank, where no complete copy of the
+    `opened`: this machine's folders. Raises IncompleteError, the same on every rank, where no complete copy of the
     newest save that any machine has is there, naming what is missing; NotFoundError where no machine has anything.
     """
     meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
@@ -92,9 +108,9 @@ def gather(
     with meeting.phase("choose"):
         body = meeting.broadcast("joint", _choose(meeting, told, what) if meeting.rank == 0 else None)
         if body == _PLAIN:
-            if isinstance(opened, Exception):
-                raise opened
-            return opened[0]  # a folder without a manifest: each machine reads its own
+            if opened.error is not None:
+                raise opened.error
+            return opened.folders[0]  # a folder without a manifest: each machine reads its own
         found = decode_whole(body)
     mine = [number for number, one in enumerate(found.folders) if one.machine == own]
     with meeting.phase("serve"):
@@ -108,13 +124,13 @@ def gather(
     return Joint(found, folders, own=mine, turn=meeting.rank)
 
 
-def _opened(found: Whole, mine: Sequence[int], opened: Sequence[Folder] | Exception) -> dict[int, Folder]:
+def _opened(found: Whole, mine: Sequence[int], opened: Opened) -> dict[int, Folder]:
     """Folders of the save that this rank has opened already, by number: their headers are parsed once.
 
     StorageError where another save has taken the place of one since the first rank of the machine told of it, or this rank opened it.
     """
     roots = {found.folders[number].root: number for number in mine}
-    known = {roots[one.storage.root]: one for one in (() if isinstance(opened, Exception) else opened) if one.storage.root in roots}
+    known = {roots[one.storage.root]: one for one in opened.folders if one.storage.root in roots}
     for one in known.values():
         has = one.manifest.save_id if one.manifest is not None else None
         if has != found.save_id or (isinstance(one.storage, LocalStorage) and one.storage.place.is_replaced()):
@@ -146,22 +162,23 @@ def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
     return replace(found, lost=(*found.lost, *damaged)).encode()
 
 
-def _tell(meeting: Meeting, paths: Sequence[str], opened: Sequence[Folder] | Exception, machine: int) -> bytes:
+def _tell(meeting: Meeting, paths: Sequence[str], opened: Opened, machine: int) -> bytes:
     """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing there ("!-"), or damage ("!+")."""
-    if isinstance(opened, Exception) and not isinstance(opened, CheckpointError):
-        raise opened
-    aside, bad = [folder for path in paths for folder in _aside(path)], list[str]()
+    error = opened.error
+    if error is not None and not isinstance(error, CheckpointError):
+        raise error
+    aside, bad = [folder for path in paths for folder in _aside(path)], list(opened.bad)
     copies = [folder for path in paths for folder in _copies(path, bad)]
     copies += [folder for one in aside for folder in _copies(one.storage.root, [])]  # a crash may have cut them off
     try:
-        if isinstance(opened, Exception):
+        if error is not None:
             if not aside and not copies:
-                return (b"!-" if isinstance(opened, NotFoundError) else b"!+") + str(opened).encode()
-            bad += [str(opened)] if not isinstance(opened, NotFoundError) else []
-            opened = []
-        elif all(folder.manifest is None for folder in opened):
+                return (b"!-" if isinstance(error, NotFoundError) else b"!+") + str(error).encode()
+            bad += [str(error)] if not isinstance(error, NotFoundError) else []
+        elif all(folder.manifest is None for folder in opened.folders):
             return _PLAIN
-        inventories = [take_inventory(one, machine=machine, copy=False) for one in (*opened, *aside) if one.manifest is not None]
+        own = (*opened.folders, *aside)
+        inventories = [take_inventory(one, machine=machine, copy=False) for one in own if one.manifest is not None]
         inventories += [take_inventory(one, machine=machine, copy=True) for one in copies]
     finally:
         for folder in (*aside, *copies):

@@ -88,7 +88,7 @@ def choose(
     return Origin("none", bad=numbers)
 
 
-def _tell_newer(found: Scan, others: Collection[str]) -> None:
+def _tell_newer(found: Scan, others: Mapping[str, tuple[int, str]]) -> None:
     """What claims to be after the last good step, and is no step."""
     for left in found.newer_and_aside:
         _warn(left.path, _aside(left))

@@ -187,6 +187,24 @@ def test_prune_limit_1_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert steps_in(tmp_path) == [2, 4]
 
 
+def test_prune_model_only_by_steps_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, 1, 8)
+    put(tmp_path, 2, 3, 4, 5, 6, full=False)
+    shown(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
+    assert steps_in(tmp_path) == [1, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("verb", ["list", "prune"])
+def test_an_empty_root_is_not_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    put(tmp_path, 1, 2)
+    monkeypatch.chdir(tmp_path)
+    assert main([verb, "", "--keep-latest", "1"]) == 2
+    assert capsys.readouterr().err == f"unified-ckpt {verb}: ROOT is empty; needed a folder, as . for this one\n"
+    assert steps_in(tmp_path) == [1, 2]
+
+
 def test_prune_incomplete_and_leftovers_only_when_old_and_ours(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = folders(run)
     text = shown(capsys, "prune", run, "--incomplete", "--leftovers")

@@ -78,7 +78,8 @@ def test_maxtext_names() -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"checkpoint_storage_concurrent_gb": 96}, "checkpoint_storage_concurrent_gb=96: has no meaning here: a save holds one snapshot"),
+        ({"checkpoint_storage_concurrent_gb": 32}, "checkpoint_storage_concurrent_gb=32: has no meaning here: a save holds one snapshot"),
+        ({"source_checkpoint_layout": "safetensors"}, "source_checkpoint_layout='safetensors': has no meaning here: the format"),
         ({"local_checkpoint_directory": "d"}, "local_checkpoint_directory='d': has no meaning without enable_emergency_checkpoint"),
         ({"local_checkpoint_period": 5}, "local_checkpoint_period=5: has no meaning without enable_emergency_checkpoint"),
         ({"enable_multi_tier_checkpointing": True}, "has no meaning here: two tiers are what enable_emergency_checkpoint"),
@@ -96,6 +97,40 @@ def test_maxtext_names() -> None:
 def test_maxtext_names_without_a_meaning_are_refused(flags: dict[str, object], text: str) -> None:
     with pytest.raises(uc.FormatError, match=text):
         from_maxtext(flags)
+
+
+def test_the_checkpoint_section_of_maxtext_as_it_comes_passes_whole() -> None:
+    flags = {
+        "load_parameters_path": "",
+        "load_full_state_path": "",
+        "enable_checkpointing": True,
+        "save_checkpoint_on_completion": True,
+        "async_checkpointing": True,
+        "checkpoint_period": 10_000,
+        "max_num_checkpoints_to_keep": "None",  # YAML has no None
+        "enable_continuous_checkpointing": False,
+        "enable_single_replica_ckpt_restoring": False,
+        "force_unroll": False,
+        "checkpoint_storage_target_data_file_size_bytes": 2147483648,
+        "checkpoint_storage_use_ocdbt": True,
+        "checkpoint_storage_use_zarr3": True,
+        "checkpoint_storage_concurrent_gb": 96,
+        "enable_orbax_v1": False,
+        "checkpoint_conversion_fn": "none",
+        "source_checkpoint_layout": "orbax",
+        "colocated_python_checkpointing": False,
+    }
+    found = from_maxtext(flags)
+    assert found.manager == uc.ManagerOptions(interval_steps=10_000)
+    assert found.save == uc.SaveOptions(max_file_bytes=2147483648)
+
+
+def test_a_configuration_that_saves_in_the_foreground_switches_lazy_off() -> None:
+    lazy = uc.ManagerOptions(lazy=True)
+    assert not from_paddle("master_weight_compatible", manager=lazy).manager.lazy
+    assert not from_maxtext({"async_checkpointing": False}, manager=lazy).manager.lazy
+    assert from_paddle("async_save", manager=lazy).manager.lazy
+    assert from_maxtext({}, manager=lazy).manager.lazy
 
 
 def test_maxtext_errors() -> None:

@@ -20,6 +20,8 @@ def add_to(parser: ArgumentParser) -> None:
     group.add_argument("--metric", metavar="NAME", help="a metric that was passed to save; its best one always stays")
     group.add_argument("--mode", choices=("min", "max"), default="min", help="whether the best is the least or the greatest")
     group.add_argument("--keep-latest-model-only", type=number, metavar="N", help="the N newest without optimizer")
+    text = "steps without optimizer that are multiples of K"
+    group.add_argument("--keep-every-steps-model-only", type=number, metavar="K", help=text)
 
 
 def rules_of(arguments: Namespace) -> Rules:
@@ -33,12 +35,15 @@ def rules_of(arguments: Namespace) -> Rules:
             best_metric=arguments.metric,
             best_mode=arguments.mode,
             keep_latest_model_only=arguments.keep_latest_model_only,
+            keep_every_steps_model_only=arguments.keep_every_steps_model_only,
         )
     )
 
 
 def problem(arguments: Namespace) -> str | None:
-    """What is wrong with the rules together."""
+    """What is wrong with the root, or the rules together."""
+    if not arguments.root:
+        return "ROOT is empty; needed a folder, as . for this one"
     return "--keep-best needs --metric" if arguments.keep_best is not None and arguments.metric is None else None
 
 

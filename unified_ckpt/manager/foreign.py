@@ -29,7 +29,15 @@ _MAXTEXT_TIERS = {"local_checkpoint_directory": "local_directory", "local_checkp
 _TIER_SWITCH = "enable_emergency_checkpoint"
 _TIERS = "two tiers are what enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period give"
 _ORBAX = "it chooses between storage drivers of Orbax; files are safetensors here"
-# MaxText's name -> why it has no meaning here. Refused where it is set to anything but off.
+# What MaxText's base.yml says of them, which asks for nothing.
+_MAXTEXT_DEFAULTS: dict[str, object] = {
+    "checkpoint_storage_concurrent_gb": 96,
+    "checkpoint_storage_use_ocdbt": True,
+    "checkpoint_storage_use_zarr3": True,
+    "source_checkpoint_layout": "orbax",
+    "checkpoint_conversion_fn": "none",
+}
+# MaxText's name -> why it has no meaning here. Refused where it is set to anything but off, or MaxText's own default.
 _MAXTEXT_REFUSED = {
     "checkpoint_storage_concurrent_gb": "a save holds one snapshot of what the rank owns, and loads are bounded by themselves",
     "checkpoint_storage_use_ocdbt": _ORBAX,
@@ -71,7 +79,7 @@ def from_maxtext(flags: Mapping[str, object], *, manager: ManagerOptions | None 
     file_changes: dict[str, object] = {}
     for name, value in flags.items():
         if name in _MAXTEXT:
-            changes[_MAXTEXT[name]] = value if value != "" else None
+            changes[_MAXTEXT[name]] = None if value in ("", "None") else value
         elif name in _MAXTEXT_SAVE:
             file_changes[_MAXTEXT_SAVE[name]] = value
         elif name in _MAXTEXT_TIERS or name == _TIER_SWITCH:
@@ -79,7 +87,7 @@ def from_maxtext(flags: Mapping[str, object], *, manager: ManagerOptions | None 
         elif name not in _MAXTEXT_REFUSED:
             known = ", ".join(_MAXTEXT | _MAXTEXT_SAVE | _MAXTEXT_TIERS)
             raise FormatError(f"{name}: is no checkpoint flag of MaxText that is known here; known are {_TIER_SWITCH}, {known}")
-        elif value not in (None, "", False, 0):
+        elif value not in (None, "", False, 0) and value != _MAXTEXT_DEFAULTS.get(name):
             raise FormatError(f"{name}={value!r}: has no meaning here: {_MAXTEXT_REFUSED[name]}; leave it out")
     changes |= _tiers(flags)
     return Translated(_changed(manager or ManagerOptions(), changes), _changed_save(save or SaveOptions(), file_changes))
@@ -127,8 +135,9 @@ def from_paddle(config: str, *, manager: ManagerOptions | None = None, save: Sav
 
 
 def _changed(options: ManagerOptions, changes: Mapping[str, object]) -> ManagerOptions:
-    """Checked again as a whole, since options limit each other."""
-    return ManagerOptions.model_validate({**options.model_dump(exclude_unset=True), **changes})
+    """Checked again as a whole, since options limit each other. `lazy` is a way to save in the background: without that it is off."""
+    foreground = {"lazy": False} if options.lazy and changes.get("asynchronous") is False else {}
+    return ManagerOptions.model_validate({**options.model_dump(exclude_unset=True), **changes, **foreground})
 
 
 def _changed_save(options: SaveOptions, changes: Mapping[str, object]) -> SaveOptions:

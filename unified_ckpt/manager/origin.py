@@ -142,7 +142,7 @@ def _tell_none(root: str, found: Scan, lacks: Mapping[str, list[str]]) -> None:
         _LOG.warning(text, root, newest.path, ", ".join(lacks[newest.path]))
 
 
-def _tell_newer(found: Scan, others: Collection[str]) -> None:
+def _tell_newer(found: Scan, others: Mapping[str, tuple[int, str]]) -> None:
     """What claims to be after the last good step, and is no step."""
     for left in found.newer_and_aside:
         _warn(left.path, _aside(left))

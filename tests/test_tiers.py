@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -231,6 +232,26 @@ def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(tmp_path: Path,
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert os.listdir(tmp_path / ROOT) == [], "a copy that was given up clears itself away"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_save_that_failed_does_not_make_close_give_up_the_copy_of_a_good_one(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, broken: bool
+) -> None:
+    def attach(folder: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    manager = tiers_of(None, tmp_path, asynchronous=True, retries=0)
+    gate.open.clear()
+    manager.save(10, **state(10))
+    assert gate.reached.wait(60)
+    gate.failures = 99 if broken else 0
+    manager.save(20, attach=attach, **state(20))
+    threading.Timer(0.5, gate.open.set).start()
+    with pytest.raises(OSError, match="No space left"):
+        manager.close()
+    assert steps_in(tmp_path / ROOT) == ([] if broken else [10])
+    assert any("the copy of step 10 to " in text for text in warnings_of(caplog)) == broken
 
 
 def test_leaving_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:

@@ -205,12 +205,22 @@ class CheckpointManager:
         """`alone`: other ranks may not do the same."""
         self._notices.close()
         try:
-            self._saves.collect(strict=True)
-            self._drain(alone=alone)
+            self._end(alone=alone)
         finally:
             if self._tiers is not None:
                 self._tiers.stop()
             self._checkpointer.close()
+
+    def _end(self, *, alone: bool) -> None:
+        try:
+            self._saves.collect(strict=True)
+        except Exception:
+            try:
+                self._drain(alone=True)  # a save that failed is no reason to give up the copy of a good one
+            except CheckpointError as late:
+                _LOG.warning("%s: a copy failed too: %s", self.root, late)
+            raise
+        self._drain(alone=alone)
 
     def _drain(self, *, alone: bool = False) -> None:
         if self._tiers is not None and alone:

@@ -317,8 +317,11 @@ class Tiers:
         return both_tiers(self.root, self.directory, self._options.step_prefix)[0]
 
     def finish_alone(self) -> None:
-        """Not collective: waits for what is owed as long as it gets on. Raises its silence."""
+        """Not collective: waits for what is owed as long as it gets on. Raises its silence, tells its failures."""
         self._copies.wait()
+        for one in self._copies.outcomes():
+            if one.error is not None:
+                _LOG.warning("the copy of step %d to %s failed: %s", one.step, self.root, one.error)
         if self._convoy is not None:
             self._convoy.wait()
 

@@ -138,6 +138,14 @@ def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
     assert steps_in(tmp_path / ROOT) == [3]
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: bool) -> None:
+    put(tmp_path / ROOT, 10)
+    (tmp_path / "link").symlink_to(tmp_path / ROOT)
+    with pytest.raises(uc.FormatError, match=r"local_directory='.*': is the root, .*root, whose checkpoints .*; needed another folder"):
+        tiers_of(None, tmp_path, local_directory=str(tmp_path / ("link" if linked else ROOT)))
+
+
 # slow, failing and hanging storage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -137,6 +138,14 @@ def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
     assert steps_in(tmp_path / ROOT) == [3]
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: bool) -> None:
+    put(tmp_path / ROOT, 10)
+    (tmp_path / "link").symlink_to(tmp_path / ROOT)
+    with pytest.raises(uc.FormatError, match=r"local_directory='.*': is the root, .*root, whose checkpoints .*; needed another folder"):
+        tiers_of(None, tmp_path, local_directory=str(tmp_path / ("link" if linked else ROOT)))
+
+
 # slow, failing and hanging storage
 
 
@@ -231,6 +240,26 @@ def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(tmp_path: Path,
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert os.listdir(tmp_path / ROOT) == [], "a copy that was given up clears itself away"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_save_that_failed_does_not_make_close_give_up_the_copy_of_a_good_one(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture, broken: bool
+) -> None:
+    def attach(folder: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    manager = tiers_of(None, tmp_path, asynchronous=True, retries=0)
+    gate.open.clear()
+    manager.save(10, **state(10))
+    assert gate.reached.wait(60)
+    gate.failures = 99 if broken else 0
+    manager.save(20, attach=attach, **state(20))
+    threading.Timer(0.5, gate.open.set).start()
+    with pytest.raises(OSError, match="No space left"):
+        manager.close()
+    assert steps_in(tmp_path / ROOT) == ([] if broken else [10])
+    assert any("the copy of step 10 to " in text for text in warnings_of(caplog)) == broken
 
 
 def test_leaving_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:

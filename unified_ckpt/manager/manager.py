@@ -212,8 +212,7 @@ class CheckpointManager:
         """`alone`: other ranks may not do the same."""
         self._notices.end()
         try:
-            self._saves.collect(strict=True)
-            self._drain(alone=alone)
+            self._end(alone=alone)
         finally:
             try:
                 if self._tiers is not None:
@@ -221,6 +220,17 @@ class CheckpointManager:
                 self._checkpointer.close()
             finally:
                 self._notices.close()  # last: a signal while it waits does not cut off the save
+
+    def _end(self, *, alone: bool) -> None:
+        try:
+            self._saves.collect(strict=True)
+        except Exception:
+            try:
+                self._drain(alone=True)  # a save that failed is no reason to give up the copy of a good one
+            except CheckpointError as late:
+                _LOG.warning("%s: a copy failed too: %s", self.root, late)
+            raise
+        self._drain(alone=alone)
 
     def _drain(self, *, alone: bool = False) -> None:
         if self._tiers is not None and alone:

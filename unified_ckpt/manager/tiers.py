@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unified_ckpt.engine import commit
-from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, StorageError
 from unified_ckpt.manager import lineage, policies
 from unified_ckpt.manager.convoy import Convoy, Order
 from unified_ckpt.manager.copies import DAMAGED, Copies
@@ -46,8 +46,8 @@ class Place:
 
 
 class Tiers:
-    """Of the ranks of one manager. `root`, `directory`: absolute. `machines`: collective, the machine of each rank. Collective calls say
-    so; the others are for leads."""
+    """Of the ranks of one manager. `root`, `directory`: absolute, and two. `machines`: collective, the machine of each rank. Collective
+    calls say so; the others are for leads."""
 
     def __init__(
         self,
@@ -59,6 +59,11 @@ class Tiers:
         timeout_seconds: float,
     ) -> None:
         self.root, self.directory = root, os.path.realpath(options.local_directory or "")
+        if self.root == self.directory:
+            raise FormatError(
+                f"local_directory={options.local_directory!r}: is the root, {root}, whose checkpoints would go by keep_latest_local; "
+                "needed another folder"
+            )
         self._options, self._ranks, self._machines, self._timeout_seconds = options, ranks, machines, timeout_seconds
         self._copies = Copies(self.directory, root, options, silence_seconds=timeout_seconds, copied=self._after_copy)
         self._leads: tuple[int, ...] = ()  # once they are known
@@ -317,8 +322,11 @@ class Tiers:
         return both_tiers(self.root, self.directory, self._options.step_prefix)[0]
 
     def finish_alone(self) -> None:
-        """Not collective: waits for what is owed as long as it gets on. Raises its silence."""
+        """Not collective: waits for what is owed as long as it gets on. Raises its silence, tells its failures."""
         self._copies.wait()
+        for one in self._copies.outcomes():
+            if one.error is not None:
+                _LOG.warning("the copy of step %d to %s failed: %s", one.step, self.root, one.error)
         if self._convoy is not None:
             self._convoy.wait()
 

@@ -7,17 +7,20 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from test_trainer import STEPS, StopAt, check_same, losses, model, trainer
 from test_trainer_experts import mixtral
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import unified_ckpt as uc
@@ -372,6 +375,56 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
         check_equal(dict(other.state_dict()), dict(net.state_dict()))
         check_equal(state_of(other, new.optimizer), state_of(net, optimizer.optimizer))
     assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
+
+
+def save_sharded(folder: Path, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> None:
+    """Model and optimizer of this number as Accelerate has them under FSDP: folders, or files of one rank."""
+    weights, state = get_state_dict(net, optimizer)
+    for name, told in ((f"pytorch_model_fsdp_{number}", {"model": weights}), (f"optimizer_{number}", {"optimizer": state})):
+        if form == "folders":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
+                dcp.save(told, checkpoint_id=str(folder / name), no_dist=True)
+        else:
+            (inner,) = told.values()
+            torch.save(inner, folder / f"{name}_rank0.bin")
+
+
+@pytest.mark.parametrize("form", ["folders", "files"])
+def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> None:
+    """Symptom: the state of the second optimizer in place of the first one's, whose parameters have the same names."""
+
+    def made(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        nets: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        return nets, [torch.optim.AdamW(net.parameters(), lr=0.1 * (i + 1)) for i, net in enumerate(nets)]
+
+    nets, optimizers = made(0)
+    nets[1](nets[0](torch.randn(5, 3))).square().sum().backward()
+    (tmp_path / "c").mkdir()
+    for number, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+        optimizer.step()
+        save_sharded(tmp_path / "c", number, net, optimizer, form)
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    for path in (tmp_path / "c", tmp_path / "ours"):
+        others, fresh = made(1)
+        uc.load(path, model=others[0], parts={"model_1": others[1]}, optimizer=fresh)
+        for net, other, optimizer, new in zip(nets, others, optimizers, fresh, strict=True):
+            check_equal(dict(other.state_dict()), dict(net.state_dict()))
+            check_equal(state_of(other, new), state_of(net, optimizer))
+        assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
+
+
+def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    for number in range(2):
+        save_sharded(tmp_path, number, net, optimizer, "folders")
+    shutil.rmtree(tmp_path / "pytorch_model_fsdp_1")
+    with pytest.raises(uc.FormatError, match=r"optimizer_1: has state of parameters that another optimizer of the folder has too"):
+        uc.open(tmp_path)
 
 
 def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.assembled import Assembled
+from unified_ckpt.engine.assembled import Assembled, Assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
@@ -35,7 +35,12 @@ def open_sharded(root: str, options: SourceOptions) -> Assembled:
     optimizers = [tree.pop(name) for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name))]
     groups = [group for one in optimizers for group in _groups(one)]
     scalars = {fqn: state for one in optimizers for fqn, state in one.get("state", {}).items()}
-    tensors = {_place(*key): one for key, one in opened.tensors.items()}
+    tensors: dict[Key, Assembly] = {}
+    for key, made in opened.tensors.items():
+        place = _place(*key)
+        if place in tensors:
+            raise FormatError(f"{root}: {key[0]}: {key[1]}: is {place[1]} of {place[0]}, as another tensor is; needed names that differ")
+        tensors[place] = made
     step = rest.get("global_step")
     step, extra = step if isinstance(step, int) else None, {**rest, **tree}
     said = Said(step=step, extra=extra, modules=opened.said().modules, groups=groups, scalars=scalars)

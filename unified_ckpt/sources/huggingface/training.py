@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import listed
-from unified_ckpt.engine.assembled import Assembled
+from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.assembled import Assembled, Assembly
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
@@ -61,11 +61,11 @@ def _open(root: str, options: SourceOptions, found: Found) -> Source:
     if _UNFINISHED in entries:
         raise IncompleteError(f"{root}: has {_UNFINISHED}: the Trainer was stopped while it saved")
     _read_models(root, entries, found)
-    named = _read_optimizers(root, entries, found)
+    _read_optimizers(root, entries, found)
     step, extra = _extra(root, entries)
     randoms = _random_files(root, entries)
     extra |= found.said.extra or {}
-    found.said = replace(named, step=step, extra=extra or None, modules=found.said.modules, rank_extras=len(randoms))
+    found.said = replace(found.said, step=step, extra=extra or None, rank_extras=len(randoms))
     found.rank_extra = partial(_random_states, randoms)
     place = options.config or root
     return by_position(found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))})
@@ -137,26 +137,17 @@ def _dcp(root: str) -> Assembled:
 # ---- optimizers
 
 
-def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> Said:
-    """Every optimizer of the folder, by name where it is of FSDP, else by position. What the former have beside tensors. FormatError where
-    it has both.
-    """
+def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> None:
+    """Every optimizer of the folder, by name where it is of FSDP, else by position. FormatError where it has both."""
     number = 0
-    groups: list[Mapping[str, Any]] = []
-    scalars: dict[str, Mapping[str, Any]] = {}
     while True:
         suffix, folder = f"_{number}" if number else "", f"optimizer_{number}"
         files = [name for name in (f"optimizer{suffix}.pt", f"optimizer{suffix}.bin") if name in entries]
         if folder in entries:
             opened = _dcp(os.path.join(root, folder))
-            found.tensors |= {key: one for key, one in opened.tensors.items() if key[0] == OPTIMIZER}
-            groups += opened.said().groups
-            scalars |= opened.said().scalars
+            _add_optimizer(os.path.join(root, folder), found, opened.tensors, opened.said(), prefix=_prefix(found, number))
         elif ranks := rank_files(root, folder):
-            tensors, more = optimizer_of_ranks(ranks)
-            found.tensors |= tensors
-            groups += more.groups
-            scalars |= more.scalars
+            _add_optimizer(ranks[0], found, *optimizer_of_ranks(ranks), prefix=_prefix(found, number))
         elif files:
             if len(files) > 1:
                 raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
@@ -166,9 +157,26 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> Said:
             break
         number += 1
     _check_numbers(root, entries, _OPTIMIZER_NUMBER, number)
-    if (groups or scalars) and found.unnamed:
+    if found.unnamed and (found.said.groups or found.said.scalars):
         raise FormatError(f"{root}: has optimizers both as folders and as files; needed one of the two")
-    return Said(groups=groups, scalars=scalars)
+
+
+def _prefix(found: Found, number: int) -> str:
+    """What names of an optimizer begin with: Accelerate prepares optimizer n with model n, whose names are its own."""
+    part = f"{MODEL}_{number}"
+    return f"{part}." if any(key[0] == part for key in found.tensors) else ""
+
+
+def _add_optimizer(where: str, found: Found, tensors: Mapping[Key, Assembly], said: Said, *, prefix: str) -> None:
+    """FormatError where another optimizer has state of a parameter of that name."""
+    named = {(OPTIMIZER, prefix + name): one for (part, name), one in tensors.items() if part == OPTIMIZER}
+    scalars = {prefix + fqn: state for fqn, state in said.scalars.items()}
+    twice = sorted({name for _, name in named.keys() & found.tensors.keys()} | (scalars.keys() & found.said.scalars.keys()))
+    if twice:
+        raise FormatError(listed(f"{where}: has state of parameters that another optimizer of the folder has too", twice))
+    groups = [{**group, "names": [prefix + name for name in group["names"]]} for group in said.groups]
+    found.tensors |= named
+    found.said = replace(found.said, groups=[*found.said.groups, *groups], scalars={**found.said.scalars, **scalars})
 
 
 # ---- what is no tensor of a part

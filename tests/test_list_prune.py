@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import copy, cut_off, folders, lose, manager_of, put, state, steps_in
+from managing import blank, copy, cut_off, folders, lose, manager_of, put, state, steps_in
 from manifests import edit_manifest
 
 import unified_ckpt as uc
@@ -49,6 +49,26 @@ def run(tmp_path: Path) -> Path:
     (root / ".unified-ab-checkpoint-70").mkdir()
     copy(root / "checkpoint-10", root / ".replaced-ab-checkpoint-5")
     return root
+
+
+def test_prune_does_not_let_damaged_newer_ones_push_out_the_last_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, 5, 10, 20)
+    put(tmp_path, 25, full=False)
+    put(tmp_path, 30)
+    blank(tmp_path / "checkpoint-20" / "optimizer.safetensors")
+    flip_header(tmp_path / "checkpoint-30" / "model.safetensors")
+    text = shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    assert steps_in(tmp_path) == [10, 20, 25, 30]
+    assert "stays checkpoint-20: damaged, and does not count: optimizer.safetensors: " in text
+    assert "stays checkpoint-30: damaged, and does not count: model.safetensors: its header has CRC " in text
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+
+
+def flip_header(file: Path) -> None:
+    body = bytearray(file.read_bytes())
+    body[20] ^= 1
+    file.write_bytes(body)
 
 
 def test_list_tells_step_size_status_and_who_keeps_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from unified_ckpt.cli.list import left_text
 from unified_ckpt.cli.rules import problem, rules_of
 from unified_ckpt.cli.words import count, human, plain
+from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.removal import clear, remove, remove_broken
-from unified_ckpt.manager.rotation import condemned
+from unified_ckpt.manager.rotation import condemned, damaged
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -51,16 +52,23 @@ def run(arguments: Namespace) -> int:
     found = scan(storage, arguments.prefix)
     if not found.steps and not found.leftovers:
         raise NotFoundError(f"{root}: no checkpoints named {arguments.prefix}<step>; needed the folder of one run")
-    choices = [
-        _Choice(one.name, one.nbytes, True, "no rule keeps it", one.save_id)
-        for one in (condemned(found, rules, protected=()) if rules.full or rules.model_only else ())
-    ]
+    choices = list(_by_rules(storage, found, rules)) if rules.full or rules.model_only else []
     older = arguments.older_than_hours * 3600
     choices += list(_incomplete(storage, found, older)) if arguments.incomplete else []
     choices += list(_leftovers(found, older)) if arguments.leftovers else []
     done, failed = _carry_out(storage, choices, prefix=arguments.prefix, dry=arguments.dry_run)
     _show(arguments, root, choices, done, failed)
     return 1 if failed else 0
+
+
+def _by_rules(storage: LocalStorage, found: Scan, rules: Rules) -> Iterator[_Choice]:
+    """Good checkpoints that no rule keeps, and newer ones that do not count."""
+    wrong = damaged(storage, found)
+    for one in condemned(found, rules, protected=(), apart=wrong):
+        yield _Choice(one.name, one.nbytes, True, "no rule keeps it", one.save_id)
+    for one in found.complete:
+        if one.save_id in wrong:
+            yield _Choice(one.name, one.nbytes, False, f"damaged, and does not count: {wrong[one.save_id]}")
 
 
 def _incomplete(storage: LocalStorage, found: Scan, older_seconds: float) -> Iterator[_Choice]:

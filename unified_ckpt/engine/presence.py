@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from unified_ckpt.core.islands import FRAGMENTS
-from unified_ckpt.format import names
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -40,3 +41,22 @@ def holds(storage: LocalStorage, name: str, manifest: Manifest, parts: Collectio
     sizes = {file: nbytes for file in files if (nbytes := storage.size(f"{name}/{file}")) is not None}
     there, wrong = present(manifest, sizes)
     return not wrong and {part.removesuffix(FRAGMENTS) for part in there}.issuperset(parts)
+
+
+def wrong_header(storage: LocalStorage, name: str, manifest: Manifest) -> str:
+    """Of a complete checkpoint: the first file whose header is not the one that was saved, in words; empty where there is none."""
+    for part in manifest.parts.values():
+        for file, record in part.files.items():
+            where = f"{name}/{file}"
+            if storage.size(where) is None:  # a part that was deleted
+                continue
+            first = bytearray(min(header.PREFIX_NBYTES, record.nbytes))
+            storage.read_at(where, 0, memoryview(first))
+            try:
+                head = bytearray(header.header_nbytes(first, file_size=record.nbytes, file=file))
+            except FormatError as error:
+                return str(error)
+            storage.read_at(where, 0, memoryview(head))
+            if (crc := f"{digests.crc(head):016x}") != record.header_crc:
+                return f"{file}: its header has CRC {crc}; the manifest says {record.header_crc}"
+    return ""

@@ -6,12 +6,28 @@ import logging
 from collections.abc import Callable, Collection
 
 from unified_ckpt.core.retention import Rules, kept
+from unified_ckpt.engine.commit import committed
+from unified_ckpt.engine.presence import wrong_header
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.removal import removed_all
 from unified_ckpt.manager.steps import Scan, StepRecord, scan
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
+
+
+def damaged(storage: LocalStorage, found: Scan) -> dict[str, str]:
+    """Save ids of the newest complete ones with a header that is not theirs, and what is wrong: down to the newest full one that is good.
+    These must not count as what the run goes on from. Raises what cannot be read."""
+    wrong: dict[str, str] = {}
+    for one in reversed(found.complete):
+        manifest = committed(storage, one.name)
+        why = wrong_header(storage, one.name, manifest) if manifest is not None else ""
+        if why and one.save_id is not None:
+            wrong[one.save_id] = why
+        elif one.full:
+            break
+    return wrong
 
 
 def condemned(found: Scan, rules: Rules, *, protected: Collection[int], apart: Collection[str] = ()) -> list[StepRecord]:

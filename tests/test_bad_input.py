@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -410,6 +411,43 @@ def test_an_index_that_leads_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(uc.FormatError, match=r"leads out of the folder; needed a plain file name"):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
+
+
+def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "m\ud800.safetensors"}}))
+    with pytest.raises(uc.FormatError, match=r"file name 'm\\ud800\.safetensors' is no Unicode text; needed a plain file name"):
+        uc.load(tmp_path, model={"a": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "match"),
+    [
+        (("optimizer", "scalars"), "x", "optimizer is no dict of values by name; needed one"),
+        (("optimizer", "scalars"), [1], "optimizer is no dict of values by name; needed one"),
+        (("optimizer", "scalars"), {"weight": 3}, "optimizer: the state of weight is a int; needed a dict"),
+        (("optimizer", "groups", 0, "options"), [1], "param_groups_0 is no dict of values by name; needed one"),
+        (("optimizer", "groups", 0, "options"), 5, "param_groups_0 is no dict of values by name; needed one"),
+        (("modules",), [1], "modules is no dict of values by name; needed one"),
+    ],
+)
+def test_a_manifest_whose_trees_are_of_another_kind(tmp_path: Path, where: tuple[str | int, ...], value: object, match: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    uc.save(
+        tmp_path / "checkpoint-1", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), options=uc.SaveOptions(fsync=False)
+    )
+
+    def change(found: Any) -> None:
+        found.pop("crc", None)  # written so, not damaged
+        for step in where[:-1]:
+            found = found[step]
+        found[where[-1]] = value
+
+    edit_json(tmp_path / "checkpoint-1" / "unified_checkpoint.json", change)
+    target = torch.nn.Linear(2, 2)
+    before = target.weight.clone()
+    with pytest.raises(uc.FormatError, match=f"unified_checkpoint.json: {match}"):
+        uc.load(tmp_path / "checkpoint-1", model=target, optimizer=torch.optim.SGD(target.parameters(), lr=0.1))
+    assert torch.equal(target.weight, before)
 
 
 def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:

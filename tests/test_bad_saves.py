@@ -104,6 +104,12 @@ def test_parts_that_are_not_chunks(tmp_path: Path) -> None:
     saves_fail(tmp_path, uc.LayoutError, text, {"model": {"w": BIG[:4]}, **mine}, {"model": {"w": BIG[:2]}, **mine})
 
 
+def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
+    """Over several folders its tensors would be taken for pieces."""
+    ema = {"parts": {"ema_fragments": {"q@0:2/4": torch.ones(2)}}}
+    saves_fail(tmp_path, uc.FormatError, "part name 'ema_fragments' ends like those of fragments, _fragments; choose another", ema, ema)
+
+
 def test_another_name_on_one_rank(tmp_path: Path) -> None:
     mine = {"model": {"w": BIG}}
     saves_fail(

@@ -123,20 +123,33 @@ class Folder:
         stored = self._extra_blobs()
         record = manifest.optimizer
         groups = [
-            {"names": group.names, "options": codec.decode(group.options, stored, path=f"param_groups_{i}")}
+            {"names": group.names, "options": self._named(group.options, stored, f"param_groups_{i}")}
             for i, group in enumerate(record.groups if record else ())
         ]
+        scalars = self._named(record.scalars, stored, "optimizer") if record else {}
+        for name, state in scalars.items():
+            if not isinstance(state, dict):
+                raise FormatError(
+                    f"{self.storage.root}/{names.MANIFEST}: optimizer: the state of {name} is a {type(state).__name__}; needed a dict"
+                )
         return Said(
             save_id=manifest.save_id,
             step=manifest.step,
             extra=codec.decode(manifest.extra, stored, path="extra"),
-            modules=codec.decode(manifest.modules, stored, path="modules") or {},
+            modules=self._named(manifest.modules, stored, "modules"),
             groups=groups,
-            scalars=(codec.decode(record.scalars, stored, path="optimizer") if record else None) or {},
+            scalars=scalars,
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
             metrics=manifest.metrics,
             has_digests=manifest.digests is not None,
         )
+
+    def _named(self, tree: Any, stored: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """A tree of values by name; FormatError where it is something else. None is an empty one."""
+        found = codec.decode(tree, stored, path=what)
+        if found is not None and not (isinstance(found, dict) and all(isinstance(name, str) for name in found)):
+            raise FormatError(f"{self.storage.root}/{names.MANIFEST}: {what} is no dict of values by name; needed one")
+        return found or {}
 
     def _extra_blobs(self) -> Mapping[str, Any]:
         record = self.manifest.extra_file if self.manifest is not None else None

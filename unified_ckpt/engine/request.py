@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from unified_ckpt.core.islands import FRAGMENTS
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import SaveRequest
 from unified_ckpt.engine.load import LoadRequest
@@ -57,6 +58,9 @@ def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
     step = what.step
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise FormatError(f"step is {step!r}; needed an int of 0 or more")
+    for part in what.parts or ():
+        if part.endswith(FRAGMENTS):  # its tensors would be taken for pieces of another part's
+            raise FormatError(f"part name {part!r} ends like those of fragments, {FRAGMENTS}; choose another name")
     placer = _placer(comm, what.layout)
     state = flatten_state(
         placer,

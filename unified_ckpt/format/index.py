@@ -65,6 +65,10 @@ def check_file_name(name: str) -> None:
     """Raises FormatError unless `name` is that of a file in the same folder, on every system."""
     if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
         raise FormatError(f"file name {name!r} leads out of the folder; needed a plain file name")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"file name {name!a} is no Unicode text; needed a plain file name") from None
 
 
 def _total_size(metadata: object) -> int | None:

@@ -64,6 +64,35 @@ def test_folders_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(set(opened)) == (MACHINES if each else 0)
 
 
+def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a rank."""
+    model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
+    rules = uc.Layout(mesh={"dp": MACHINES}, rules={"*": {"dp": 0}})
+
+    def save_rows(comm: Comm) -> None:
+        with on_machine(comm, range(MACHINES)) as made:
+            made.save(folder_of(tmp_path, comm.rank), model=model, layout=rules, options=SAVE)
+
+    def load_all(comm: Comm) -> None:
+        target = {name: torch.zeros(2 * MACHINES, 2) for name in model}
+        with on_machine(comm, range(MACHINES)) as made:
+            made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
+        assert all(torch.equal(target[name], tensor[:1].expand(2 * MACHINES, 2)) for name, tensor in model.items())
+
+    run_ranks(MACHINES, save_rows)
+    opened: list[Folder] = []
+
+    def kept(storage: Reader) -> Folder:
+        opened.append(open_folder(storage))
+        return opened[-1]
+
+    monkeypatch.setattr(folders, "open_folder", kept)
+    monkeypatch.setattr(folders, "_MOST", 1, raising=False)
+    run_ranks(MACHINES, load_all)
+    assert len(opened) == 2 * MACHINES, "its own is open already"
+    assert sum(bool(folder._headers) for folder in opened) <= MACHINES, "headers of all folders, for all tensors"
+
+
 def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A way that is closed is told before the target is touched, and names the rank that does not answer."""
     save(tmp_path, whole=False)

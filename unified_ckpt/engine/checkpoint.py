@@ -204,6 +204,10 @@ class Folder:
         self.storage.read_at(file, start, memoryview(body))
         return struct.unpack(f"<{count}Q", body)
 
+    def forget(self) -> None:
+        """Gives up the headers that were read, which are most of what it holds. They are read again when they are wanted."""
+        self._headers = {}
+
     def close(self) -> None:
         self.storage.close()
         self.held.close()

@@ -146,6 +146,9 @@ class _Shelf:
     blocks: Mapping[Key, Sequence[int]]
     locations: Mapping[Key, Location]
 
+    def file_of(self, part: str, name: str) -> str:
+        return self.locations[part, name].file
+
     def catalog(self, wanted: Collection[Key]) -> Catalog:
         return Catalog(self.storage, {key: self.locations[key] for key in wanted})
 

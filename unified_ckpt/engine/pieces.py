@@ -9,7 +9,8 @@ import logging
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -19,29 +20,19 @@ from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.core.islands import without
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.core.volumes import is_slow
+from unified_ckpt.engine.kept_places import Places, Stock
 from unified_ckpt.engine.regions import LONG_RUN_NBYTES, Band, Pieces, Region, Run, band_of, blocks_of, rows_around, whole_rows, widened
-from unified_ckpt.engine.source import Catalog, Ledger
+from unified_ckpt.engine.source import Ledger
 from unified_ckpt.engine.whole import Family, Whole
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage import Buffer, Reader
+from unified_ckpt.runtime.storage import Buffer
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
 _LOOKS = 16  # at blocks that were held last
 _ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
 _MAX_REGIONS = 1 << 16  # remembered
-
-
-class Stock(Protocol):
-    """What reading needs of a folder."""
-
-    @property
-    def storage(self) -> Reader: ...
-
-    def catalog(self, wanted: Collection[Key]) -> Catalog: ...
-
-    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]: ...
 
 
 class Stocks(Protocol):
@@ -68,7 +59,7 @@ class JointStorage:
         self._keys = {file_of(key): key for key in found.specs}
         self._own = frozenset(own)
         self._verifying = True
-        self._digests: dict[int, Mapping[Key, Sequence[int] | None] | CheckpointError] = {}  # of a folder, by its own parts and names
+        self._places: dict[int, Places] = {}  # by folder
         self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
         self._edges: dict[int, list[int]] = {}  # by family
         self._tilings: dict[tuple[int, Box], list[Region]] = {}  # by family and window: most tensors have many of the same family
@@ -280,18 +271,18 @@ class JointStorage:
         for number, fragment in self._in_turn(pieces.region.owners, name, block):
             stored = pieces.stored(fragment=fragment)
             try:
-                folder = self._folders[number]
-                at = folder.catalog([stored]).locations[stored]
-                saved = self._saved(number, folder)[stored] if self._verifying else None
-                folder.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
+                places = self._places_in(number)
+                saved = places.digests(stored) if self._verifying else None
+                at = places.location(stored) or places.look_up(self._folders[number], partial(self._found.stored_in, number), stored)
+                places.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
             except CheckpointError as error:
                 why.append(str(error))
                 continue
-            if saved is None or (block < len(saved) and saved[block] == digests.crc(into)):
+            if saved is None or (block < len(saved) and int(saved[block]) == digests.crc(into)):
                 self.ledger.verified_nbytes += len(into) if saved is not None else 0
                 return True
-            needed = f"{saved[block]:016x}" if block < len(saved) else "one that is not in the digests"
-            where = f"{folder.storage.root}/{at.file}: block {block} of {file_of(stored)}"
+            needed = f"{int(saved[block]):016x}" if block < len(saved) else "one that is not in the digests"
+            where = f"{places.storage.root}/{at.file}: block {block} of {file_of(stored)}"
             why.append(f"{where} has CRC {digests.crc(into):016x}; needed {needed}")
         return False
 
@@ -301,15 +292,11 @@ class JointStorage:
                 self.ledger.damage.append(text)
                 _LOG.warning("read from another machine: %s", text)
 
-    def _saved(self, number: int, folder: Stock) -> Mapping[Key, Sequence[int] | None]:
-        """A folder's digests, read at once: a request to a peer costs more than bytes do. Raises the error that it met at first, again:
-        there is a block of each tensor to ask for."""
-        if number not in self._digests:
-            try:
-                self._digests[number] = folder.block_digests(self._found.stored_in(number))
-            except CheckpointError as error:
-                self._digests[number] = error
-        found = self._digests[number]
-        if isinstance(found, CheckpointError):
-            raise type(found)(str(found))
-        return found
+    def _places_in(self, number: int) -> Places:
+        """With its digests, as far as they are wanted. The folder itself may be closed and opened again: see `Folders`."""
+        if number not in self._places:
+            self._places[number] = Places(self._folders[number].storage, self._found.stored_in(number))
+        places = self._places[number]
+        if self._verifying and not places.asked:
+            places.prove(self._folders[number], self._found.stored_in(number))
+        return places

@@ -185,6 +185,44 @@ def test_damaged_metadata_is_an_error_that_names_it(folder: Path, cut: int) -> N
         uc.open(folder)
 
 
+def doubled(levels: int) -> Any:
+    """Each level holds the one before twice."""
+    found: Any = ["x"]
+    for _ in range(levels):
+        found = [found, found]
+    return found
+
+
+def in_a_path(told: Any) -> None:
+    told.planner_data["model.0.weight"] = ("model", doubled(40))
+
+
+def in_a_file_name(told: Any) -> None:
+    next(iter(told.storage_data.values())).relative_path = doubled(40)
+
+
+def in_a_transform(told: Any) -> None:
+    next(iter(told.storage_data.values())).transform_descriptors = doubled(40)
+
+
+def in_a_size(told: Any) -> None:
+    told.state_dict_metadata["model.0.weight"].chunks[0].sizes = doubled(40)
+
+
+@pytest.mark.parametrize("place", [in_a_path, in_a_file_name, in_a_transform, in_a_size])
+def test_metadata_of_a_kilobyte_that_would_never_end_is_refused(folder: Path, place: Callable[[Any], None]) -> None:
+    """Symptom: more than 40 s, and memory that grows."""
+    path = folder / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    place(told)
+    path.write_bytes(pickle.dumps(told))
+    with pytest.raises(
+        uc.FormatError, match=r"\.metadata: is not what torch.distributed.checkpoint writes|transform_descriptors"
+    ) as caught:
+        uc.open(folder)
+    assert len(str(caught.value)) < 1000
+
+
 PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
     (("model", "a.weight"), False, ("model", "a.weight")),
     (("a.weight",), False, ("model", "a.weight")),

@@ -112,6 +112,33 @@ def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(tmp_path: Path, k
         assert view.step == 7
 
 
+def with_scalars(state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]) -> Path:
+    """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of the first parameter."""
+    entries = [
+        {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)} for i, one in enumerate(state.values())
+    ]
+    entries[0] |= other
+    groups = [{"params": list(range(len(state))), "param_names": list(state), "lr": 0.1}]
+    torch.save({"model": state, "optimizer": {"state": dict(enumerate(entries)), "param_groups": groups}}, path)
+    return path
+
+
+def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
+    """Symptom: converted with success, without any step."""
+    config, state = hub_state("llama3", tmp_path / "c")
+    path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, other={})
+    with SourceView(view_of(path, config)) as view:
+        found = {name: view["optimizer"][name][...] for name in view["optimizer"] if name.endswith("/step")}
+        assert len(found) == len(list(view["model"]))
+        assert all(torch.equal(one, torch.tensor(7.0)) for one in found.values())
+    path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, other={})
+    with pytest.raises(uc.FormatError, match=r"is made of parameters that have steps \["):
+        view_of(path, config)
+    path = with_scalars(state, tmp_path / "d.pt", step=lambda _: 7, other={"rounds": 3})
+    with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*/rounds"):
+        view_of(path, config)
+
+
 def view_of(folder: Path, config: Any) -> Any:
     return maxtext_view(open_any(str(folder)), config.to_dict())
 

@@ -12,7 +12,7 @@ import torch
 from unified_ckpt.core.geometry import Box, whole
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import KEPT_NBYTES, Assembled, Assembly, Fragment, assembly
+from unified_ckpt.engine.assembled import KEPT_NBYTES, Assembled, Assembly, Fragment, assembly, whole_tensor
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
@@ -47,8 +47,36 @@ def maxtext_view(source: Source, config: Mapping[str, Any], *, stacked: bool = T
                 if there:
                     key = part, _named(theirs, state)
                     tensors[key] = _joined(source, part, {name: named[name] for name in there}, specs, state)
+    said = source.said()
+    for theirs, count in _counts(said, of).items():
+        if (OPTIMIZER, f"{theirs}/step") in tensors:
+            raise FormatError(
+                f"MaxText: {theirs} is made of parameters of which some have a tensor for step, others a number; needed one kind"
+            )
+        tensors[OPTIMIZER, f"{theirs}/step"] = whole_tensor(torch.tensor(count), OPTIMIZER)
     theirs_of = {link.ours: theirs for theirs, found in of.items() for link in found}
-    return Assembled("MaxText", tensors, format="maxtext", said=_said(source.said(), theirs_of), close=source.close)
+    return Assembled("MaxText", tensors, format="maxtext", said=_said(said, theirs_of), close=source.close)
+
+
+def _counts(said: Said, of: Mapping[str, Sequence[Link]]) -> dict[str, float]:
+    """Steps that are numbers and no tensors, by MaxText's name. FormatError for other state that is no tensor, and where steps differ."""
+    ours = {link.ours for found in of.values() for link in found}
+    other = [
+        f"{OPTIMIZER}:{name}/{key}"
+        for name, state in said.scalars.items()
+        for key, value in state.items()
+        if name not in ours or key != "step" or not isinstance(value, int | float)
+    ]
+    if other:
+        raise FormatError(listed("MaxText: has no name for", other))
+    counts: dict[str, float] = {}
+    for theirs, found in of.items():
+        steps = {float(said.scalars[link.ours]["step"]) for link in found if said.scalars.get(link.ours)}
+        if len(steps) > 1:
+            raise FormatError(f"MaxText: {theirs} is made of parameters that have steps {sorted(steps)}; needed one")
+        if steps:
+            counts[theirs] = steps.pop()
+    return counts
 
 
 def _named(name: str, state: str | None) -> str:

@@ -6,12 +6,13 @@ Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of 
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,6 +52,7 @@ _BY_POSITION = (
 )
 
 Path = tuple[str | int, ...]
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,7 @@ def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
         chunks = {key: _chunks(one) for key, one in listed_keys.items() if found[key].dtype is not None}
         for index, place in storage.items():
             told_index = _fields(index)
-            key = told_index["fqn"]
+            key = _one(told_index["fqn"], str)
             found[key].shards.append(_shard(chunks.get(key), told_index, _fields(place)))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, StopIteration, RecursionError) as error:
         raise FormatError(f"{path}: is not what torch.distributed.checkpoint writes: {error!r}") from error
@@ -271,22 +273,35 @@ def read_entries(root: str, *, stubs: Collection[str] = ()) -> dict[str, Entry]:
 
 
 def _entry(path: Any, told: Any) -> Entry:
+    steps = tuple(one if isinstance(one, int) else _one(one, str) for one in path)
     if type(told).__name__ != "TensorStorageMetadata":
-        return Entry(tuple(path), None, ())
+        return Entry(steps, None, ())
     properties = _of(told, "properties")
-    return Entry(tuple(path), _dtype(properties), tuple(_of(told, "size")))
+    return Entry(steps, _dtype(properties), _numbers(_of(told, "size")))
+
+
+# Only numbers and text are taken from it: a list may be one of a billion branches, which nobody must print, compare or take a hash of.
+
+
+def _numbers(found: Any) -> tuple[int, ...]:
+    return tuple(map(operator.index, found))
+
+
+def _one(found: Any, kind: type[_Kind]) -> _Kind:
+    if not isinstance(found, kind):
+        raise TypeError(f"a {type(found).__name__} in place of a {kind.__name__}")
+    return found
 
 
 def _dtype(properties: Any) -> torch.dtype:
     """`TensorProperties` gives its fields in a tuple (`__getstate__`), the dtype first; others as a dict."""
     state = properties.state
-    found: torch.dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    return found
+    return _one(state["dtype"] if isinstance(state, dict) else state[0], torch.dtype)
 
 
 def _chunks(told: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Of a tensor: offsets -> sizes."""
-    return {tuple(chunk["offsets"]): tuple(chunk["sizes"]) for chunk in map(_fields, _of(told, "chunks"))}
+    return {_numbers(chunk["offsets"]): _numbers(chunk["sizes"]) for chunk in map(_fields, _of(told, "chunks"))}
 
 
 def _shard(chunks: Mapping[tuple[int, ...], tuple[int, ...]] | None, index: Mapping[str, Any], place: Mapping[str, Any]) -> Shard:
@@ -294,11 +309,11 @@ def _shard(chunks: Mapping[tuple[int, ...], tuple[int, ...]] | None, index: Mapp
     box = None
     if chunks is not None:
         offset = index["offset"]
-        at = tuple(offset) if offset is not None else next(iter(chunks))
+        at = _numbers(offset) if offset is not None else next(iter(chunks))
         box = Box(at, chunks[at])
     if place.get("transform_descriptors"):
-        raise FormatError(f"{index['fqn']}: is transformed by {place['transform_descriptors']}; needed plain bytes")
-    return Shard(box, str(place["relative_path"]), int(place["offset"]), int(place["length"]))
+        raise FormatError(f"{index['fqn']}: is transformed (transform_descriptors); needed plain bytes")
+    return Shard(box, _one(place["relative_path"], str), int(place["offset"]), int(place["length"]))
 
 
 def _of(one: Any, name: str) -> Any:

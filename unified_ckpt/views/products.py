@@ -75,7 +75,7 @@ class Product:
         if self.state is not None and of is not None and found != shapes[of]:
             raise FormatError(
                 f"{self.state!r} has shape {found}, its parameter {shapes[of]}: how it follows what the rule does is not known; needed the "
-                "parameter's shape, or one number; the other parts can be taken without the optimizer"
+                'parameter\'s shape, or one number, or a rule with `parts = "optimizer"` for it'
             )
 
     def _of(self, base: Recipe, target: int, power: int) -> Recipe:

@@ -181,6 +181,13 @@ def test_what_modules_keep_beside_tensors_goes_along(tmp_path: Path) -> None:
         uc.open(tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "s.toml")))
 
 
+def test_a_file_without_a_model_is_not_begun(tmp_path: Path) -> None:
+    uc.save(tmp_path / "c", model={"w": torch.ones(1)}, parts={"adapter_model": {"q": torch.ones(2)}}, options=QUICK)
+    with pytest.raises(uc.FormatError, match=r"read by the model in it; the parts to write are adapter_model; needed the model"):
+        uc.convert(tmp_path / "c", tmp_path / "c.pt", to="torch", parts=("adapter_model",))
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
     tensors = {"state.w.b/c": torch.ones(1), "state.w/b.c": torch.zeros(1)}
     uc.save(tmp_path / "c", model={"w": torch.ones(1)}, optimizer=tensors, options=QUICK)

@@ -336,6 +336,14 @@ def test_param_groups_that_become_one_must_agree(tmp_path: Path) -> None:
         look(tmp_path / "c", told)
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e200, 1e-320])
+def test_a_scale_that_leaves_moments_no_number_is_refused(tmp_path: Path, scale: float) -> None:
+    path = save(tmp_path / "c", model={"w": torch.ones(2)}, optimizer={"w/exp_avg_sq": torch.ones(2)})
+    told = [{"match": "w", "steps": [{"scale": scale}], "to": "v"}]
+    with pytest.raises(FormatError, match=r"scale 1e[-+]\d+ makes a factor of (0.0|inf) for optimizer state; needed one whose power -2"):
+        look(path, told, "optimizer")
+
+
 @pytest.mark.parametrize(
     "told",
     [{"match": "{i}.weight", "steps": [{"transpose": [0, 1]}], "to": "{i}.w"}, {"match": ["0.weight", "1.weight"], "concat": 0, "to": "w"}],

@@ -296,3 +296,12 @@ def test_a_ranks_part_of_a_distributed_tensor_is_refused_on_opening(tmp_path: Pa
         dist.destroy_process_group()
     with pytest.raises(uc.FormatError, match=r"w: is a rank's part of a DTensor(.*)`full_tensor\(\)`"):
         uc.open(tmp_path / "x.pt")
+
+
+def test_tied_master_weights_are_one_tensor(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    half = shared.to(torch.bfloat16)
+    torch.save({"model": {"a": half, "b": half}, "master_weights": {"a": shared, "b": shared}}, tmp_path / "tied.pt")
+    with uc.open(tmp_path / "tied.pt") as source:
+        assert list(source["master_weights"]) == ["a"]
+        assert torch.equal(source["master_weights"]["b"][...], shared)

@@ -53,6 +53,9 @@ def write_torch(source: Source, path: str, asked: Asked) -> None:
 
     Parameters are counted in the order of their groups, as torch's optimizers do; their names are each group's "param_names".
     """
+    if MODEL not in source.parts:
+        has = ", ".join(source.parts)
+        raise FormatError(f"a file of torch.save is read by the model in it; the parts to write are {has}; needed the model, or --to dcp")
     with open(path, "xb") as file:
         write_archive(file, _state_dict(source, asked.progress))
         _flush(file, asked.fsync)

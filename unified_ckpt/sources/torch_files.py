@@ -61,14 +61,17 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
     step = next((rest[name] for name in _STEPS if isinstance(rest.get(name), int)), None)
     model = read_state(path, weights)
     tensors = model.tensors
+    aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
     if place is not None and _is_state(told.get(MASTER)):
-        tensors |= read_state(path, told[MASTER], part=MASTER).tensors
+        masters = read_state(path, told[MASTER], part=MASTER)
+        tensors |= masters.tensors
+        aliases[MASTER] = masters.aliases
     rest |= {place: model.values} if place is not None and model.values else model.values
     found = Found(
         path,
         "lightning" if _LIGHTNING in told else "torch",
         tensors,
-        aliases={MODEL: model.aliases},
+        aliases=aliases,
         said=Said(step=step, extra=plain(rest) or None, modules=plain(model.modules)),
         unnamed=[group for those in groups.values() for group in those],
     )

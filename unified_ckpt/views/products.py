@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, isinf, prod
 
 from unified_ckpt.core.coverage import check_once
 from unified_ckpt.core.recipes import Recipe, Stored, alike, cut, is_scaled, joined, picked, reshaped, scaled, stacked, swapped, turned
@@ -75,7 +75,7 @@ class Product:
         if self.state is not None and of is not None and found != shapes[of]:
             raise FormatError(
                 f"{self.state!r} has shape {found}, its parameter {shapes[of]}: how it follows what the rule does is not known; needed the "
-                "parameter's shape, or one number; the other parts can be taken without the optimizer"
+                'parameter\'s shape, or one number, or a rule with `parts = "optimizer"` for it'
             )
 
     def _of(self, base: Recipe, target: int, power: int) -> Recipe:
@@ -132,8 +132,19 @@ def _stepped(of: Recipe, steps: Sequence[Step], power: int) -> Recipe:
         elif step.slice is not None:
             of = cut(of, step.slice[0], step.slice[1], step.slice[2] if len(step.slice) == 3 else None)
         elif step.scale is not None:
-            of = scaled(of, step.scale**power)
+            of = scaled(of, _power_of(step.scale, power))
     return of
+
+
+def _power_of(scale: float, power: int) -> float:
+    """FormatError where that is no finite number but zero: moments would all be zero, or infinite."""
+    try:
+        found = scale**power
+    except OverflowError:
+        found = inf
+    if not found or isinf(found):
+        raise FormatError(f"scale {scale} makes a factor of {found} for optimizer state; needed one whose power {power} is a number")
+    return found
 
 
 def _even(of: Recipe, dim: int, count: int) -> list[int]:

@@ -64,7 +64,7 @@ def test_answers_are_the_folders(tensors: dict[Key, Tensor]) -> None:
 
 def test_names_that_would_share_a_mark_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a byte: of twenty tensors two share one by nearly every salt but some."""
-    monkeypatch.setattr(places, "_MARK_NBYTES", 1)
+    monkeypatch.setattr(kept_places, "_MARK_NBYTES", 1)
     check({("model", f"w{i}"): ("a", i, [i]) for i in range(20)})
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.core.tables import Key
+from unified_ckpt.engine import kept_places
 from unified_ckpt.engine.kept_places import Places
 from unified_ckpt.engine.source import Catalog, Location
 from unified_ckpt.errors import IntegrityError

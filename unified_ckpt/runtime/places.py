@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
+_HOLD = getattr(os, "O_PATH", os.O_RDONLY)  # the former, where a system has it, asks for no right to read
 _CLOSED = -1  # every call that is given it fails
 
 
@@ -21,7 +22,7 @@ class Place:
 
     def pin(self) -> None:
         """From now on, until it is closed, the folder that has the name at this moment."""
-        self._fd = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(self._root, _HOLD | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def is_replaced(self) -> bool:
         """Whether another folder has the name than the one that was pinned, or none."""

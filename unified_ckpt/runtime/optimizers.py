@@ -118,14 +118,13 @@ def holds_masters(optimizer: Optimizer) -> bool:
 
 
 def masters_of(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """The master weights that they hold in their state, by the name of the parameter."""
+    """The master weights that they hold in their state, by the name of the parameter. LayoutError as in `flatten_optimizer`."""
     flat = FlatOptimizer()
     for one in optimizers:
         for number, group in enumerate(one.param_groups):
             for param in group["params"]:
                 held = {key: value for key, value in one.state.get(param, {}).items() if key in MASTER_KEYS}
-                if held:
-                    _flatten_state(flat, _name(param, names, number), held)
+                _flatten_state(flat, _name(param, names, number), held)
     return flat.masters
 
 

@@ -84,6 +84,14 @@ def check_target(storage: LocalStorage, name: str, *, if_exists: str, parts: Col
     return None if _yields(storage, name, found, if_exists, parts) else found
 
 
+def check_copy_target(storage: LocalStorage, name: str, *, save_id: str, if_exists: str, parts: Collection[str]) -> Manifest | None:
+    """`check_target` for a copy of save `save_id`, which stays where it is there already."""
+    there = committed(storage, name) if storage.kind(name) == "folder" else None
+    if there is not None and there.save_id == save_id:
+        return there
+    return check_target(storage, name, if_exists=if_exists, parts=parts)
+
+
 def _yields(storage: LocalStorage, name: str, found: Manifest, if_exists: str, parts: Collection[str]) -> bool:
     """Whether a committed checkpoint gives way to a save of these parts."""
     return if_exists == "replace" or (if_exists == "keep_complete" and not holds(storage, name, found, parts))

@@ -134,10 +134,7 @@ def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[in
 def _stays(joint: Joint, storage: LocalStorage, name: str, options: MergeOptions) -> Manifest | None:
     """The lead only: the checkpoint that is there and stays, this save's own too."""
     _check_proofs(joint)
-    there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
-    if there is not None and there.save_id == joint.save_id:
-        return there
-    return commit.check_target(storage, name, if_exists=options.if_exists, parts=joint.parts)
+    return commit.check_copy_target(storage, name, save_id=joint.save_id, if_exists=options.if_exists, parts=joint.parts)
 
 
 def _check_proofs(joint: Joint) -> None:

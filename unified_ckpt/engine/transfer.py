@@ -44,12 +44,9 @@ def transfer(source: str, storage: LocalStorage, name: str, *, if_exists: str, f
     folder = open_path(source, hold=True)
     try:
         manifest, written = _check_source(folder)
-        there = commit.committed(storage, name) if storage.kind(name) == "folder" else None
-        if there is not None and there.save_id == manifest.save_id:
-            return Transferred(there.save_id, 0)
-        stays = commit.check_target(storage, name, if_exists=if_exists, parts=manifest.parts)
+        stays = commit.check_copy_target(storage, name, save_id=manifest.save_id, if_exists=if_exists, parts=manifest.parts)
         if stays is not None:
-            return Transferred(stays.save_id, 0, other=True)
+            return Transferred(stays.save_id, 0, other=stays.save_id != manifest.save_id)
         construction = commit.begin(storage, name, save_id=None)  # an id of its own: a copy that was cut off may lie there
         try:
             commit.check_room(storage, construction, sum(_sizes(source)))

@@ -120,9 +120,12 @@ _holding: WeakKeyDictionary[Optimizer, list[tuple[RemovableHandle, threading.Eve
 def hold_up(optimizer: Optimizer, event: threading.Event) -> RemovableHandle:
     """A hook that holds up the optimizer's step until the event, before any other hook that it has. Called where the optimizer does not
     step: it goes through its hooks then. Those of events that were are gone."""
-    stale = [handle for handle, over in _holding.get(optimizer, ()) if over.is_set()]
-    for handle in stale:
-        handle.remove()
+    held = []
+    for earlier, over in _holding.get(optimizer, ()):
+        if over.is_set():
+            earlier.remove()
+        else:
+            held.append((earlier, over))
 
     def wait(*_: object) -> None:  # keeps nothing else alive
         event.wait()
@@ -131,7 +134,7 @@ def hold_up(optimizer: Optimizer, event: threading.Event) -> RemovableHandle:
     hooks = optimizer._optimizer_step_pre_hooks
     for other in [number for number in hooks if number != handle.id]:  # which may change parameters: decay, clipping
         hooks[other] = hooks.pop(other)
-    _holding[optimizer] = [(one, over) for one, over in _holding.get(optimizer, ()) if one not in stale] + [(handle, event)]
+    _holding[optimizer] = [*held, (handle, event)]
     return handle
 
 

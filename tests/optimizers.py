@@ -1,0 +1,181 @@
+"""Optimizers that keep state in ways that torch's own do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Does on any device what TransformerEngine's FusedAdam does, without FP8, FP16 states and CUDA graphs.
+
+    Source: NVIDIA/TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py at d0067d0:
+
+    - `__init__` makes no state. `master_weights`, `name_to_dtype_map` and `store_param_remainders` are attributes.
+    - `step` counts in each param group (`group["step"]`, an int, absent before the first step).
+    - `step` makes state where a parameter has none at all (`len(state) == 0`), also for parameters without a gradient:
+      `exp_avg`, `exp_avg_sq` in float32 whatever the parameter's dtype, `master_param` from the parameter of that moment.
+      A parameter with some state and without `master_param` is a KeyError.
+    - A low-precision parameter is computed in its master and rounded from it. A float32 parameter has a master too, and
+      it is never updated: the parameter itself is.
+    - States that are not float32 have an entry in `_scales`, which `step` reads; for bfloat16 it stays 1.
+    - With `store_param_remainders`, `master_param` of a bfloat16 parameter is int16: the low half of the float32 master.
+    - `state_dict` gives states in float32 (remainders as they are). `load_state_dict` replaces the state through
+      `set_scaled_state`, which makes missing states and copies.
+    - State of a DTensor is a DTensor with the same placements.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        master_weights: bool = False,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.master_weights = master_weights
+        self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.float32}
+        self.store_param_remainders = store_param_remainders and master_weights
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def _keeps_remainders(self, param: torch.Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def _initialize_state(self, param: torch.Tensor, name: str, zero_buffer: bool, store_param_remainders: bool = False) -> None:
+        dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[name]
+        made = torch.zeros_like if zero_buffer or store_param_remainders else torch.empty_like
+        state = made(_local(param), dtype=dtype, requires_grad=False)
+        if isinstance(param, DTensor):
+            state = DTensor.from_local(state, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+        self.state[param][name] = state
+        if self.name_to_dtype_map[name] != torch.float32:
+            self._scales.setdefault(param, {})[name] = torch.ones([1], device=param.device)
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        self._initialize_state(param, "exp_avg", zero_buffer=True)
+        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
+        if self.master_weights:
+            self._initialize_state(param, "master_param", False, store_param_remainders)
+            if not store_param_remainders:
+                self.set_scaled_state(param, "master_param", _local(param).detach().clone().float())
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        remainders = state_name == "master_param" and self._keeps_remainders(param)
+        assert unscaled_state.dtype == (torch.int16 if remainders else torch.float32)
+        if state_name not in self.state[param]:
+            self._initialize_state(param, state_name, False, remainders)
+        _local(self.state[param][state_name]).copy_(unscaled_state)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        state = _local(self.state[param][state_name])
+        remainders = state_name == "master_param" and self._keeps_remainders(param)
+        assert state.dtype == (torch.int16 if remainders else self.name_to_dtype_map[state_name])
+        return state if remainders else state.float()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            for name in state["state"].get(number, ()):
+                local = self.get_unscaled_state(param, name)
+                if isinstance(param, DTensor):
+                    local = DTensor.from_local(local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+                state["state"][number] = {**state["state"][number], name: local}
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(dict(state_dict))
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number not in state_dict["state"]:
+                continue
+            self.state[param] = {}
+            for name, value in state_dict["state"][number].items():
+                remainders = name == "master_param" and self._keeps_remainders(param)
+                self.set_scaled_state(param, name, _local(value) if remainders else _local(value).float())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for param in group["params"]:
+                if len(self.state[param]) == 0:
+                    self.initialize_state(param, self._keeps_remainders(param))
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = {name: _local(value) for name, value in self.state[param].items()}
+        for name in state:
+            if self.name_to_dtype_map[name] != torch.float32:
+                _ = self._scales[param][name]
+        weight, low = _local(param), param.dtype in (torch.float16, torch.bfloat16)
+        if low and self.master_weights:
+            master = state["master_param"]
+            if self._keeps_remainders(param):
+                master = joined(weight, master)
+        else:
+            master = weight.float()
+        moment, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
+        self._adam(master, _local(param.grad).float(), moment, square, group)  # type: ignore[arg-type]
+        state["exp_avg"].copy_(moment)
+        state["exp_avg_sq"].copy_(square)
+        if self._keeps_remainders(param):
+            high, remainder = split(master)
+            weight.copy_(high)
+            state["master_param"].copy_(remainder)
+        elif not low or self.master_weights:
+            weight.copy_(master)
+        else:
+            weight.copy_(master.to(weight.dtype))
+
+    def _adam(self, weight: torch.Tensor, grad: torch.Tensor, moment: torch.Tensor, square: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """In float32, in place, as the kernel `multi_tensor_adam` computes it."""
+        (first, second), number = group["betas"], group["step"]
+        one, two = (1 - first**number, 1 - second**number) if group["bias_correction"] else (1.0, 1.0)
+        if not self.adam_w_mode:
+            grad = grad + group["weight_decay"] * weight
+        moment.mul_(first).add_(grad, alpha=1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        update = (moment / one) / ((square / two).sqrt() + group["eps"])
+        if self.adam_w_mode:
+            update = update + group["weight_decay"] * weight
+        weight.sub_(update, alpha=group["lr"])
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 master as a bfloat16 parameter and int16 remainders; the parameter is rounded by the remainder's sign."""
+    bits = master.view(torch.int32)
+    low = bits.to(torch.int16)
+    high = ((bits - low.to(torch.int32)) >> 16).to(torch.int16)
+    return high.view(torch.bfloat16), low
+
+
+def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 master of `split`."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)

@@ -297,13 +297,22 @@ def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path
     return root
 
 
+def place_of(rank: int, args: argparse.Namespace) -> tuple[int, int, int]:
+    """The (tensor, pipeline, expert) rank of a global rank, in Megatron's order tp-cp-ep-dp-pp."""
+    inner, pp = rank % (args.world_size // args.pipeline_model_parallel_size), args.pipeline_model_parallel_size
+    ep = inner // args.expert_tensor_parallel_size % args.expert_model_parallel_size
+    return inner % args.tensor_model_parallel_size, rank // (args.world_size // pp), ep
+
+
 def write_rank(
     folder: Path, job: Job, hub: Mapping[str, Tensors], rank: tuple[int, int, int, int], backend: Any, more: Mapping[str, Any]
 ) -> None:
     tp, pp, ep, _ = rank
     states = {key: [stage(one, job, rank, n) for n in range(job.vpp)] for key, one in hub.items()}
     model = [{name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()} for chunk in states["param"]]
-    told: dict[str, Any] = {"args": arguments(job, attention_backend=backend.flash, **more), "checkpoint_version": 3.0, "iteration": 7}
+    args = arguments(job, attention_backend=backend.flash, **more)
+    args.rank = next(r for r in range(args.world_size) if place_of(r, args) == (tp, pp, ep))
+    told: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
     for n, chunk in enumerate(model):
         extra = {
             name.removesuffix("weight") + "_extra_state": torch.zeros(3, dtype=torch.uint8)

@@ -318,6 +318,23 @@ def test_files_of_two_saves_are_refused(root: Path) -> None:
         uc.open(root)
 
 
+@pytest.mark.parametrize("pair", [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_000", "mp_rank_01_001")])
+@pytest.mark.parametrize("swapped", [True, False])
+def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapped: bool) -> None:
+    """The folders of two tensor or two pipeline ranks: every name and shape fits, and the values are others."""
+    step = root / "iter_0000007"
+    one, other = (step / name for name in pair)
+    other.rename(step / "aside")
+    if swapped:
+        one.rename(other)
+        (step / "aside").rename(one)
+    else:
+        shutil.copytree(one, other)
+        shutil.rmtree(step / "aside")
+    with pytest.raises(uc.FormatError, match=r"was written by rank \d+(.|\n)*put each back under its own name"):
+        uc.open(root)
+
+
 def test_a_wrong_number_of_ranks_is_refused(root: Path) -> None:
     for path in root.rglob("model_optim_rng.pt"):
         changed(path, lambda told: setattr(told["args"], "pipeline_model_parallel_size", 1))

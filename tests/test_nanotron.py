@@ -170,6 +170,18 @@ def relabel(root: Path, pairs: str) -> None:
     save_file(load_file(path), path, metadata={"local_global_slices_pairs": pairs, "unsharded_shape": "(8, 6)"})
 
 
+def swap(pattern: str) -> Callable[[Path], object]:
+    """The files of two tensor-parallel ranks change places."""
+
+    def act(root: Path) -> None:
+        one, other = sorted(root.glob(pattern))
+        held = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(held)
+
+    return act
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a part of a tensor": (remove("20/model/**/qkv_proj/*tp-rank-1*"), r"qkv_proj.weight: nothing holds box(.|\n)*tp-rank-0-of-2"),
     "a tensor": (remove("20/model/**/input_layernorm/*"), r"that the model has no file of(.|\n)*input_layernorm"),
@@ -180,6 +192,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "short state": (shorten, r"its files have \d+ elements; needed"),
     "slices": (lambda root: relabel(root, "0,9,None|None,None,None#0,9,None|None,None,None"), r"has box|do not fit|overlap|nothing holds"),
     "no slices": (lambda root: relabel(root, "x"), r"does not say which part"),
+    "swapped state": (swap("20/optimizer/*pp-0*dp-0*"), r"tp-0-of-2_exp-0-of-1.pt: was written as optimizer_\S*tp-1-of-2"),
+    "swapped parts": (swap("20/model/**/qkv_proj/*"), r"tp-rank-1\S*: has elements before those of \S*tp-rank-0\S*: files were swapped"),
     "strides": (lambda root: relabel(root, "0,4,2|None,None,None#0,4,2|None,None,None"), r"does not say which part"),
 }
 

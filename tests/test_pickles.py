@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,26 @@ def packed(path: Path) -> bytes:
         for info in found.infolist():
             made.writestr(info.filename, found.read(info))
     return path.with_name("packed.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("written", "named", "fits"),
+    [
+        ("rng_state_0.pth", "rng_state_0.pth", True),
+        ("rng_state_1.pth", "rng_state_0.pth", False),
+        ("optimizer.bin", "optimizer_1.bin", False),
+        ("model.pt", "renamed_1.pt", True),  # by its user: no other number of the same name
+        ("rng_state_0.pth.tmp", "rng_state_0.pth", True),  # written aside, then renamed
+        (None, "rng_state_0.pth", True),  # written to a stream, whose archive has no name
+    ],
+)
+def test_numbered_file_written_under_another_number(tmp_path: Path, written: str | None, named: str, fits: bool) -> None:
+    stream = io.BytesIO()
+    torch.save({"a": torch.zeros(2)}, stream if written is None else tmp_path / written)
+    (tmp_path / named).write_bytes(stream.getvalue() if written is None else (tmp_path / written).read_bytes())
+    load_torch(str(tmp_path / named))  # a file of its own may be renamed
+    with pytest.raises(FormatError, match=f"{named}: was written as {written}") if not fits else nullcontext():
+        load_torch(str(tmp_path / named), numbered=True)
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:

@@ -395,6 +395,20 @@ def read_all(folder: Path) -> None:
                 source[part][name][...]
 
 
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize("pattern", ["*_optim_states.pt", "zero_pp_rank_*_model_states.pt"])
+def test_rank_files_swapped_or_copied(two: Path, tmp_path: Path, pattern: str, swapped: bool) -> None:
+    """Of ZeRO 3 nothing else tells: every rank's share of a parameter has one size, and the model's files have no weights."""
+    folder = Path(shutil.copytree(two / "3", tmp_path / "ds"))
+    one, other = sorted((folder / "global_step3").glob(pattern))
+    held = other.read_bytes()
+    other.write_bytes(one.read_bytes())
+    if swapped:
+        one.write_bytes(held)
+    with pytest.raises(uc.FormatError, match=r"was written as \S*zero_pp_rank_\d_\S*.pt: files were swapped or copied"):
+        uc.open(folder)
+
+
 def test_files_of_two_saves_in_one_folder(folder: Path) -> None:
     """Those that a job left which died while it wrote over its last checkpoint."""
     shutil.copy(folder / "global_step6" / shards(folder)[1].name, folder / "global_step3")

@@ -119,7 +119,25 @@ def _parts(root: str) -> dict[str, list[_Part]]:
                 found.setdefault(name, []).append(_part(os.path.join(folder, file), match))
     if not found:
         raise IncompleteError(f"{top}: holds no tensor")
+    for parts in found.values():
+        _check_order(parts)
     return found
+
+
+def _check_order(parts: list[_Part]) -> None:
+    """Refuses files of tensor-parallel ranks that were swapped: of each slice, a higher rank has higher elements. FormatError.
+
+    The model would be right, for headers say which elements a file has; the optimizer's files have only their names.
+    """
+    last: dict[tuple[int, int], tuple[int, tuple[int, ...], str]] = {}
+    for part in parts:
+        if part.ranks is not None:
+            pp, tp, exp = part.ranks
+            first, path = part.pairs[0][1].offsets, part.file.path
+            for rank, other, where in [last[pp, exp]] if (pp, exp) in last else []:
+                if (rank < tp) != (other < first) and other != first:
+                    raise FormatError(f"{path}: has elements before those of {where}: files were swapped; put each back under its own name")
+            last[pp, exp] = tp, first, path
 
 
 def _part(path: str, match: re.Match[str]) -> _Part:
@@ -184,7 +202,7 @@ def _states(root: str) -> list[_State]:
     made = []
     for ranks, match in sorted(found.items()):
         path = os.path.join(folder, match[0])
-        told = load_torch(path)
+        told = load_torch(path, numbered=True)
         if not isinstance(told, Mapping) or not all(isinstance(told.get(key), Mapping) for key in ("state", "names")):
             raise FormatError(f"{path}: is no optimizer's state with names")
         pp, dp, tp, exp = ranks

@@ -24,7 +24,7 @@ from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.sources.opcodes import check_numbers
 from unified_ckpt.sources.stubs import stub
 from unified_ckpt.sources.trees import check_tree
-from unified_ckpt.sources.zipped import LOCAL
+from unified_ckpt.sources.zipped import LOCAL, check_archive_name
 
 # What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
 _NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
@@ -32,15 +32,19 @@ _ARCHIVE = b"PK\x03\x04"
 _BYTEARRAY = b"\nbytearray\n"  # the end of the one opcode by which torch's reader takes a global
 
 
-def load_torch(path: str, *, stubs: Collection[str] = ()) -> Any:
+def load_torch(path: str, *, stubs: Collection[str] = (), numbered: bool = False) -> Any:
     """What `torch.save` wrote, on the CPU, its tensors mapped from the file where it is a zip archive. `stubs`: full names of classes that
-    are stood in for.
+    are stood in for. `numbered`: the file is one of several, whose number says what it holds.
 
-    FormatError for a file that is damaged or names other classes; it lists them. NotFoundError where there is no file.
+    FormatError for a file that is damaged, names other classes (it lists them), or was written under another number. NotFoundError where
+    there is no file.
     """
     if not os.path.isfile(path):
         raise NotFoundError(f"{path}: there is no such file")
-    return _load(path, path, stubs)
+    found = _load(path, path, stubs)
+    if numbered:
+        check_archive_name(path)
+    return found
 
 
 def load_torch_bytes(held: Buffer, where: str, *, stubs: Collection[str] = ()) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -38,7 +39,24 @@ STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
+_NUMBER = re.compile(r"[-_]?\d+")
 LOCAL = struct.Struct("<4s22xHH")  # of a zip entry's local header: magic, name's length, extra's length
+
+
+def check_archive_name(path: str) -> None:
+    """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or renamed to rank 0's place.
+
+    torch.save calls the root folder of an archive as the file, without its suffix. Only a root that differs from the file's name in its
+    numbers alone is proof: written to a stream, an archive's root is `archive`. FormatError; zipfile.BadZipFile where the archive is cut.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return  # written without an archive
+        with zipfile.ZipFile(file) as archive:
+            root = next(iter(archive.namelist()), "").partition("/")[0]
+    stem, suffix = os.path.splitext(os.path.split(path)[1])
+    if root != stem and _NUMBER.sub("", root) == _NUMBER.sub("", stem):
+        raise FormatError(f"{path}: was written as {root}{suffix}: files were swapped or copied; put each file back under its own name")
 
 
 class Mapped:

@@ -20,6 +20,7 @@ from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.deepspeed.layout import Layout, Span
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.stubs import Stub
+from unified_ckpt.sources.zipped import check_archive_name
 
 FP32 = "fp32"  # our key for the weights, among the keys of the optimizer's state
 Owners = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]
@@ -182,7 +183,10 @@ def _step(one: Shard) -> list[float]:
 
 
 def check_whole(paths: Sequence[str]) -> None:
-    """IncompleteError naming the files that are not there, or end before their table of contents, which archives have last."""
+    """IncompleteError naming the files that are not there, or end before their table of contents, which archives have last.
+
+    FormatError for a file that was written as another rank's.
+    """
     cut = [path for path in paths if not os.path.isfile(path) or not _has_contents(path)]
     if cut:
         raise IncompleteError(listed("files are missing or end early", cut))
@@ -191,10 +195,7 @@ def check_whole(paths: Sequence[str]) -> None:
 def _has_contents(path: str) -> bool:
     """A file of before archives, which DeepSpeed can be told to write, only has to have something: what lacks is seen when it is read."""
     try:
-        with open(path, "rb") as file:
-            head = file.read(2)
-        if head == b"PK":
-            zipfile.ZipFile(path).close()
-        return len(head) == 2
+        check_archive_name(path)
+        return os.path.getsize(path) > 1
     except (zipfile.BadZipFile, OSError):
         return False

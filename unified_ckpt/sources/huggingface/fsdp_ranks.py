@@ -38,7 +38,7 @@ def rank_files(root: str, stem: str) -> list[str]:
 
 
 def load_ranks(files: Sequence[str]) -> list[Mapping[str, Any]]:
-    found = [load_torch(file) for file in files]
+    found = [load_torch(file, numbered=True) for file in files]
     for file, told in zip(files, found, strict=True):
         if not isinstance(told, Mapping):
             raise FormatError(f"{file}: holds a {type(told).__name__}; needed a dict")

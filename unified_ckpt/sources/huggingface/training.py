@@ -119,7 +119,7 @@ def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> St
         return State(whole_tensors(files, part=part), {}, {}, {})
     if full in entries or (pickled in entries and number):
         path = os.path.join(root, full if full in entries else pickled)
-        return read_state(path, load_torch(path), part=part)
+        return read_state(path, load_torch(path, numbered=True), part=part)
     if not number and entries & {BIN, BIN_INDEX}:
         return read_bins(root)
     return State({}, {}, {}, {})
@@ -152,7 +152,7 @@ def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> None:
             if len(files) > 1:
                 raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
             found.where.append(os.path.join(root, files[0]))
-            found.unnamed += parse_groups(found.where[-1], load_torch(found.where[-1]))
+            found.unnamed += parse_groups(found.where[-1], load_torch(found.where[-1], numbered=True))
         else:
             break
         number += 1
@@ -188,7 +188,7 @@ def _extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, An
     for name in sorted(entries):
         stem, _, suffix = name.rpartition(".")
         if suffix in ("pt", "bin") and any(re.fullmatch(rf"{kind}(_\d+)?", stem) for kind in _PLAIN):
-            extra[stem] = load_torch(os.path.join(root, name))
+            extra[stem] = load_torch(os.path.join(root, name), numbered=True)
     if TRAINER_STATE in entries:
         extra["trainer_state"] = read_object(os.path.join(root, TRAINER_STATE))
     step = extra.get("trainer_state", {}).get("global_step")
@@ -208,7 +208,7 @@ def _random_states(files: Sequence[str], rank: int) -> dict[str, Any] | None:
     """What a rank left, as `RandomStates` takes it; what that does not know under the name that it has."""
     if not 0 <= rank < len(files):
         return None
-    told = load_torch(files[rank])
+    told = load_torch(files[rank], numbered=True)
     if not isinstance(told, Mapping):
         raise FormatError(f"{files[rank]}: holds a {type(told).__name__}; needed random states by name")
     states = {_RANDOM_NAMES.get(key, str(key)): value for key, value in told.items()}

@@ -124,6 +124,7 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
         others = arguments(one.told["args"], one.where)
         if [others.tp, others.pp, others.ep] != [args.tp, args.pp, args.ep] or one.told.get("iteration") != ranks[0].told.get("iteration"):
             raise FormatError(f"{one.where}: is of another step, or another layout, than {ranks[0].where}; needed files of one save")
+        _check_writer(one, others)
     _check_all(folder, ranks, args)
     _check_names(ranks)
     _number_layers(folder, ranks, args)
@@ -173,6 +174,26 @@ def _flat(told: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torc
             yield core_name((prefix + str(key)).removeprefix("module.")), value.detach()
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
+
+
+def _check_writer(one: Saved, args: Arguments) -> None:
+    """Refuses a file that another rank wrote: each has the arguments of the process that saved it, with its global rank.
+
+    Ranks are counted along tensor, data and pipeline parallelism; experts along tensor, expert and data. Only files with random states
+    are checked: converters write every file with the arguments of one process. FormatError.
+    """
+    rank, world = args.told.get("rank"), args.number("world_size", 0)
+    if "rng_state" not in one.told or not isinstance(rank, int) or not 0 <= rank < world:
+        return
+    if args.flag("use_tp_pp_dp_mapping"):  # neither with experts nor with context parallelism
+        wrote = (rank % args.tp, rank // args.tp % args.pp, one.ep)
+    else:
+        wrote = (rank % args.tp, rank * args.pp // world, rank % (world // args.pp) // args.etp % args.ep)
+    if wrote != (one.tp, one.pp, one.ep):
+        raise FormatError(
+            f"{one.where}: was written by rank {rank}, whose place is tensor {wrote[0]}, pipeline {wrote[1]}, experts {wrote[2]}: folders "
+            "were swapped or copied; put each back under its own name"
+        )
 
 
 def _check_all(folder: str, ranks: list[Saved], args: Arguments) -> None:

@@ -1,11 +1,12 @@
 """What it costs to find out what machines without a common folder have between them, by number of machines. No tensors, disk or network.
 
-Run: python benchmarks/bench_inventory.py [--machines 8,64] [--out FILE]. Llama 3.1 405B: weights, fp32 masters, two moments and a step of
-each parameter, TP 8 inside a machine, FSDP over the machines, so that almost all is stored in fragments. One JSON line for each of: the
+Run: python benchmarks/bench_inventory.py [--machines 8,64] [--repeats 5] [--out FILE]. Llama 3.1 405B: weights, fp32 masters, two
+moments and a step of each parameter, TP 8 inside a machine, FSDP over the machines, so that almost all is stored in fragments. One JSON
+line for each of: the
 first rank of a machine, which lists its folder; rank 0, which puts the lists together, proves that nothing is missing and tells all;
 every rank, which reads that and looks up where its parts are, in the layout of the save (`same`) and by rows over all ranks (`rows`),
 and parses the headers of each folder that it reads from, its own at least. From 64 machines on also a mixture of experts, where machines
-name different tensors. Seconds: median of 5 runs; peak memory by tracemalloc in a run of its own; bytes that go through the store.
+name different tensors. Seconds: median of the runs; peak memory by tracemalloc in a run of its own; bytes that go through the store.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bench_plan import PP, TP, llama_405b, moe
+from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, TP, add_scale, llama_405b, moe
 
 from unified_ckpt.core.geometry import Box, chunk
 from unified_ckpt.core.islands import FRAGMENTS, fragment_name
@@ -37,15 +38,16 @@ from unified_ckpt.format.header import encode_header, file_order, parse_header
 from unified_ckpt.runtime.peers import PeerStorage
 from unified_ckpt.runtime.wire import Address, parse_address
 
-RUNS = 5
-EXPERT_GROUPS, EXPERT_TENSORS = 64, 234_545
+EXPERT_GROUPS = 64
 FILE_NBYTES = 5_000_000_000
 
+Measure = Callable[[dict[str, Any], Callable[[], Any]], None]  # of a row, and the call to measure
 
-def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
+
+def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int) -> dict[str, Any]:
     """Times a call, then runs it once more for its peak memory."""
     seconds = []
-    for _ in range(RUNS):
+    for _ in range(repeats):
         gc.collect()
         started = time.perf_counter()
         call()
@@ -55,7 +57,7 @@ def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
     call()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": RUNS}
+    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": repeats}
     row = {"bench": "inventory", **what, **times, "peak_bytes": peak, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     print(json.dumps(row), flush=True)
     return row
@@ -110,10 +112,12 @@ def totals_of(rows: Sequence[Row]) -> dict[str, list[int]]:
     return totals
 
 
-def experts(machines: int) -> tuple[list[bytes], dict[str, bytes]]:
-    """What machines tell that hold a 64th of the experts each, whole, and the attention in fragments; machine + 64 is a copy of machine."""
-    groups = [moe(group, EXPERT_GROUPS) for group in range(EXPERT_GROUPS)]
-    totals = totals_of(list({row.key: row for rows in groups for row in rows}.values()))
+def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, bytes]]:
+    """The number of tensors, and what machines tell that hold a 64th of the experts each, whole, and the attention in fragments;
+    machine + 64 is a copy of machine."""
+    groups = [moe(group, EXPERT_GROUPS, layers=layers) for group in range(EXPERT_GROUPS)]
+    tensors = {row.key: row for rows in groups for row in rows}
+    totals = totals_of(list(tensors.values()))
     made, listings = [], {}
     for group, rows in enumerate(groups):
         listing, spans = classify(stored_by(group, rows, ranks=1))
@@ -121,7 +125,8 @@ def experts(machines: int) -> tuple[list[bytes], dict[str, bytes]]:
         made.append((listing, spans, listing_name(body)))
         listings[listing_name(body)] = zlib.compress(body)
     turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
-    return [inventory_of(m, machines, listing, spans, totals).encode(listing=name) for m, listing, spans, name in turns], listings
+    told = [inventory_of(m, machines, listing, spans, totals).encode(listing=name) for m, listing, spans, name in turns]
+    return len(tensors), told, listings
 
 
 def fleet(machines: int, rows: Sequence[Row]) -> tuple[list[bytes], dict[str, bytes]]:
@@ -227,50 +232,54 @@ def windows_of(rows: Sequence[Row], machines: int, rank: int, *, how: str) -> li
     return found
 
 
-def bench_405b(machines: int) -> list[dict[str, Any]]:
-    rows = sorted((row for stage in range(PP) for row in llama_405b(stage, machines)), key=lambda row: row.key)
-    own, found = machines // 3, []
+def bench_405b(machines: int, layers: int, measure: Measure) -> None:
+    rows = sorted((row for stage in range(PP) for row in llama_405b(stage, machines, layers=layers)), key=lambda row: row.key)
+    own = machines // 3
     told, listings = fleet(machines, rows)
     case = {"model": "llama-405b", "mesh": f"fsdp{machines} tp{TP}", "machines": machines, "tensors": len(rows)}
     pieces = sum(map(len, stored_by(own, rows).values()))
     sent = {"pieces": pieces, "inventory_bytes": len(told[own]), "listing_bytes": max(map(len, listings.values()))}
-    found.append(measured({**case, "who": "first rank of a machine", **sent}, list_folder(own, machines, rows)))
-    joint = bench_gather(case, told, listings, own, found)
+    measure({**case, "who": "first rank of a machine", **sent}, list_folder(own, machines, rows))
+    joint = bench_gather(case, told, listings, own, measure)
     headers = headers_of(own, rows)
     what = {**case, "who": "a rank, for each folder that it reads from", "header_bytes": sum(len(head) for head, _ in headers)}
-    found.append(measured(what, lambda: open_one(joint, own, headers)))
+    measure(what, lambda: open_one(joint, own, headers))
     for how in ("same", "rows"):
         windows = windows_of(rows, machines, own * TP + 3, how=how)
         what = {**case, "who": "every rank, looking up", "layout": how, "windows": len(windows), "regions": look_up(joint, windows)}
-        found.append(measured(what, lambda windows=windows: look_up(joint, windows)))
-    return found
+        measure(what, lambda windows=windows: look_up(joint, windows))
 
 
-def bench_gather(case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, found: list[dict[str, Any]]) -> Joint:
+def bench_gather(case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, measure: Measure) -> Joint:
     """What rank 0 does, and every rank."""
     body, machines = decide(told, listings), case["machines"]
     address = Address("10.20.30.40", 43210, "").encode()
     addresses = zlib.compress("\n".join(address + secrets.token_hex(16) for _ in range(machines)).encode())
     heard = {"received_bytes": sum(map(len, told)) + sum(map(len, listings.values())), "listings": len(listings)}
-    found.append(measured({**case, "who": "rank 0", **heard}, lambda: decide(told, listings)))
+    measure({**case, "who": "rank 0", **heard}, lambda: decide(told, listings))
     got = len(body) + len(addresses)
     out = {"received_bytes": got, "of_which_addresses": len(addresses), "all_ranks_received_bytes": got * machines * TP}
-    found.append(measured({**case, "who": "every rank", **out}, lambda: learn(body, addresses, own)))
+    measure({**case, "who": "every rank", **out}, lambda: learn(body, addresses, own))
     return learn(body, addresses, own)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", default="8,64,256,2048")
+    add_scale(parser)
     parser.add_argument("--out")
     options = parser.parse_args()
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def measure(what: dict[str, Any], call: Callable[[], Any]) -> None:
+        found.append(measured(what, call, repeats=options.repeats))
+
     for machines in map(int, options.machines.split(",")):
-        found += bench_405b(machines)
+        bench_405b(machines, options.layers or LLAMA_LAYERS, measure)
         if machines >= EXPERT_GROUPS:
-            told, listings = experts(machines)
-            case = {"model": "moe", "mesh": f"ep{EXPERT_GROUPS}", "machines": machines, "tensors": EXPERT_TENSORS}
-            bench_gather(case, told, listings, 5, found)
+            tensors, told, listings = experts(machines, options.layers or MOE_LAYERS)
+            case = {"model": "moe", "mesh": f"ep{EXPERT_GROUPS}", "machines": machines, "tensors": tensors}
+            bench_gather(case, told, listings, 5, measure)
     if options.out:
         with open(options.out, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)

@@ -1,7 +1,7 @@
 """What planning a save costs one rank, and what it costs the writer of index and manifest, by number of ranks. No tensors, no disk.
 
-Run: python benchmarks/bench_plan.py [--out FILE]. One JSON line per row: seconds (median of 5 runs in fresh caches), peak memory by
-tracemalloc in a run of its own, bytes that the rank announces.
+Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--repeats 5] [--out FILE]. One JSON line per row: seconds (median of the runs, each
+in fresh caches), peak memory by tracemalloc in a run of its own, bytes that the rank announces.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from unified_ckpt.format.manifest import encode_manifest
 BOUND = 5_000_000_000
 TP, PP = 8, 4
 RUNS = 5
+LLAMA_LAYERS, MOE_LAYERS = 126, 61
 STATES = (("master_weights", "F32", ""), ("optimizer", "F32", "/exp_avg"), ("optimizer", "F32", "/exp_avg_sq"))
 
 
@@ -50,7 +51,7 @@ def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[Row
     return [*found, Row("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
 
 
-def llama_405b(stage: int, fsdp: int) -> list[Row]:
+def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Row]:
     """The rows of one pipeline stage of Llama 3.1 405B, FSDP2 over TP, ranks laid out (pp, fsdp, tp)."""
     hidden, inner, kv, vocab = 16384, 53248, 1024, 128256
     tp, dp = Cut(0, TP, 1, name="tp"), Cut(0, fsdp, TP, name="dp")
@@ -69,7 +70,7 @@ def llama_405b(stage: int, fsdp: int) -> list[Row]:
         "post_attention_layernorm": ((hidden,), norm),
     }
     found = []
-    for layer in range(126 * stage // PP, 126 * (stage + 1) // PP):
+    for layer in range(layers * stage // PP, layers * (stage + 1) // PP):
         for name, (shape, cuts) in shapes.items():
             found += rows_of(f"model.layers.{layer}.{name}.weight", shape, cuts)
     if stage == 0:
@@ -79,11 +80,11 @@ def llama_405b(stage: int, fsdp: int) -> list[Row]:
     return sorted(found, key=lambda r: r.key)
 
 
-def moe(expert_group: int, groups: int) -> list[Row]:
-    """A rank's rows of a mixture of experts with 256 experts in each of 61 layers: its own experts by name, and what all share."""
+def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[Row]:
+    """A rank's rows of a mixture of experts with 256 experts in each layer: its own experts by name, and what all share."""
     hidden, inner = 7168, 2048
     found = []
-    for layer in range(61):
+    for layer in range(layers):
         for expert in range(256 * expert_group // groups, 256 * (expert_group + 1) // groups):
             for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
                 found += rows_of(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, ())
@@ -91,10 +92,10 @@ def moe(expert_group: int, groups: int) -> list[Row]:
     return sorted(found, key=lambda r: r.key)
 
 
-def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
+def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int = RUNS) -> dict[str, Any]:
     """Times a call, then runs it once more for its peak memory."""
     seconds = []
-    for _ in range(RUNS):
+    for _ in range(repeats):
         forget()
         started = time.perf_counter()
         call()
@@ -104,7 +105,7 @@ def measured(what: dict[str, Any], call: Callable[[], Any]) -> dict[str, Any]:
     call()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": RUNS}
+    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": repeats}
     return {"bench": "plan", **what, **times, "peak_bytes": peak}
 
 
@@ -112,10 +113,10 @@ def census_of(tables: dict[str, list[Row]], ranks: dict[str, list[int]]) -> Cens
     return Census(tables, ranks)
 
 
-def llama_job(world: int) -> tuple[Census, int, dict[str, Any]]:
+def llama_job(world: int, *, layers: int = LLAMA_LAYERS) -> tuple[Census, int, dict[str, Any]]:
     """What rank 0 knows of the 405B model on so many ranks; a rank of stage 1, and what a row says of the job."""
     fsdp = world // (TP * PP)
-    tables = {f"stage{s}": llama_405b(s, fsdp) for s in range(PP)}
+    tables = {f"stage{s}": llama_405b(s, fsdp, layers=layers) for s in range(PP)}
     ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
     case = {"model": "llama-405b", "mesh": f"pp{PP} fsdp{fsdp} tp{TP}", "ranks": world}
     return census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
@@ -148,8 +149,8 @@ def writer(census: Census) -> Callable[[], object]:
         for part, weight_map in book.weight_maps.items():
             encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
         manifest = make_manifest(
-            save_id="bench", step=0, world_size=1, mesh={}, asked=sorted(book.records), book=book, told=Told(),
-            extra=Extra(None, None, None, None), digest_file=None, rank_extra=None,
+            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, asked=sorted(book.records), book=book, told=Told(),
+            extra=Extra(None, None, None, None), digest_file=None, rank_extra=None, island=None,
         )  # fmt: skip
         return encode_manifest(manifest)
 
@@ -162,26 +163,34 @@ def names_in(page: Any) -> list[str]:
     return [_file_name(plan.part, plan.number, page.note) for plan in page.files]
 
 
+def add_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=RUNS)
+    parser.add_argument("--layers", type=int, help=f"of each model, in place of its own {LLAMA_LAYERS} or {MOE_LAYERS}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="64,1024,16384", help="of the 405B model, comma-separated multiples of 64")
+    add_scale(parser)
     parser.add_argument("--out")
     options = parser.parse_args()
+    repeats = options.repeats
     rows = []
-    for world in (64, 1024, 16384):
-        census, rank, case = llama_job(world)
+    for world in map(int, options.ranks.split(",")):
+        census, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
         stage = census.tables["stage1"]
         own = {**case, "who": "one rank", "tensors": len(stage), "announced_bytes": len(encode_table(stage))}
-        rows.append(measured(own, one_rank(census, "stage1", rank)))
+        rows.append(measured(own, one_rank(census, "stage1", rank), repeats=repeats))
         total = sum(len(table) for table in census.tables.values())
-        rows.append(measured({**case, "who": "writer of index and manifest", "tensors": total}, writer(census)))
+        rows.append(measured({**case, "who": "writer of index and manifest", "tensors": total}, writer(census), repeats=repeats))
         print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     groups = 64
-    tables = {f"ep{g}": moe(g, groups) for g in range(groups)}
+    tables = {f"ep{g}": moe(g, groups, layers=options.layers or MOE_LAYERS) for g in range(groups)}
     census = census_of(tables, {f"ep{g}": [g] for g in range(groups)})
     distinct = sum(len(g.rows) for g in checked_groups(census))
     case = {"model": "moe", "mesh": f"ep{groups}", "ranks": groups}
-    rows.append(measured({**case, "who": "one rank", "tensors": len(tables["ep5"])}, one_rank(census, "ep5", 5)))
-    rows.append(measured({**case, "who": "writer of index and manifest", "tensors": distinct}, writer(census)))
+    rows.append(measured({**case, "who": "one rank", "tensors": len(tables["ep5"])}, one_rank(census, "ep5", 5), repeats=repeats))
+    rows.append(measured({**case, "who": "writer of index and manifest", "tensors": distinct}, writer(census), repeats=repeats))
     print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     if options.out:
         with open(options.out, "w") as file:

@@ -1,8 +1,9 @@
 """What a rank sends to ranks of other machines at a save to a folder that all see, by number of ranks and kind of volume. Simulated: the
 plan of one rank of Llama 3.1 405B (weights, fp32 masters, two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
 
-Run: python benchmarks/bench_volume.py [--out FILE]. One JSON line per row: bytes that the rank holds, bytes that it sends (blocks, and
-parts of tiles), to how many ranks, from how many it may hear, and the seconds that it takes to find that out (median of 3).
+Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE]. One JSON line per row: bytes that the rank
+holds, bytes that it sends (blocks, and parts of tiles), to how many ranks, from how many it may hear, and the
+seconds that it takes to find that out (median of 3).
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def sent(groups: list[GroupPlan], volume: Volume, rank: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="64,1024,16384")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for world in (64, 1024, 16384):
+    for world in map(int, arguments.ranks.split(",")):
         census, rank, case = llama_job(world)
         groups = [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members_of(census, "stage1")]
         machines = tuple(one // RANKS_OF_A_MACHINE for one in range(world))

@@ -419,3 +419,88 @@ def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json", "merges.txt"} <= set(os.listdir(tmp_path / NAME))
     assert not {"training_args.bin", "secrets.txt"} & set(os.listdir(tmp_path / NAME))
     assert uc.verify(tmp_path / NAME, deep=True).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "declared"),
+    [
+        ({"model_type": "llama", "dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"model_type": "llama", "torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
+        ({"model_type": "llama"}, {}),  # `from_pretrained` then asks the weights
+        (
+            {"model_type": "gemma3", "dtype": "float32", "text_config": {"model_type": "x", "dtype": "float32"}, "vision_config": {"a": 1}},
+            {"dtype": "bfloat16", "text_config": {"model_type": "x", "dtype": "bfloat16"}},
+        ),
+        ({"model_type": "llama", "dtype": "float32", "quantization_config": {"bits": 4}}, {}),
+    ],
+)
+@pytest.mark.parametrize("to", ["huggingface", "unified"])
+def test_config_declares_the_dtype_of_the_weights(tmp_path: Path, to: str, config: dict[str, Any], declared: dict[str, Any]) -> None:
+    """`from_pretrained` makes the model in the dtype that config.json says, whatever the files have."""
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.ones(3, 4), "n": torch.ones(2, dtype=torch.int64)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    uc.convert(tmp_path / "hf", tmp_path / NAME, to=to, model_dtype="bfloat16")
+    assert json.loads((tmp_path / NAME / "config.json").read_text()) == config | declared
+
+
+def test_half_model_from_pretrained_in_its_own_dtype(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "hf")
+    uc.convert(tmp_path / "hf", tmp_path / NAME, to="huggingface", model_dtype="bfloat16")
+    assert type(llama()).from_pretrained(tmp_path / NAME).dtype == torch.bfloat16
+
+
+def test_config_of_same_dtype_is_copied_bytewise(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text('{"dtype":  "float32", "model_type": "llama"}')
+    uc.convert(tmp_path / "hf", tmp_path / NAME)
+    assert (tmp_path / NAME / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+
+
+def sentence_transformer(root: Path) -> None:
+    """As sentence-transformers saves a model with a dense layer after it."""
+    root.mkdir()
+    save_file({"a": torch.ones(3, 4)}, root / "model.safetensors")
+    (root / "config.json").write_text('{"model_type": "bert", "dtype": "float32"}')
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    (root / "modules.json").write_text(json.dumps([{"path": path, "type": kind} for path, kind in kinds.items()]))
+    for folder in ("1_Pooling", "2_Dense"):
+        (root / folder).mkdir()
+        (root / folder / "config.json").write_text("{}")
+    save_file({"linear.weight": torch.arange(6.0)}, root / "2_Dense" / "model.safetensors")
+
+
+@pytest.mark.parametrize("to", ["huggingface", "unified"])
+def test_modules_beside_the_model_are_copied(tmp_path: Path, to: str) -> None:
+    sentence_transformer(tmp_path / "st")
+    report = uc.convert(tmp_path / "st", tmp_path / NAME, to=to)
+    assert report.left_out == ()
+    for file in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (tmp_path / NAME / file).read_bytes() == (tmp_path / "st" / file).read_bytes()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_modules_that_a_format_has_no_place_for_are_refused(tmp_path: Path, to: str) -> None:
+    sentence_transformer(tmp_path / "st")
+    target = tmp_path / ("new.pt" if to == "torch" else "new")
+    with pytest.raises(uc.FormatError, match=rf"modules.json names modules (.|\n)*1_Pooling, 2_Dense(.|\n)*{to} has no place"):
+        uc.convert(tmp_path / "st", target, to=to)
+    assert not target.exists()
+
+
+def test_every_file_is_read_copied_or_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "hf" / "original").mkdir(parents=True)
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "hf" / "model.safetensors")
+    copied = ("config.json", "quantize_config.json", "modeling_mine.py", "chat_template.jinja", "tokenizer.json", "LICENSE")
+    for file in copied:
+        (tmp_path / "hf" / file).write_text("{}")
+    for file in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "notes.txt"):
+        (tmp_path / "hf" / file).write_text("x")
+    left_out = ["model-00001-of-00002.safetensors", "notes.txt", "original/", "pytorch_model.bin"]
+    report = uc.convert(tmp_path / "hf", tmp_path / NAME)
+    assert set(copied) <= set(os.listdir(tmp_path / NAME))
+    assert list(report.left_out) == left_out
+    assert all(name in caplog.text for name in ("neither read nor copied", *left_out))
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "again")]) == 0
+    assert f"not read, not copied: {', '.join(left_out)}" in capsys.readouterr().out

@@ -86,6 +86,18 @@ def test_it_trains_as_the_stock_one_and_the_folder_opens_in_stock_transformers(t
     assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
 
 
+def test_config_says_the_dtype_of_the_weights_as_the_stock_one(tmp_path: Path, whole: Trainer) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    stock = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
+    assert (tmp_path / "checkpoint-6" / "config.json").read_text() == stock.read_text()
+    in_half = UnifiedCheckpointCallback(save_options=uc.SaveOptions(model_dtype="bfloat16"))
+    half = trainer(tmp_path / "half", in_half, stock=True, max_steps=2)
+    half.train()
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint-2").dtype == torch.bfloat16
+    assert half.model.config.dtype != "bfloat16"
+
+
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}])
 def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, arguments: dict[str, Any]) -> None:
     straight = trainer(tmp_path / "straight", **arguments)

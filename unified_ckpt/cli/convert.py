@@ -57,7 +57,8 @@ def _text(report: ConvertReport) -> list[str]:
     step = "" if report.step is None else f", step {report.step}"
     total = sum(report.nbytes.values())
     head = f"{plain(report.path)}: from {report.format}{step}, {human(total)} in {report.seconds:.1f} s"
-    return [head, *parts, *proofs, *(f"  {plain(note)}" for note in report.notes)]
+    left_out = [f"  not read, not copied: {', '.join(map(plain, report.left_out))}"] if report.left_out else []
+    return [head, *parts, *proofs, *(f"  {plain(note)}" for note in report.notes), *left_out]
 
 
 def _as_json(report: ConvertReport) -> dict[str, object]:
@@ -72,5 +73,6 @@ def _as_json(report: ConvertReport) -> dict[str, object]:
         "compared": report.compared,
         "proved": report.proved,
         "notes": list(report.notes),
+        "left_out": list(report.left_out),
         "stays": report.stays,
     }

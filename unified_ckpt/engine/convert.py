@@ -66,7 +66,8 @@ class How:
 class ConvertReport:
     """What a conversion did and proved. `tensors`, `nbytes`: by part, of all ranks together. `compared`: tensors whose second copy in the
     source was compared and is equal; `proved`: tensors whose bytes the source's own digests proved. `id`: None of a bare folder.
-    `stays`: a checkpoint was there already and nothing was written."""
+    `left_out`: entries of the source folder that were neither read nor copied. `stays`: a checkpoint was there already and nothing was
+    written."""
 
     path: str
     format: str
@@ -78,6 +79,7 @@ class ConvertReport:
     compared: int = 0
     proved: int = 0
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     stays: bool = False
 
 

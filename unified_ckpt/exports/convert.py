@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.rewrite import sizes_of
 from unified_ckpt.engine.witness import compare_copies
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
-from unified_ckpt.exports.attached import attach
+from unified_ckpt.exports.attached import SideFiles, attach, check_modules, main_dtype, side_files
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import ConvertOptions, LoadOptions
 from unified_ckpt.runtime import comm as comms
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
+_LOG = logging.getLogger("unified_ckpt")
 _BARE = ("huggingface", "maxtext")  # tensors, their indexes and what goes along: no manifest
 _EXPORTS = ("torch", "dcp", "paddle")
 FORMATS = ("unified", *_BARE, *_EXPORTS)
@@ -90,7 +93,6 @@ def convert(
             bare=bare,
             compare=chosen.compare and chosen.to == "unified" and (parts is None or {MODEL, MASTER} <= set(parts)),
             original=None if isinstance(source, Exception) or chosen.to != "unified" else source,
-            attach=partial(attach, source=place, config=chosen.source.config, weights_only=bare),
             progress=progress or (lambda *_: None),
         )
         source = _proved_first(comm, source, chosen, place)
@@ -98,9 +100,15 @@ def convert(
         config = chosen.source.config
         if config is not None and not os.path.isfile(config_file(config)):
             source = NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
+        source, side, dtype = _with_side_files(source, chosen, place, weights_only=bare)
         if chosen.to in _EXPORTS:
-            return _export(comm, source, chosen, storage.path(name), how, place)
-        return write_anew(comm, source, storage, name, how, machines=machines)
+            report = _export(comm, source, chosen, storage.path(name), how, place)
+        else:
+            how = replace(how, attach=partial(attach, source=place, copied=side.copied, config=config, dtype=dtype))
+            report = write_anew(comm, source, storage, name, how, machines=machines)
+    if side.left_out and not report.stays and comm.rank == 0:
+        _LOG.warning(listed(f"conversion of {where}: entries of the source were neither read nor copied", side.left_out))
+    return replace(report, left_out=side.left_out) if not report.stays else report
 
 
 def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, place: str) -> Source | Exception:
@@ -122,6 +130,22 @@ def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertO
     except Exception as error:  # told to every rank in the conversion
         return error
     return source
+
+
+def _with_side_files(
+    source: Source | Exception, chosen: ConvertOptions, place: str, *, weights_only: bool
+) -> tuple[Source | Exception, SideFiles, str | None]:
+    """The files beside the weights, and the model's dtype; or in place of the source, why these cannot go along."""
+    if isinstance(source, Exception):
+        return source, SideFiles(), None
+    try:
+        side = side_files(place, source.format, weights_only=weights_only)
+        if chosen.to not in ("unified", "huggingface"):
+            check_modules(place, chosen.to)
+        dtype = main_dtype(source.specs(MODEL, source.names(MODEL))) if MODEL in source.parts else None
+        return source, side, dtype
+    except Exception as error:  # raised on every rank in the conversion
+        return error, SideFiles(), None
 
 
 def _check_apart(place: str, target: str) -> None:

@@ -150,9 +150,12 @@ class Bound:
         elif hasattr(model, "config"):  # as save_pretrained does
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+        dtype = self._save_options.model_dtype or str(getattr(model, "dtype", "")).removeprefix("torch.")
         for config in configs if not has_adapters(model) else ():
             if hasattr(config, "save_pretrained"):
-                config.save_pretrained(output_dir)
+                # The dtype of the weights as stored, which from_pretrained takes from here.
+                with _instead(config, "dtype", dtype) if dtype and hasattr(config, "dtype") else contextlib.nullcontext():
+                    config.save_pretrained(output_dir)
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(output_dir)

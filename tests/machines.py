@@ -20,8 +20,8 @@ import unified_ckpt as uc
 from unified_ckpt import api
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import request
-from unified_ckpt.engine.build import SaveRequest
 from unified_ckpt.engine.load import LoadRequest
+from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage

@@ -23,7 +23,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import unified_ckpt as uc
 from unified_ckpt.engine import save as save_module
+from unified_ckpt.manager.foreign import from_paddle
+from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.testing import checkpointer_of, run_ranks
 
 
 class Net(nn.Module):
@@ -376,6 +379,140 @@ def test_only_masters_and_optimizer_are_saved(tmp_path: Path) -> None:
         report = uc.load(tmp_path / "c", model=other, optimizer={"embed.weight/exp_avg": torch.zeros(30, 8)})
         assert all(torch.equal(other[name], t.to(dtype)) for name, t in model.items())
         assert report.sources["model"] == ("master_weights",)
+
+
+class Mixed(nn.Module):
+    """Tensors with a master in the optimizer, and every kind without: frozen, statistics, integers, one in float32, a tied name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 6, dtype=torch.bfloat16).requires_grad_(False)
+        self.again = self.frozen
+        self.head = nn.Linear(6, 20, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.again(self.frozen(self.norm(self.embed(tokens).float()).bfloat16()))
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Momentum over float32 masters, which it keeps in its state as `master_param`, for parameters that are narrower."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if param.dtype != torch.float32:
+                state.setdefault("master_param", param.detach().float())
+            state["momentum"] = 0.9 * state.get("momentum", torch.zeros(param.shape)) + param.grad.float()
+            master = state.get("master_param", param)
+            master.sub_(self.param_groups[0]["lr"] * state["momentum"])
+            param.copy_(master)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, seeds: range) -> None:
+    for seed in seeds:
+        tokens = torch.randint(0, 20, (8,), generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).float(), tokens).backward()
+        optimizer.step()
+
+
+def mixed_job(seed: int) -> tuple[Mixed, MasterSGD]:
+    torch.manual_seed(seed)
+    model = Mixed()
+    return model, MasterSGD(model)
+
+
+@pytest.mark.parametrize("words", ["skip_save_model_weight", "enable_all_options"])
+def test_save_without_the_model_resumes_bitwise(tmp_path: Path, words: str) -> None:
+    """What has no master is stored beside the masters, and not under a name that `from_pretrained` takes for a model."""
+    model, optimizer = mixed_job(0)
+    train(model, optimizer, seeds=range(3))
+    folder = tmp_path / "c"
+    with uc.Checkpointer(options=from_paddle(words).save) as checkpointer:
+        checkpointer.save(folder, model=model, optimizer=optimizer)
+        train(model, optimizer, seeds=range(3, 4))
+        checkpointer.save_async(tmp_path / "d", model=model, optimizer=optimizer).result()
+    assert set(stored(folder, "master_weights")) == {"embed.weight"}
+    assert not list(folder.glob("model.safetensors*"))
+    assert stored(folder, "model_without_masters").keys() == {n for n in model.state_dict() if n.startswith(("norm", "frozen"))}
+    assert manifest(folder)["omitted_parts"] == ["model"]
+    other, theirs = mixed_job(1)
+    train(other, theirs, seeds=range(7, 8))
+    report = uc.load(folder, model=other, optimizer=theirs)
+    assert report.sources["model"] == ("master_weights", "model_without_masters")
+    train(other, theirs, seeds=range(3, 7))
+    train(model, optimizer, seeds=range(4, 7))
+    assert same_state(other, model)
+    uc.load(tmp_path / "d", model=other, optimizer=theirs)
+    train(other, theirs, seeds=range(4, 7))
+    assert same_state(other, model)
+
+
+def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
+    """A model tensor that is not its master, rounded, is stored too: on any rank, for all ranks. NaN payloads do not count."""
+    nan = torch.tensor([float("nan"), -0.0, 3.0])
+    masters = {"same": nan, "edited": torch.ones(3), "whole": torch.ones(3, dtype=torch.int32), "other": torch.ones(4)}
+    model = {"same": nan.bfloat16(), "edited": torch.full((3,), 2.0).bfloat16(), "whole": torch.ones(3).bfloat16()}
+    model |= {"other": torch.ones(2, 2).bfloat16(), "zero": torch.tensor(-0.0).bfloat16()}
+    options = uc.SaveOptions(parts=("master_weights",))
+    uc.save(tmp_path / "c", model=model, master_weights=masters | {"zero": torch.tensor(0.0)}, options=options)
+    assert stored(tmp_path / "c", "model_without_masters").keys() == model.keys() - {"same"}
+    other = {name: torch.ones_like(tensor) for name, tensor in model.items()}
+    uc.load(tmp_path / "c", model=other)
+    assert all(torch.equal(other[name].view(torch.int16), model[name].view(torch.int16)) for name in model.keys() - {"same"})
+    assert torch.equal(other["same"].nan_to_num(7.0), model["same"].nan_to_num(7.0))
+
+
+def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
+    """Ranks keep masters of some tensors each, or of some rows: one that any rank finds different is stored, the others are not."""
+    values = torch.arange(8.0).reshape(4, 2)
+    model = {name: values.clone() for name in ("first", "second", "rows", "edited", "none")}
+    options = uc.SaveOptions(parts=("master_weights",), timeout_seconds=20)
+
+    def act(comm: Comm) -> None:
+        masters = {"first" if comm.rank == 0 else "second": values.double(), "rows": values, "edited": values + comm.rank}
+        rows = slice(2 * comm.rank, 2 * comm.rank + 2)
+        mine = {**model, "rows": model["rows"][rows], "edited": model["edited"][rows]}
+        held = {name: tensor[rows] if name in ("rows", "edited") else tensor for name, tensor in masters.items()}
+        layout = uc.Layout({"dp": 2}, {"rows": {"dp": 0}, "edited": {"dp": 0}})
+        with checkpointer_of(comm) as checkpointer:
+            for name in ("c", "d"):  # the second by the kept plan
+                checkpointer.save(tmp_path / name, model=mine, master_weights=held, layout=layout, options=options)
+
+    run_ranks(2, act)
+    for name in ("c", "d"):
+        assert stored(tmp_path / name, "model_without_masters").keys() == {"edited", "none"}
+        other = {name: torch.zeros(4, 2) for name in model}
+        uc.load(tmp_path / name, model=other)
+        assert all(torch.equal(other[name], values) for name in model)
+
+
+def test_model_dtype_keeps_what_the_optimizer_has_no_master_of(tmp_path: Path) -> None:
+    """float32 tensors beside an optimizer's masters are rounded in `model`, and whole in `master_weights`."""
+    model, optimizer = mixed_job(0)
+    train(model, optimizer, seeds=range(2))
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=uc.SaveOptions(model_dtype="bfloat16"))
+    other, theirs = mixed_job(1)
+    uc.load(tmp_path / "c", model=other, optimizer=theirs)
+    assert same_state(other, model)
+
+
+def test_load_names_an_optimizer_that_was_left_out(tmp_path: Path) -> None:
+    """Its param groups alone must not pass for an optimizer without state."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=uc.SaveOptions(parts=("model",)))
+    with pytest.raises(uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"):
+        uc.load(tmp_path / "c", model=model, optimizer=optimizer)
 
 
 def test_masters_are_read_from_a_model_without_them(tmp_path: Path) -> None:

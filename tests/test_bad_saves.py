@@ -18,6 +18,7 @@ from refusals import HARD, same_error
 
 import unified_ckpt as uc
 from unified_ckpt import api
+from unified_ckpt.manager.foreign import from_paddle
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FullStorage, checkpointer_of, try_ranks
@@ -108,6 +109,31 @@ def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
     """Over several folders its tensors would be taken for pieces."""
     ema = {"parts": {"ema_fragments": {"q@0:2/4": torch.ones(2)}}}
     saves_fail(tmp_path, uc.FormatError, "part name 'ema_fragments' ends like those of fragments, _fragments; choose another", ema, ema)
+
+
+MOMENTS = {"w/exp_avg": torch.zeros(8, 40_000)}
+SKIP_MODEL = from_paddle("skip_save_model_weight").save.parts
+
+
+@pytest.mark.parametrize(
+    ("parts", "state", "match"),
+    [
+        (("modle", "optimizer"), {"model": {"w": BIG}, "optimizer": MOMENTS}, r"got 'modle', expected .* master_weights, model, optimizer"),
+        (("modle",), {"parts": {"ema": {"w": BIG}}}, "got 'modle', expected parts of this state: ema"),
+        (("model", "optimizer"), {"model": {"w": BIG}}, "got 'optimizer', expected parts of this state: master_weights, model"),
+        (("model_without_masters",), {"model": {"w": BIG}}, "got 'model_without_masters', expected"),
+        (None, {}, "nothing to save"),
+        ((), {"parts": {"ema": {"w": BIG}}}, "nothing to save"),
+        (SKIP_MODEL, {"model": {"w": BIG}, "optimizer": MOMENTS}, "leaves out the model, and this state has no master weights"),
+        (SKIP_MODEL, {"model": {"w": BIG.bfloat16()}, "optimizer": MOMENTS}, "leaves out the model, and this state has no master weights"),
+        (("optimizer",), {"model": {"w": BIG}, "master_weights": {"w": BIG}, "optimizer": MOMENTS}, "leaves out master_weights too"),
+        (("ema",), {"model": {"w": BIG}, "parts": {"ema": {"w": BIG}}, "extra": 1}, "leaves out the model"),
+    ],
+)
+def test_parts_that_cannot_be_resumed_from(tmp_path: Path, parts: tuple[str, ...] | None, state: dict[str, object], match: str) -> None:
+    mine = {**state, "options": uc.SaveOptions(parts=parts, timeout_seconds=HARD)}
+    saves_fail(tmp_path, uc.FormatError, match, mine, mine)
+    uc.save(tmp_path / "extra", extra={"step": 1})
 
 
 def test_another_name_on_one_rank(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 import unified_ckpt as uc
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Row
-from unified_ckpt.engine.build import Kept, SaveRequest
+from unified_ckpt.engine.build import Kept
+from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.save import save
 from unified_ckpt.errors import RankError
 from unified_ckpt.format import names

@@ -18,8 +18,8 @@ from unified_ckpt.manager.origin import needs
 def weights(value: float) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((4, 4), value, dtype=torch.bfloat16)},
-        "master_weights": {"w": torch.full((4, 4), value)},
-        "optimizer": {"w/exp_avg": torch.full((4, 4), -value)},
+        "master_weights": {"w": torch.full((4, 4), float(value))},
+        "optimizer": {"w/exp_avg": torch.full((4, 4), -float(value))},
     }
 
 

@@ -23,9 +23,10 @@ from unified_ckpt.core.lines import SMALL_NBYTES, manner
 from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
 from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.engine import save as save_module
-from unified_ckpt.engine.build import Kept, SaveRequest
+from unified_ckpt.engine.build import Kept
 from unified_ckpt.engine.checkpoint import open_folder
 from unified_ckpt.engine.load import LoadReport, LoadRequest, load
+from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.save import save
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.build import Kept, SaveReport, SaveRequest
+from unified_ckpt.engine.build import Kept, SaveReport
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.gather import machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
@@ -19,6 +19,7 @@ from unified_ckpt.engine.mutual import Reports, repair_together
 from unified_ckpt.engine.pending import PendingSave, refused_lazy
 from unified_ckpt.engine.prove import VerifyReport, unopened, verify_copies
 from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
+from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.save import begin_save
 from unified_ckpt.engine.save import save as _save
 from unified_ckpt.engine.view import SourceView

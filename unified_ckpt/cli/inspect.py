@@ -106,7 +106,10 @@ def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
     if not isinstance(folder, Folder):
         told["step"] = folder.said().step
     if manifest is not None:
-        told |= {key: getattr(manifest, key) for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions")}
+        told |= {
+            key: getattr(manifest, key)
+            for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions", "omitted_parts")
+        }
         told["param_groups"] = [group.model_dump() for group in manifest.optimizer.groups] if manifest.optimizer else []
         told["extra"] = manifest.extra
         told["island"] = manifest.island.model_dump() if manifest.island is not None else None
@@ -153,6 +156,8 @@ def _head(path: str, folder: Source) -> list[str]:
         rows.append(("copies", f"of folder(s) {short(island.copies)}" if island.copies else "none"))
     for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
         rows.append((f"param group {number}", f"{count(len(group.names), 'parameter')}: {options_text(group.options)}"))
+    if manifest.omitted_parts:
+        rows.append(("left out", ", ".join(manifest.omitted_parts)))
     gone = sorted(set(manifest.parts) - set(folder.parts))
     if gone:
         rows.append(("deleted", ", ".join(gone)))

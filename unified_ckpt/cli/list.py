@@ -142,7 +142,7 @@ def _row(one: _Run, record: StepRecord) -> tuple[str, ...]:
     if record.step is None:
         return (plain(record.name), human(record.nbytes), str(record.files), "", "", "", f"incomplete: {plain(record.why)}", "")
     took = "" if record.seconds is None else f"{record.seconds:.1f} s"
-    kind = "full" if record.full else "model only"
+    kind = ("full" if record.full else "model only") + (f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else "")
     status = record.status if not record.why else f"{record.status}: {plain(record.why)}"
     if record.save_id in one.apart:
         status += ", of another run"

@@ -8,27 +8,26 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.core.islands import FRAGMENTS, Island
-from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine import commit, extras, seal
 from unified_ckpt.engine.copies import Orders, take_copies
 from unified_ckpt.engine.fill import sync_parts, write_parts
 from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
 from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import SavePlan
+from unified_ckpt.engine.resumable import SaveRequest, StoredParts
 from unified_ckpt.engine.snapshot import Buffers, Snapshot
 from unified_ckpt.errors import CheckpointError, RankError, StorageError
 from unified_ckpt.format import codec, names
 from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, RankExtraFile
-from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.files import Files, SharedFiles
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.state import State
+from unified_ckpt.runtime.state import OPTIMIZER
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import Part
 from unified_ckpt.runtime.windows import Windows
@@ -49,32 +48,6 @@ class SaveReport:
     existed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What a rank wants saved. `matched`: the Layout rules that applied here; `mesh`: for people."""
-
-    state: State
-    extra: Any
-    rank_extra: Any
-    layout: Layout | None
-    matched: set[str]
-    mesh: Mapping[str, object]
-    step: int | None
-    metrics: Mapping[str, float]
-    attach: Callable[[str], object] | None
-    options: SaveOptions
-
-    def parts(self) -> list[Part]:
-        """The chosen parts, in the order of tables."""
-        chosen = self.options.parts
-        kept = [p for p in self.state.parts if chosen is None or p.row.part in chosen]
-        return sorted(kept, key=lambda part: part.row.key)
-
-    def asked(self) -> list[str]:
-        chosen = self.options.parts
-        return sorted(name for name in self.state.asked if chosen is None or name in chosen)
-
-
 @dataclass(slots=True)
 class Kept:
     """What one save leaves for the next of the same ranks. `slowest`: in words, on rank 0."""
@@ -83,6 +56,7 @@ class Kept:
     load_windows: Windows = field(default_factory=Windows)  # apart: a load is of all ranks, a save may be of an island's
     buffers: Buffers = field(default_factory=Buffers)
     plan: SavePlan | None = None
+    parts: StoredParts = field(default_factory=StoredParts)  # of the plan
     land: Land | None = None
     rules: Rules | None = None  # of an island
     totals: Totals = field(default_factory=dict)  # of all islands
@@ -269,7 +243,8 @@ def _publish_together(job: Job, gate: Gate, construction: commit.Construction) -
 
 def tell(job: Job) -> bytes:
     """What this rank says of what is not tensors, for all ranks that hold the same ones."""
-    return extras.tell(job.request.state) if job.plan.speaks else b"."
+    request = job.request
+    return extras.tell(request.state, with_optimizer=request.stores(OPTIMIZER)) if job.plan.speaks else b"."
 
 
 def _record(island: Island | None, kept: Kept) -> IslandRecord | None:
@@ -319,6 +294,7 @@ def _complete(
         world_size=job.meeting.world,
         mesh=request.mesh,
         asked=sorted({*request.asked(), *plan.book.records}),
+        omitted=request.agreed.omitted,
         book=plan.book,
         told=together,
         extra=extra,

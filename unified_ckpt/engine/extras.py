@@ -13,6 +13,7 @@ from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
 from unified_ckpt.runtime.files import Files
 from unified_ckpt.runtime.meeting import Meeting
+from unified_ckpt.runtime.optimizers import FlatOptimizer
 from unified_ckpt.runtime.state import State
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -51,15 +52,16 @@ def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words
     return Words(extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"))
 
 
-def tell(state: State) -> bytes:
-    """What this rank says for all ranks that hold the same tensors."""
+def tell(state: State, *, with_optimizer: bool) -> bytes:
+    """What this rank says for all ranks that hold the same tensors. `with_optimizer`: whether the optimizer is stored at all."""
+    optimizer = state.optimizer if with_optimizer else FlatOptimizer()
     return codec.pack(
         {
             "aliases": state.aliases,
             "modules": state.model.extra_state,
-            "groups": state.optimizer.groups,
-            "scalars": state.optimizer.scalars,
-            "optimizer": bool(state.optimizer.groups or state.optimizer.scalars),
+            "groups": optimizer.groups,
+            "scalars": optimizer.scalars,
+            "optimizer": bool(optimizer.groups or optimizer.scalars),
         },
         "state",
     )

@@ -18,7 +18,7 @@ from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, listed
 from unified_ckpt.engine.alike import check_alike, what_is_alike
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish_by_machine, tell_once
-from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
+from unified_ckpt.engine.match import WEIGHTS, Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.objects import Filling, look_up
 from unified_ckpt.engine.pieces import JointStorage
 from unified_ckpt.engine.prove import saved_digests, verify_read
@@ -181,6 +181,8 @@ def _join(notes: Sequence[Mapping[str, Any]], source: Source) -> _Verdict:
         for part, names in note["used"].items():
             used.setdefault(part, set()).update(names)
     asked = {part for note in notes for part in note["asked"]}
+    if MODEL in asked and MODEL not in source.parts:  # the model is what these hold between them
+        asked |= set(WEIGHTS)
     unexpected = [f"{p}:{n}" for p in sorted(asked & set(source.parts)) for n in sorted(set(source.names(p)) - used.get(p, set()))]
     kept = sorted({path for note in notes for path in note["kept"]})
     return _Verdict(missing, unexpected, wrong, kept)

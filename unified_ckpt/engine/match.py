@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Said, Source
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.tensors import Part
 
-_OTHER = {MODEL: MASTER, MASTER: MODEL}  # either can stand in for the other
+_STAND_INS = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}  # what may feed a part beside itself
+WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,14 @@ def match_all(
 def _candidates(row: Row, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     """Stored tensors that could feed the row, its own part first, its own name first."""
     fqn, state = (row.fqn.rpartition("/")[0], "/" + row.fqn.rpartition("/")[2]) if row.part == OPTIMIZER else (row.fqn, "")
-    parts = dict.fromkeys((row.part, _OTHER.get(row.part, row.part)))
+    parts = (row.part, *_STAND_INS.get(row.part, ()))
     named = ((part, name + state) for part in parts for name in names_of(fqn, row.part, part, source, aliases))
     return list(dict.fromkeys((part, name) for part, name in named if name in source.names(part)))
 
 
 def names_of(fqn: str, asked: str, part: str, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:
     """What a target's tensor may be called in a part of the checkpoint: its own name, and those that it is tied to on either side."""
-    theirs = {**source.aliases(MODEL), **source.aliases(part)}
+    theirs = {alias: name for of in (*WEIGHTS, part) for alias, name in source.aliases(of).items()}
     ours = [alias for alias, name in {**aliases.get(MODEL, {}), **aliases.get(asked, {})}.items() if name == fqn]
     return [name for name in (fqn, theirs.get(fqn), *ours, *(theirs.get(alias) for alias in ours)) if name is not None]
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
 
 from unified_ckpt.core.islands import FRAGMENTS
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.build import SaveRequest
 from unified_ckpt.engine.load import LoadRequest
 from unified_ckpt.engine.match import saved_state
 from unified_ckpt.engine.positions import ByPosition
+from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.masters import check_masters
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, masters_of, prepare_optimizer
 from unified_ckpt.runtime.placements import Placer, mesh_for_people, refuse_shared
@@ -73,7 +74,8 @@ def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
     followed = state.followed()
     state.parts = [part for part in state.parts if part.row.key not in followed]
     measured, mesh = _metrics(what.metrics), mesh_for_people(placer)
-    return SaveRequest(state, what.extra, what.rank_extra, what.layout, placer.matched, mesh, step, measured, what.attach, options)
+    request = SaveRequest(state, what.extra, what.rank_extra, what.layout, placer.matched, mesh, step, measured, what.attach, options)
+    return replace(request, masters=check_masters(state, rank=comm.rank)) if request.model_left_out else request
 
 
 def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -11,12 +11,13 @@ from unified_ckpt.core.islands import origin
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit, extras
-from unified_ckpt.engine.build import Job, Kept, SaveReport, SaveRequest, finish, tell
+from unified_ckpt.engine.build import Job, Kept, SaveReport, finish, tell
 from unified_ckpt.engine.copies import check_copies, plan_copies
 from unified_ckpt.engine.islands import Gate, check_world, island_rules, on_island, open_gate, spread_extra, telling
 from unified_ckpt.engine.lands import Land
 from unified_ckpt.engine.plan import Fingerprint, SavePlan, fingerprint, make_plan
 from unified_ckpt.engine.replicas import check_replicas
+from unified_ckpt.engine.resumable import SaveRequest, agree_parts
 from unified_ckpt.engine.snapshot import Snapshot, copy, enqueued, prepare, wait_for
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
@@ -131,8 +132,10 @@ def _meet(
     same = False
     kept.move_to(land)
     if isinstance(request, SaveRequest):
-        mark = fingerprint(request.parts(), rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
-        mark = (*mark, request.options.machine_copies)
+        rows = [*request.parts(), *request.model_left_out]
+        mark = fingerprint(rows, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
+        mark = (*mark, request.options.machine_copies, request.options.parts, frozenset(request.state.asked))
+        mark = (*mark, request.beside, request.masters)
         same = kept.plan is not None and kept.plan.fingerprint == mark
         # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
         same = same and (kept.orders is not None or land is None or land.island is None)
@@ -156,6 +159,7 @@ def _arrive(
 
     `background`: keep nothing of the caller's but tensors, for it will change, and do not wait for storage.
     """
+    same = meeting.all_same and kept.plan is not None
     # A save in the background whose layout is known agrees once, when all is copied.
     with nullcontext() if background and meeting.all_same else meeting.phase("state"):
         if isinstance(request, Exception):
@@ -165,7 +169,9 @@ def _arrive(
             meeting.rank == 0 and not background and (land is None or land.island is None)
         ):  # again when it begins; here before any work is done
             commit.check_target(storage, name, if_exists=request.options.if_exists)
-    same = meeting.all_same and kept.plan is not None
+        if not same:
+            kept.parts = agree_parts(meeting, request)
+        request = request.storing(kept.parts)
     post = land.post if land is not None else None
     if land is None or land.island is None:
         with meeting.phase("plan") if not same else nullcontext():

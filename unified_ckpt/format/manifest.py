@@ -168,7 +168,7 @@ class ConvertedFrom(_Record):
 class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
     the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
-    the caller's, by which retention knows the best."""
+    the caller's, by which retention knows the best. `omitted_parts`: of the state that was saved, those that were left out on purpose."""
 
     format_version: str = FORMAT_VERSION
     save_id: Annotated[str, AfterValidator(_save_id)]
@@ -180,6 +180,7 @@ class Manifest(_Record):
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
     parts: dict[Annotated[str, AfterValidator(_part_name)], Part]
+    omitted_parts: list[str] = []
     digests: DigestFile | None = None
     extra_file: NamedFile | None = None
     rank_extra: RankExtraFile | None = None

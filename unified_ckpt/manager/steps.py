@@ -29,7 +29,8 @@ class StepRecord:
     """One folder. `why`: what is wrong with it, empty when complete. `ours`: it bears a trace of this library.
 
     "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
-    where there is no valid one. `parts`: those that are there. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
+    where there is no valid one. `parts`: those that are there; `omitted_parts`: of the
+    state that was saved, those that were left out on purpose. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
     of the folders of its save, which may be on as many machines. `unread`: it was not looked into, so nobody knows
     what it is: it cannot be read just now, or is a link.
     """
@@ -45,6 +46,7 @@ class StepRecord:
     created: str | None = None
     seconds: float | None = None
     parts: tuple[str, ...] = ()
+    omitted_parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
     save_id: str | None = None
     island: bool = False
@@ -172,6 +174,7 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         created=manifest.created,
         seconds=manifest.seconds,
         parts=parts,
+        omitted_parts=tuple(manifest.omitted_parts),
         metrics=dict(manifest.metrics),
         save_id=manifest.save_id,
         island=manifest.island is not None,

@@ -18,8 +18,9 @@ from unified_ckpt.runtime.placements import Placed, Placer
 from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, dtype_name
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
+WITHOUT_MASTERS = "model_without_masters"  # of a checkpoint without the model: its tensors that no master stands for
 Masters = Optimizers | None
-_CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what `model_dtype` applies to; quantized weights keep theirs
+ROUNDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what is cast; quantized weights stay as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def flatten_state(
     state.model = flatten_model(model)
     for name, one in (further or {}).items():
         check_part_name(name)
-        if name in (MODEL, MASTER, OPTIMIZER):
+        if name in (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS):
             raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
         state.further[name] = flatten_model(one)
     state.placed = {part: _place_all(placer, flat) for part, flat in ((MODEL, state.model), *state.further.items())}
@@ -118,20 +119,17 @@ def place_targets(placer: Placer, part: str, tensors: Mapping[str, torch.Tensor]
 def _masters(
     placer: Placer, state: State, placed: Mapping[str, Placed], master_weights: Masters, model_dtype: str | None
 ) -> dict[str, Placed]:
+    """The masters that are given or that the optimizer holds, and each tensor that `model_dtype` would round."""
     given: Mapping[str, Any]
     if master_weights is None:
         given = state.optimizer.masters  # which would be those of another step after a load
-        if not given and model_dtype is None:
-            return {}
-        if not given:
-            return {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
     elif isinstance(master_weights, Mapping):
         given = master_weights
     else:
         given = masters_of(as_list(master_weights), state.model.names())
         if not given:
             raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
-    found = {}
+    found = {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
     for fqn, tensor in given.items():
         at = _follow(placer, fqn, tensor, Leader(fqn, placed[fqn]) if fqn in placed else None)
         if at is not None:
@@ -168,9 +166,16 @@ def _follow(placer: Placer, key: str, tensor: torch.Tensor, leader: Leader | Non
 
 def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
     """The dtype that the model is stored in where it is not the tensor's own."""
-    if model_dtype is None or local.dtype not in _CAST or local.dtype == getattr(torch, model_dtype):
+    if model_dtype is None or local.dtype not in ROUNDED_DTYPES or local.dtype == getattr(torch, model_dtype):
         return None
     return DTYPE_NAMES[getattr(torch, model_dtype)]
+
+
+def stored_without_master(model: Part) -> Part:
+    """A model tensor as a checkpoint without the model stores it: in its own dtype."""
+    row = model.row
+    spec = TensorSpec(DTYPE_NAMES[model.local.dtype], row.spec.shape)
+    return Part(Row(WITHOUT_MASTERS, row.fqn, spec, row.sharding), model.local)
 
 
 def _part(part: str, fqn: str, at: Placed, dtype: str | None) -> Part:

@@ -570,7 +570,8 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
     assert error.unexpected == ("model:embed",)
     assert error.wrong == (
         "model:heads: checkpoint has dtype F32, target has F16; LoadOptions(cast=True) casts",
-        "model:norm: checkpoint has shape (257,), target has (258,)",
+        "model:norm: checkpoint has shape (257,), target has (258,); "
+        "SourceOptions(rename=[{'match': 'norm', 'pad': 0}]) keeps what the target has beyond that",
     )
     for text in (
         *error.wrong,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +363,155 @@ def test_factored_state_is_not_turned_or_joined_as_if_it_were_its_parameter(tmp_
         look(tmp_path / "c", [told], "optimizer")
     assert look(tmp_path / "c", [told]), "without the optimizer"
     assert "a/row_var" in look(tmp_path / "c", [{"match": "0.weight", "to": "a"}], "optimizer"), "a name alone"
+
+
+# larger targets
+
+
+class Small(nn.Module):
+    """A model of some vocabulary, its output tied to its input or not."""
+
+    def __init__(self, vocabulary: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(vocabulary, 4, dtype=dtype)
+        self.head = nn.Linear(4, vocabulary, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.emb(ids)))
+
+
+PADDED: list[dict[str, Any]] = [{"match": ["emb.weight", "head.weight"], "pad": 0}]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
+    "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.02, centered=True, momentum=0.9),
+}
+
+
+def padded_load(path: Path, rules: Any = PADDED, **targets: Any) -> uc.LoadReport:
+    return uc.load(path, **targets, options=uc.LoadOptions(source=SourceOptions(rename=rules)))
+
+
+def grow_by_hand(old: nn.Module, old_optimizer: torch.optim.Optimizer, new: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Copies parameters and state into the first rows; state that is not there begins at zero."""
+    with torch.no_grad():
+        for (_, source), (_, target) in zip(old.named_parameters(), new.named_parameters(), strict=True):
+            target[: len(source)] = source
+            for key, value in old_optimizer.state[source].items():
+                rows = optimizer.state[target].get(key)
+                if value.dim() > 0:
+                    rest = torch.zeros_like(target)[len(source) :] if rows is None else rows[len(source) :]
+                    value = torch.cat([value, rest])
+                optimizer.state[target][key] = value.clone()
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_larger_vocabulary_goes_on_as_if_grown_by_hand(tmp_path: Path, kind: str, tied: bool, warm: bool) -> None:
+    """New rows are as the target had them, in the model and in its optimizer; further steps are bitwise those of the oracle."""
+    torch.manual_seed(0)
+    old = Small(7, tied=tied)
+    optimizer = OPTIMIZERS[kind](old.parameters())
+    train(old, optimizer, 0, 3)
+    uc.save(tmp_path / "c", model=old, optimizer=optimizer, options=QUICK)
+    larger = Small(9, tied=tied)
+    pairs = [(model, OPTIMIZERS[kind](model.parameters())) for model in (larger, copy.deepcopy(larger))]
+    for model, one in pairs if warm else []:
+        train(model, one, 20, 1)
+    grow_by_hand(old, optimizer, *pairs[1])
+    for _ in range(2):  # the second time from the larger checkpoint: the rule changes nothing there
+        report = padded_load(tmp_path / "c", model=larger, optimizer=pairs[0][1])
+        check_same(state_of(*pairs[0]), state_of(*pairs[1]))
+        (tmp_path / "c").rename(tmp_path / "old") if report.notes else None
+        uc.save(tmp_path / "c", model=larger, optimizer=pairs[0][1], options=uc.SaveOptions(fsync=False, if_exists="keep"))
+    assert not report.notes
+    assert train(*pairs[0], 3, 3) == train(*pairs[1], 3, 3)
+    check_same(state_of(*pairs[0]), state_of(*pairs[1]))
+
+
+def test_masters_and_averages_keep_the_rows_that_they_have(tmp_path: Path) -> None:
+    """A bfloat16 model, masters in a dict, and an average of the weights; a model of float32 takes the masters' rows."""
+    saved = {"emb.weight": torch.randn(7, 4)}
+    half = {name: tensor.bfloat16() for name, tensor in saved.items()}
+    path = save(tmp_path / "c", model=half, master_weights=saved, parts={"ema": {"emb.weight": saved["emb.weight"] * 2}})
+    targets = {part: {"emb.weight": torch.randn(9, 5)} for part in ("master_weights", "ema")}
+    model = {"emb.weight": targets["master_weights"]["emb.weight"].bfloat16()}
+    before = {part: copy.deepcopy(of["emb.weight"]) for part, of in (*targets.items(), ("model", model))}
+    rules = [{"match": "emb.*", "pad": [0, -1]}]
+    padded_load(path, rules, model=model, master_weights=targets["master_weights"], parts={"ema": targets["ema"]})
+    stored = {"model": half["emb.weight"], "master_weights": saved["emb.weight"], "ema": saved["emb.weight"] * 2}
+    for part, tensor in before.items():
+        tensor[:7, :4] = stored[part]
+        assert torch.equal({"model": model, **targets}[part]["emb.weight"], tensor)
+    larger = {"emb.weight": torch.zeros(9, 5)}
+    padded_load(path, rules, model=larger)
+    assert torch.equal(larger["emb.weight"][:7, :4], saved["emb.weight"])
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "text"),
+    [
+        ([{"match": "w", "pad": 0}], (7, 4), r"model:w: checkpoint has shape \(8, 4\), target has \(7, 4\)$"),
+        ([{"match": "w", "pad": 1}], (9, 4), r"model:w: checkpoint has shape \(8, 4\), target has \(9, 4\); Source.*'pad': 0"),
+        ([{"match": "w", "pad": 0}], (8, 4, 1), r"model:w: checkpoint has shape \(8, 4\), target has \(8, 4, 1\)$"),
+        (None, (9, 5), r"model:w: .*target has \(9, 5\); SourceOptions\(rename=\[\{'match': 'w', 'pad': \[0, 1\]\}\]\) keeps what"),
+    ],
+    ids=["smaller", "another dim", "more dims", "no rule"],
+)
+def test_what_no_pad_rule_allows_is_refused(tmp_path: Path, rules: Any, shape: tuple[int, ...], text: str) -> None:
+    path, target = save(tmp_path / "c", model={"w": torch.ones(8, 4)}), {"w": torch.zeros(shape)}
+    with pytest.raises(uc.MismatchError) as caught:
+        padded_load(path, rules, model=target)
+    assert re.search(text, caught.value.wrong[0])
+    assert not target["w"].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.Adafactor, r"0.weight/col_var: has shape \(1, 4\), and its parameter grows.*'drop': True"),
+        (torch.optim.Rprop, r"0.weight/step_size: grows with its parameter, and what new elements begin with is not known"),
+    ],
+)
+def test_state_that_grows_in_no_known_way_is_refused(tmp_path: Path, make: Any, text: str) -> None:
+    """Adafactor's rows and columns; a fresh optimizer whose state begins at no zero, which one that has been stepped has."""
+    old, new = (nn.Sequential(nn.Linear(4, rows, bias=False)) for rows in (3, 5))
+    optimizer, other = make(old.parameters()), make(new.parameters())
+    for model, one in ((old, optimizer), (new, other)):
+        model(torch.randn(2, 4)).square().sum().backward()
+        one.step()
+    path, first = tmp_path / "c", new[0].weight.detach().clone()
+    uc.save(path, model=old, optimizer=optimizer, options=QUICK)
+    rule = {"match": "*.weight", "pad": [0, 1]}
+    with pytest.raises(uc.MismatchError, match=text):
+        padded_load(path, [rule], model=new, optimizer=make(new.parameters()))
+    assert torch.equal(new[0].weight, first)
+    if make is torch.optim.Rprop:
+        padded_load(path, [rule], model=new, optimizer=other)
+        assert torch.equal(other.state[new[0].weight]["step_size"][:3], optimizer.state[old[0].weight]["step_size"])
+    else:
+        dropped = [{"match": "*_var", "parts": "optimizer", "drop": True}, rule]
+        padded_load(path, dropped, model=new, optimizer=make(new.parameters()))
+
+
+def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
+    """Both are read by one parser; a conversion has no target that a rule could pad."""
+    path = save(tmp_path / "c", model={"a.w": torch.ones(2)})
+    rules = [{"match": "{x}.w", "to": "{x}.v", "pad": 0}]
+    (tmp_path / "r.json").write_text(json.dumps({"rules": rules}))
+    for given in (rules, tmp_path / "r.json", SourceOptions(rename=rules).rename):
+        target = {"a.v": torch.zeros(3)}
+        report = padded_load(path, given, model=target)
+        assert target["a.v"].tolist() == [1, 1, 0]
+        assert report.notes == ("padded, and the target keeps what the checkpoint lacks: model:a.v (2,) -> (3,)",)
+        with pytest.raises(FormatError, match="a conversion has no target"):
+            uc.convert(path, tmp_path / "d", source=SourceOptions(rename=given), fsync=False)
+    for wrong, text in ((True, "rules.0.pad"), ([0, "x"], r"rules.0.pad.1")):
+        with pytest.raises(FormatError, match=rf"SourceOptions\(rename=...\): {text}: Input should be"):
+            SourceOptions(rename=[{"match": "w", "pad": wrong}])
 
 
 def test_toml_and_json_say_the_same() -> None:

@@ -28,6 +28,7 @@ from unified_ckpt.engine.checkpoint import open_folder
 from unified_ckpt.engine.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.save import save
+from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.state import State
@@ -35,6 +36,7 @@ from unified_ckpt.runtime.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part
 from unified_ckpt.runtime.windows import Windows
 from unified_ckpt.testing import Arrangement, Held, arrangements, run_ranks, specs, try_ranks
+from unified_ckpt.views.renaming import renamed
 
 SECONDS = 90.0  # the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
 NAME = "checkpoint-1"
@@ -49,6 +51,11 @@ def global_array(key: Key, spec: TensorSpec) -> Array:
     """Random bits, the same for one name; a bool has two values only."""
     array = filled(spec, seed=sum(map(ord, "".join(key))))
     return array & 1 if spec.dtype == "BOOL" else array
+
+
+def garbage(spec: TensorSpec, dtype: np.dtype[np.generic]) -> Array:
+    """Elements of a target that nothing was read into."""
+    return np.frombuffer(bytearray([GARBAGE]) * spec.nbytes, dtype=dtype)
 
 
 def tensor_of(array: Array, dtype: str, *, turned: bool) -> torch.Tensor:
@@ -85,8 +92,8 @@ class Case:
         parts = []
         for row in wanted.rows(rank):
             shape = row.sharding.local_shape(rank, row.spec.shape)
-            array = np.frombuffer(bytes([GARBAGE]) * (row.spec.nbytes + 8), dtype=self.arrays[row.key].dtype)
-            parts.append(self.part(row, np.resize(array, shape)))
+            array = garbage(row.spec, self.arrays[row.key].dtype)
+            parts.append(self.part(row, array[: np.prod(shape, dtype=int)].reshape(shape)))
         return State(parts=parts, asked={part for part, _ in self.arrays})
 
 
@@ -276,6 +283,61 @@ def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file
 @settings(max_examples=400)
 def test_any_mesh_to_any_mesh_at_length(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
+
+
+# read into larger tensors
+
+
+@st.composite
+def grown_cases(draw: st.DrawFn) -> Case:
+    """A load into tensors of which some are larger than at the save, along any dims."""
+    case = draw(cases(max_world=6, max_tensors=4, loads=1, max_nbytes=200_000))
+    more = st.sampled_from([0, 0, 1, 2, 13])
+    larger = [
+        (one.row.key, replace(one.row.spec, shape=tuple(n + draw(more) for n in one.row.spec.shape)))
+        for one in case.saved.held
+    ]  # fmt: skip
+    return replace(case, loaded=(draw(arrangements(tensors=larger, max_world=6, complete=False)),))
+
+
+def corner_of(one: Held, shape: tuple[int, ...]) -> Held:
+    """What its ranks want of a stored tensor of this shape."""
+    row = one.row
+    return Held(replace(row, spec=replace(row.spec, shape=shape), sharding=row.sharding.corner(row.spec.shape, shape)), one.ranks)
+
+
+@given(grown_cases(), TILES, VERIFY)
+@settings(max_examples=60)
+def test_a_pad_rule_fills_the_corner_of_larger_tensors(root: Path, case: Case, tile_nbytes: int, verify: str) -> None:
+    """On any mesh; what the checkpoint lacks keeps every bit, no byte of it is read, and what is read is verified."""
+    rules = Renames(rules=(Rule(match=("*",), pad=(0, 1, 2, 3)),))
+    (wanted,) = case.loaded
+    oracles = {}
+    for one in wanted.held:
+        array = case.arrays[one.row.key]
+        oracles[one.row.key] = garbage(one.row.spec, array.dtype).reshape(one.row.spec.shape)
+        oracles[one.row.key][tuple(map(slice, array.shape))] = array
+
+    def act(comm: Comm) -> LoadReport:
+        view, windows, state = renamed(open_folder(LocalStorage(str(folder))), rules), Windows(), case.target(wanted, comm.rank)
+        try:
+            request = LoadRequest(view, state, view.said(), None, None, set(), True, uc.LoadOptions(verify=verify))
+            report = load(comm, NAME, request, windows, timeout_seconds=SECONDS)
+        finally:
+            windows.close()
+            view.close()
+        for part in state.parts:
+            assert bits(part.local) == part_of(oracles[part.row.key], part.row.sharding, comm.rank).tobytes(), (comm.rank, part.row)
+        return report
+
+    with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
+        save_case(case, Path(name))
+        folder = Path(name) / NAME
+        reports = run_ranks(wanted.world, act)
+    check_over_read(case, replace(wanted, held=tuple(corner_of(one, case.arrays[one.row.key].shape) for one in wanted.held)), reports)
+    grown = {f"{part}:{fqn}" for (part, fqn), array in oracles.items() if array.shape != case.arrays[part, fqn].shape}
+    assert all(bool(report.notes) == bool(grown) and all(name in report.notes[0] for name in grown) for report in reports)
 
 
 # single cases

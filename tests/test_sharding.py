@@ -53,6 +53,22 @@ def test_parts_are_what_the_cuts_say(world: World) -> None:
         np.testing.assert_array_equal(part_of(array, row.sharding, rank), definition(array, row.sharding, position))
 
 
+@given(worlds(max_rows=1), st.data())
+def test_a_corner_is_what_holders_of_the_whole_hold_of_it(world: World, data: st.DataObject) -> None:
+    (row,), (array,) = world.rows, world.arrays()
+    corner = tuple(data.draw(st.integers(0, n)) for n in array.shape)
+    inner = array[tuple(slice(n) for n in corner)]
+    for rank in world.holders:
+        mask = np.zeros(array.shape, bool)
+        mask[tuple(slice(n) for n in corner)] = True
+        held = part_of(mask, row.sharding, rank)
+        shape = row.sharding.corner(array.shape, corner).local_shape(rank, corner)
+        assert held.sum() == prod(shape)
+        assert held[tuple(slice(n) for n in shape)].all()
+        whole_part = part_of(array, row.sharding, rank)
+        np.testing.assert_array_equal(part_of(inner, row.sharding.corner(array.shape, corner), rank), whole_part[tuple(map(slice, shape))])
+
+
 @given(worlds(max_rows=1))
 def test_boxes_tile_the_local_tensor_and_copies_tile_the_global_one(world: World) -> None:
     row = world.rows[0]

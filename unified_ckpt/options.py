@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from unified_ckpt.format.renames import Rule, check_renames
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -62,7 +65,8 @@ class SourceOptions(_Options):
     tensors ("huggingface"; an error where the model is not known), the format's own, or the former where that can be.
     `optimizer_order`: for optimizer state by position, the names of each param group's parameters in the order of that optimizer.
 
-    What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file with rules. `layers`: the tensors of
+    What is read may then be changed, whoever wrote it, in this order. `rename`: a TOML or JSON file with rules, or rules: mappings with the
+    keys that they have in such a file. `layers`: the tensors of
     identical layers "stacked" along dim `layer_dim`, or such tensors "unstacked", in lists called `layer_lists` where they are not to be
     found out. `conversion_fn`: "package.module:function" of your own,
     which is imported and called with {part: {name: tensor, read when indexed}} and gives the same anew.
@@ -72,11 +76,19 @@ class SourceOptions(_Options):
     config: str | None = None
     names: Literal["auto", "huggingface", "own"] = "auto"
     optimizer_order: tuple[tuple[str, ...], ...] | None = None
-    rename: str | None = None
+    rename: str | tuple[Rule, ...] | None = None
     layers: Literal["stacked", "unstacked"] | None = None
     layer_dim: int = 0
     layer_lists: tuple[str, ...] | None = None
     conversion_fn: str | None = None
+
+    @field_validator("rename", mode="before")
+    @classmethod
+    def _rules(cls, value: object) -> object:
+        """FormatError as for the rules of a file."""
+        if value is None or isinstance(value, str | os.PathLike):
+            return None if value is None else os.fspath(value)
+        return check_renames({"rules": value}, where="SourceOptions(rename=...)").rules
 
 
 class LoadOptions(_Options):

@@ -185,7 +185,7 @@ def _participants(outer: Sharding, holders: Sequence[int]) -> dict[Coordinates, 
 def _totals(specs: Mapping[TensorSpec, int], outer: Sharding, places: Mapping[Coordinates, object]) -> dict[Coordinates, int]:
     """Bytes of a class's segments at each place. Even cuts give every place the same, and are not counted one by one."""
     sizes = {dim: prod(c.size for c in outer.cuts if c.dim == dim) for dim in outer.cut_dims()}
-    plain = all(c.sections == 1 and not c.step for c in outer.cuts)
+    plain = all(c.sections == 1 and not c.step and not c.length for c in outer.cuts)
     if plain and all(spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()):
         one = next(iter(places), ())
         return dict.fromkeys(places, sum(part_nbytes(spec, outer, one) * n for spec, n in specs.items()))

@@ -7,7 +7,7 @@ part of a rank is, per tensor dim, a list of intervals, and as a whole their pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -37,7 +37,8 @@ class Cut:
 
     The coordinate of a position is `position // stride % size`. `sections`: lengths of the parts of the dim that are each split on
     their own (fused QKV), or a count n for `torch.chunk`'s n parts; 1 is an ordinary split. `step`: elements per coordinate where
-    the ranks pad their parts to equal length; 0 means `torch.chunk`'s.
+    the ranks pad their parts to equal length; 0 means `torch.chunk`'s. `length`: elements of the dim that is split, where the tensor
+    ends before them: a stored tensor that is read into a larger one; 0 means the tensor's own.
     """
 
     dim: int
@@ -46,6 +47,7 @@ class Cut:
     sections: int | tuple[int, ...] = 1
     step: int = 0
     name: str = field(default="", compare=False)  # of the mesh dim; for error texts
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,16 @@ class Sharding:
     def intervals(self, dim: int, length: int, coordinates: Sequence[int]) -> tuple[Interval, ...]:
         """What the coordinates hold of a tensor dim of `length` elements, in local order."""
         own = tuple((cut, c) for cut, c in zip(self.cuts, coordinates, strict=True) if cut.dim == dim)
-        return _intervals(length, tuple((cut.size, cut.sections, cut.step, c) for cut, c in own))
+        full = max((cut.length for cut, _ in own), default=0) or length
+        return _intervals(length, full, tuple((cut.size, cut.sections, cut.step, c) for cut, c in own))
+
+    def corner(self, shape: Sequence[int], corner: Sequence[int]) -> Sharding:
+        """The rule by which the holders of a tensor of `shape` hold its box from the origin to `corner`.
+
+        What a rank holds of it lies at the origin of its part of the whole.
+        """
+        cuts = (replace(cut, length=shape[cut.dim]) if corner[cut.dim] < shape[cut.dim] else cut for cut in self.cuts)
+        return Sharding(tuple(cuts), self.ranks)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the rank's part, its intervals laid end to end; all zeros-length where the rank is not in the mesh."""
@@ -137,8 +148,9 @@ def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
 
 
 @lru_cache(maxsize=65536)
-def _intervals(length: int, cuts: tuple[tuple[int, int | tuple[int, ...], int, int], ...]) -> tuple[Interval, ...]:
-    pieces: list[Interval] = [(0, length)]
+def _intervals(length: int, full: int, cuts: tuple[tuple[int, int | tuple[int, ...], int, int], ...]) -> tuple[Interval, ...]:
+    """Of `full` elements, what lies before `length`."""
+    pieces: list[Interval] = [(0, full)]
     for size, sections, step, coordinate in cuts:
         total = sum(b - a for a, b in pieces)
         kept: list[Interval] = []
@@ -149,7 +161,7 @@ def _intervals(length: int, cuts: tuple[tuple[int, int | tuple[int, ...], int, i
                 a, b = chunk(high - low, size, coordinate)
             kept.extend(_slice(pieces, low + a, low + b))
         pieces = kept
-    return tuple(_joined(pieces))
+    return tuple(_joined([(low, min(high, length)) for low, high in pieces if low < length]))
 
 
 def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval]:

@@ -54,7 +54,7 @@ def decode_table(data: bytes) -> list[Row]:
 
 
 def _encode_sharding(sharding: Sharding) -> list[object]:
-    return [[[c.dim, c.size, c.stride, c.sections, c.step, c.name] for c in sharding.cuts], sharding.ranks]
+    return [[[c.dim, c.size, c.stride, c.sections, c.step, c.name, c.length] for c in sharding.cuts], sharding.ranks]
 
 
 def _decode_sharding(rule: list[list[list[object]]]) -> Sharding:

@@ -83,6 +83,7 @@ class _Verdict:
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    padded: list[str] = field(default_factory=list)
 
 
 def load(
@@ -117,7 +118,14 @@ def _load(
     with meeting.phase("target"):
         if isinstance(request, Exception):
             raise request
-        matches, differences = match_all(request.state.parts, request.source, aliases=request.state.aliases, cast=request.options.cast)
+        matches, differences = match_all(
+            request.state.parts,
+            request.source,
+            aliases=request.state.aliases,
+            cast=request.options.cast,
+            pads=request.said.pads,
+            rank=comm.rank,
+        )
         if request.optimizer is not None and request.optimizer.wanted:
             differences.missing += unknown_parameters(
                 set(request.optimizer.names_held()), request.source, request.said, request.state.aliases
@@ -162,6 +170,7 @@ def _compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: 
         "used": {part: sorted(names) for part, names in own.used.items()},
         "asked": sorted(request.state.asked),
         "kept": filling.kept,
+        "padded": sorted(own.padded.values()),
         "alike": what_is_alike(request.said.save_id, strict=request.strict, options=request.options),
     }
     told, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
@@ -169,7 +178,7 @@ def _compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: 
         notes = {name: json.loads(body) for name, body in bodies.items()}
         check_alike([notes[name]["alike"] for name in told])
         joined = _join(list(notes.values()), request.source)
-        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong, joined.kept]).encode())
+        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong, joined.kept, joined.padded]).encode())
     return _Verdict(*json.loads(meeting.get("verdict")))
 
 
@@ -185,7 +194,8 @@ def _join(notes: Sequence[Mapping[str, Any]], source: Source) -> _Verdict:
         asked |= set(WEIGHTS)
     unexpected = [f"{p}:{n}" for p in sorted(asked & set(source.parts)) for n in sorted(set(source.names(p)) - used.get(p, set()))]
     kept = sorted({path for note in notes for path in note["kept"]})
-    return _Verdict(missing, unexpected, wrong, kept)
+    padded = sorted({text for note in notes for text in note["padded"]})
+    return _Verdict(missing, unexpected, wrong, kept, padded)
 
 
 def _raise_differences(request: LoadRequest, verdict: _Verdict) -> None:
@@ -275,7 +285,7 @@ def _report(
     rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
-    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm), *_unproved_note(request, fetched)]
+    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm), *_padded_note(verdict.padded), *_unproved_note(request, fetched)]
     if saved_by not in (0, comm.world):
         notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started
@@ -304,6 +314,11 @@ def _unproved_note(request: LoadRequest, fetched: Sequence[Fetched]) -> list[str
     if request.said.has_digests or how == "off" or not (ours or how == "full") or not any(one.nbytes for one in fetched):
         return []
     return [f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared']
+
+
+def _padded_note(padded: Sequence[str]) -> list[str]:
+    """The sentence on tensors of which the checkpoint has a part."""
+    return [f"padded, and the target keeps what the checkpoint lacks: {', '.join(padded)}"] if padded else []
 
 
 def _kept_note(kept: Sequence[str], saved_by: int, comm: Comm) -> list[str]:

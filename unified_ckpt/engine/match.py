@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.tensors import Part
 
+Pads = Mapping[Key, Sequence[int]]  # see `Said`
 _STAND_INS = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}  # what may feed a part beside itself
 WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 
@@ -26,16 +28,18 @@ class Match:
 
 @dataclass(slots=True)
 class Differences:
-    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for."""
+    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for. `padded`: targets
+    that are larger than what is stored, with both shapes."""
 
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     used: dict[str, set[str]] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)
+    padded: dict[Key, str] = field(default_factory=dict)
 
 
 def match_all(
-    targets: Sequence[Part], source: Source, *, aliases: Mapping[str, Mapping[str, str]], cast: bool
+    targets: Sequence[Part], source: Source, *, aliases: Mapping[str, Mapping[str, str]], cast: bool, pads: Pads, rank: int
 ) -> tuple[list[Match], Differences]:
     """Finds each target's stored tensor. `aliases`: the target's own, by part."""
     found: list[Match] = []
@@ -54,8 +58,8 @@ def match_all(
             continue
         part, name = _choose(row, options, specs)
         spec = specs[part, name]
-        if spec.shape != row.spec.shape:
-            out.wrong.append(f"{row.part}:{row.fqn}: checkpoint has shape {spec.shape}, target has {row.spec.shape}")
+        if not _fits(spec.shape, row.spec.shape, pads.get((part, name), ())):
+            out.wrong.append(f"{row.part}:{row.fqn}: checkpoint has shape {spec.shape}, target has {row.spec.shape}{_remedy(row, spec)}")
         elif spec.dtype != row.spec.dtype and not cast and not _stands_in(row.part, part):
             out.wrong.append(
                 f"{row.part}:{row.fqn}: checkpoint has dtype {spec.dtype}, target has {row.spec.dtype}; LoadOptions(cast=True) casts"
@@ -63,8 +67,49 @@ def match_all(
         else:
             out.sources.setdefault(row.part, set()).add(part)
             label = row.part if part == row.part else f"{row.part}@{part}"
-            found.append(Match(Part(Row(label, row.fqn, spec, row.sharding), target.local), part, name))
+            found.append(Match(_corner(target, Row(label, row.fqn, spec, row.sharding), rank), part, name))
+            if spec.shape != row.spec.shape:
+                out.padded[row.key] = f"{row.part}:{row.fqn} {spec.shape} -> {row.spec.shape}"
+    out.wrong += _left_behind(targets, out.padded)
     return found, out
+
+
+def _remedy(row: Row, stored: TensorSpec) -> str:
+    """The rule that makes a larger target right."""
+    more = [dim for dim, (n, m) in enumerate(zip(stored.shape, row.spec.shape, strict=False)) if n < m]
+    if not _fits(stored.shape, row.spec.shape, more):
+        return ""
+    name, dims = row.fqn.rpartition("/")[0] if row.part == OPTIMIZER else row.fqn, more[0] if len(more) == 1 else more
+    return f"; SourceOptions(rename=[{{'match': {name!r}, 'pad': {dims}}}]) keeps what the target has beyond that"
+
+
+def _left_behind(targets: Sequence[Part], padded: Mapping[Key, str]) -> Iterator[str]:
+    """Optimizer state of another shape than its parameter, which grows: which of its elements are new is not known."""
+    grown = {fqn if part in WEIGHTS else f"{part}.{fqn}" for part, fqn in padded if part != OPTIMIZER}
+    for row in (target.row for target in targets):
+        fqn = row.fqn.rpartition("/")[0]
+        if row.part == OPTIMIZER and fqn in grown and row.key not in padded and prod(row.spec.shape) != 1:
+            yield (
+                f"{row.part}:{row.fqn}: has shape {row.spec.shape}, and its parameter grows: how the state follows is not known; "
+                f"needed a rule that drops it: {{'match': {row.fqn!r}, 'parts': 'optimizer', 'drop': True}}"
+            )
+
+
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...], dims: Collection[int]) -> bool:
+    """Whether a target has the stored shape, or more along some of the dims."""
+    if len(stored) != len(shape):
+        return False
+    allowed = {dim % len(shape) for dim in dims if -len(shape) <= dim < len(shape)}
+    return all(n == m or (n < m and dim in allowed) for dim, (n, m) in enumerate(zip(stored, shape, strict=True)))
+
+
+def _corner(target: Part, stored: Row, rank: int) -> Part:
+    """What the rank holds of the stored tensor, which lies at the origin of the target."""
+    if stored.spec.shape == target.row.spec.shape:
+        return Part(stored, target.local)
+    sharding = target.row.sharding.corner(target.row.spec.shape, stored.spec.shape)
+    local = target.local[tuple(slice(n) for n in sharding.local_shape(rank, stored.spec.shape))]
+    return Part(replace(stored, sharding=sharding), local)
 
 
 def _candidates(row: Row, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -82,8 +127,16 @@ def names_of(fqn: str, asked: str, part: str, source: Source, aliases: Mapping[s
     return [name for name in (fqn, theirs.get(fqn), *ours, *(theirs.get(alias) for alias in ours)) if name is not None]
 
 
-def saved_state(fqns: Collection[str], source: Source, aliases: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The stored optimizer state of parameters: "fqn/state" in the target's names -> (dtype, global shape)."""
+def saved_state(
+    fqns: Collection[str],
+    source: Source,
+    aliases: Mapping[str, Mapping[str, str]],
+    *,
+    pads: Pads,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
+    """The stored optimizer state of parameters: "fqn/state" in the target's names -> (dtype, global shape); and which of it grows to
+    its parameter's shape, with that shape. `shapes`: of the target's parameters."""
     states: dict[str, list[str]] = {}
     for key in source.names(OPTIMIZER):
         states.setdefault(key.rpartition("/")[0], []).append(key)
@@ -92,7 +145,14 @@ def saved_state(fqns: Collection[str], source: Source, aliases: Mapping[str, Map
         name = next((n for n in names_of(fqn, OPTIMIZER, OPTIMIZER, source, aliases) if n in states), None)
         stored.update({f"{fqn}/{key.rpartition('/')[2]}": key for key in states.get(name or "", ())})
     specs = source.specs(OPTIMIZER, set(stored.values()))
-    return {wanted: (specs[key].dtype, specs[key].shape) for wanted, key in stored.items()}
+    found, grown = {}, set()
+    for wanted, key in stored.items():
+        spec, shape = specs[key], shapes.get(wanted.rpartition("/")[0], ())
+        if spec.shape != shape and _fits(spec.shape, shape, pads.get((OPTIMIZER, key), ())):
+            spec = replace(spec, shape=shape)
+            grown.add(wanted)
+        found[wanted] = spec.dtype, spec.shape
+    return found, grown
 
 
 def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -107,7 +167,7 @@ def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliase
 
 def _choose(row: Row, options: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]) -> tuple[str, str]:
     """The one whose dtype is the target's; its own part where none is, or both are."""
-    return next((option for option in options if specs[option] == row.spec), options[0])
+    return next((option for option in options if specs[option].dtype == row.spec.dtype), options[0])
 
 
 def _stands_in(asked: str, part: str) -> bool:

@@ -19,6 +19,7 @@ from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.growth import begin_grown
 from unified_ckpt.runtime.masters import check_masters
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, masters_of, prepare_optimizer
@@ -120,15 +121,17 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     objects = objects if OPTIMIZER in wanted else []
     if isinstance(folder, ByPosition):
         folder = _settled(folder, objects, state, by_name=OPTIMIZER in wanted)
-    holders = holders if MASTER in wanted else []
+    said, holders = folder.said(), holders if MASTER in wanted else []
     if objects or holders:
         if model is None and not what.parts:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
         of = objects or holders
         names, leaders = state.names(), state.leaders()
-        saved = saved_state(_held(of, names), folder, state.aliases) if objects else {}
         shapes = {name: leader.at.shape for name, leader in leaders.items()}
+        pads, held = said.pads, _held(of, names) if objects else set()
+        saved, grown = saved_state(held, folder, state.aliases, pads=pads, shapes=shapes)
         target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
+        begin_grown(target, grown)
         if objects:
             state.asked.add(OPTIMIZER)
             state.parts += place_targets(placer, OPTIMIZER, target.tensors, leaders)
@@ -139,7 +142,7 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     for part in state.parts:
         refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
     state.asked.intersection_update(wanted)
-    return LoadRequest(folder, state, folder.said(), target, what.layout, placer.matched, strict, options)
+    return LoadRequest(folder, state, said, target, what.layout, placer.matched, strict, options)
 
 
 def _settled(source: ByPosition, optimizers: list[Optimizer], state: State, *, by_name: bool) -> Source:

@@ -57,7 +57,8 @@ def fill_box(storage: Reader, location: Location, spec: TensorSpec, box: Box, in
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a source holds beside tensors. `groups`: param groups as {"names", "options"}; `scalars`: fqn -> optimizer state that is
-    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors."""
+    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors. `pads`: tensors that
+    may be read into larger ones -> the dims along which those may be larger."""
 
     save_id: str | None = None
     step: int | None = None
@@ -68,6 +69,7 @@ class Said:
     rank_extras: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_digests: bool = False
+    pads: Mapping[tuple[str, str], Sequence[int]] = field(default_factory=dict)  # by (part, name)
 
 
 class Source(Protocol):

@@ -185,6 +185,8 @@ def _config(chosen: ConvertOptions, place: str) -> str | None:
 def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: ConvertOptions, place: str) -> Source | Exception:
     """The source as it is to be written."""
     try:
+        if not isinstance(source, Exception) and source.said().pads:
+            raise FormatError("rename: a rule has `pad`, and a conversion has no target whose elements stay; use the rule in the load")
         if not isinstance(source, Exception) and (parts is not None or chosen.model_dtype is not None):
             source = Chosen(
                 source, parts=parts, model_dtype=DTYPE_NAMES[getattr(torch, chosen.model_dtype)] if chosen.model_dtype else None

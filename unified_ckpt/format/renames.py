@@ -68,7 +68,8 @@ class Target(_Strict):
 
 class Rule(_Strict):
     """What becomes of the tensors that match, in this order: `steps` of each; `concat` along a dim of what several patterns match; `stack`
-    of those that differ in a number; `unstack` or `split`; the steps of each target.
+    of those that differ in a number; `unstack` or `split`; the steps of each target. `pad`: dims along which the tensor that a load fills
+    may be larger; without `to`, for each tensor that matches, under its own name.
 
     `parts`: only in these; optimizer state follows the parameters of the model unless "optimizer" is one of them, then the pattern is for
     "<parameter>/<state>". `partial`: elements may be left out, or used twice. `optional`: it may match nothing.
@@ -84,6 +85,7 @@ class Rule(_Strict):
     stack: Over | None = None
     unstack: Over | None = None
     split: Split | None = None
+    pad: tuple[int, ...] = ()
     partial: bool = False
     optional: bool = False
 
@@ -91,6 +93,11 @@ class Rule(_Strict):
     @classmethod
     def _listed(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("pad", mode="before")
+    @classmethod
+    def _dims(cls, value: object) -> object:
+        return [value] if type(value) is int else value  # not of True: that names no dim
 
     @field_validator("to", mode="before")
     @classmethod
@@ -103,8 +110,14 @@ class Rule(_Strict):
         patterns = self.match or self.regex
         if bool(self.match) == bool(self.regex):
             raise ValueError("needed either match or regex")
-        if bool(self.to) == self.drop:
-            raise ValueError("needed either to or drop")
+        if self.drop and (self.to or self.pad):
+            raise ValueError("drop goes with neither to nor pad; needed one of them")
+        if self.pads_only:
+            if self.steps or any(change is not None for change in (self.concat, self.stack, self.unstack, self.split)):
+                raise ValueError("pad without to goes with no other change; needed the name of what is made in to")
+            return self
+        if not self.to and not self.drop:
+            raise ValueError("needed either to or drop, or pad")
         if self.drop:
             return self
         if (len(patterns) > 1) != (self.concat is not None):
@@ -118,6 +131,11 @@ class Rule(_Strict):
         for target in self.to:
             self._check_holes(target.name)
         return self
+
+    @property
+    def pads_only(self) -> bool:
+        """Whether its tensors keep their names and their elements."""
+        return bool(self.pad) and not self.to
 
     def _check_holes(self, name: str) -> None:
         asked = set(_HOLE.findall(name))
@@ -140,23 +158,29 @@ class Rule(_Strict):
 
 
 class Renames(_Strict):
-    """The file. The first rule that matches a tensor has it; `unmatched`: what becomes of those that none does."""
+    """All rules of a source. The first rule that matches a tensor has it; `unmatched`: what becomes of those that none does."""
 
     rules: tuple[Rule, ...] = ()
     unmatched: Literal["keep", "drop", "error"] = "keep"
 
 
 def parse_renames(body: bytes, *, file: str) -> Renames:
-    """FormatError saying which rule, and what of it. `file`: its name tells whether it is TOML or JSON."""
+    """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in `check_renames`."""
     try:
-        told = json.loads(body) if file.endswith(".json") else tomllib.loads(body.decode())
-        return Renames.model_validate(told)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(one) for one in first["loc"])
-        raise FormatError(f"{file}: {where or 'rules'}: {first['msg'].removeprefix('Value error, ')}") from error
+        content = json.loads(body) if file.endswith(".json") else tomllib.loads(body.decode())
     except ValueError as error:
         raise FormatError(f"{file}: is no {'JSON' if file.endswith('.json') else 'TOML'}: {error}") from error
+    return check_renames(content, where=file)
+
+
+def check_renames(content: object, *, where: str) -> Renames:
+    """The rules of the tables of a file, or of equal Python objects. FormatError naming the rule and the key that is wrong."""
+    try:
+        return Renames.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(step) for step in first["loc"])
+        raise FormatError(f"{where}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def captures(found: re.Match[str]) -> dict[str, str]:

@@ -32,8 +32,10 @@ def view(source: Source, options: SourceOptions) -> Source:
 
 
 def _view(source: Source, options: SourceOptions) -> Source:
-    if options.rename is not None:
+    if isinstance(options.rename, str):
         source = renamed(source, read_renames(options.rename), where=options.rename)
+    elif options.rename is not None:
+        source = renamed(source, Renames(rules=options.rename), where="SourceOptions(rename=...)")
     if options.layers is not None:
         change = stack_layers if options.layers == "stacked" else unstack_layers
         source = change(source, dim=options.layer_dim, lists=options.layer_lists)

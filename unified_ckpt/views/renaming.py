@@ -38,13 +38,14 @@ class _Rules:
         self._tried = [(number, rule, index, one) for number, rule in numbered for index, one in enumerate(rule.patterns())]
 
     def match(self, name: str) -> _Match | None:
-        """The first that has this name."""
+        """The first that has this name. A rule that only pads makes the name itself."""
         for number, rule, index, pattern in self._tried:
             found = pattern.fullmatch(name)
             if found is not None:
                 values = captures(found)
                 layer = values.pop(rule.stack.over) if rule.stack is not None else "0"
-                return _Match(number, rule, tuple(filled(target.name, values) for target in rule.to), layer, index)
+                targets = (name,) if rule.pads_only else tuple(filled(target.name, values) for target in rule.to)
+                return _Match(number, rule, targets, layer, index)
         return None
 
 
@@ -65,12 +66,13 @@ class _Members:
 
 @dataclass(slots=True)
 class _Plan:
-    """What becomes of a part. `foreign`: names that only aliases have led to; `used`: rules by number."""
+    """What becomes of a part. `foreign`: names that only aliases have led to; `used`: rules by number; `pads`: dims, by name."""
 
     made: dict[str, Formula] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
+    pads: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def renamed(source: Source, renames: Renames, *, where: str = "rules") -> Recut:
@@ -89,7 +91,8 @@ def renamed(source: Source, renames: Renames, *, where: str = "rules") -> Recut:
         raise FormatError(listed(f"{where}: does not fit the checkpoint", problems))
     settled = {part: _settled(plan) for part, plan in plans.items() if plan.made or not source.names(part)}
     made, aliases = {part: made for part, (made, _) in settled.items()}, {part: aliases for part, (_, aliases) in settled.items()}
-    return Recut(source, made, aliases=aliases, said=_said(source, renames))
+    pads = {(part, aliases.get(part, {}).get(name, name)): dims for part, plan in plans.items() for name, dims in plan.pads.items()}
+    return Recut(source, made, aliases=aliases, said=_said(source, renames, pads))
 
 
 def _rules_of(renames: Renames, part: str) -> _Rules:
@@ -140,15 +143,27 @@ def _assign(plan: _Plan, source: Source, members: _Members, rules: _Rules, renam
         match, is_alias = rules.match(name), name in members.others
         if match is not None:
             plan.used.add(match.number)
+        if match is not None and match.rule.pads_only:
+            _put(plan, members, name, Renamed(key), foreign=is_alias, pad=_pad(source, members, match.rule, name))
+        elif match is not None:
             found.setdefault((match.number, match.targets), []).append((match, name))
         elif renames.unmatched == "keep" or (renames.unmatched == "error" and is_alias):
-            _put(plan, members.part, members.stored(name), Renamed(key), foreign=is_alias)
+            _put(plan, members, name, Renamed(key), foreign=is_alias)
         elif renames.unmatched == "error":
             plan.problems.append(f"{members.part}:{members.stored(name)}: no rule has it")
     plan.problems += [f"{members.part}: {problem}" for problem in _uneven(found)]
     for (_, targets), matched in found.items():
         if not matched[0][0].rule.drop:
             _produce(plan, source, members, targets, matched)
+
+
+def _pad(source: Source, members: _Members, rule: Rule, name: str) -> tuple[int, ...]:
+    """The dims along which what a rule makes of this tensor may grow: of state only where it has its parameter's shape."""
+    leader = members.leaders.get(name)
+    if not rule.pad or members.state == COUNT or leader is None:
+        return ()
+    shape, own = (source.specs(key[0], [key[1]])[key[1]].shape for key in (leader, members.keys[name]))
+    return rule.pad if members.state is None or shape == own else ()
 
 
 def _uneven(found: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]]) -> Iterator[str]:
@@ -180,7 +195,7 @@ def _produce(plan: _Plan, source: Source, members: _Members, targets: Sequence[s
     shaped = [[members.leaders.get(name, members.keys[name]) for name in row] for row in rows]
     foreign = all(name in members.others for row in rows for name in row)
     for name, formula in _formulas(source, product, targets, shaped):
-        _put(plan, part, members.stored(name), formula, foreign=foreign)
+        _put(plan, members, name, formula, foreign=foreign, pad=_pad(source, members, rule, rows[0][0]))
 
 
 def _rows(rule: Rule, members: Sequence[tuple[_Match, str]], what: str) -> tuple[list[list[str]], list[str]]:
@@ -233,12 +248,16 @@ def _count(source: Source, rule: Rule, rows: Sequence[Sequence[Key]]) -> int:
     return shape[dim]
 
 
-def _put(plan: _Plan, part: str, name: str, formula: Formula, *, foreign: bool) -> None:
+def _put(plan: _Plan, members: _Members, name: str, formula: Formula, *, foreign: bool, pad: tuple[int, ...] = ()) -> None:
+    """`name`: as rules have it."""
+    name = members.stored(name)
     if name in plan.made:
         sources = [f"{of}:{one}" for one, of in ((key[1], key[0]) for key in (*plan.made[name].stored, *formula.stored))]
-        plan.problems.append(f"{part}:{name}: becomes the name of {' and of '.join(dict.fromkeys(sources))}")
+        plan.problems.append(f"{members.part}:{name}: becomes the name of {' and of '.join(dict.fromkeys(sources))}")
         return
     plan.made[name] = formula
+    if pad:
+        plan.pads[name] = pad
     if foreign:
         plan.foreign.add(name)
 
@@ -255,7 +274,7 @@ def _settled(plan: _Plan) -> tuple[dict[str, Formula], dict[str, str]]:
 # ---- what else has names
 
 
-def _said(source: Source, renames: Renames) -> Said:
+def _said(source: Source, renames: Renames, pads: Mapping[Key, Sequence[int]]) -> Said:
     """Param groups and plain optimizer state under the new names. FormatError where parameters that become one differ in them."""
     said = source.said()
     leaders, rules = _leaders(source), _rules_of(renames, MODEL)
@@ -286,7 +305,7 @@ def _said(source: Source, renames: Renames) -> Said:
             if scalars.setdefault(name, state) != state:
                 raise FormatError(f"{name}: is made of parameters whose optimizer state {', '.join(state)} differs; needed equal values")
     modules = {name: value for fqn, value in said.modules.items() for name in _module_names(fqn, rules, renames)}
-    return replace(said, groups=groups, scalars=scalars, modules=modules)
+    return replace(said, groups=groups, scalars=scalars, modules=modules, pads={**said.pads, **pads})
 
 
 def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:

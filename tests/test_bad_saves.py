@@ -21,7 +21,7 @@ from unified_ckpt import api
 from unified_ckpt.manager.foreign import from_paddle
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FullStorage, checkpointer_of, try_ranks
+from unified_ckpt.testing import FullStorage, checkpointer_of, run_ranks, try_ranks
 
 SOON = 1.5  # a time-out that a test waits out
 BIG = torch.zeros(8, 40_000)
@@ -143,9 +143,71 @@ def test_another_name_on_one_rank(tmp_path: Path) -> None:
     )
 
 
-def test_other_options_on_one_rank(tmp_path: Path) -> None:
-    mine, other = {"model": {"w": BIG}}, {"model": {"w": BIG}, "options": uc.SaveOptions(max_file_bytes=9)}
-    saves_fail(tmp_path, uc.RankError, r"rank 1 saves with options .*rank 0 with", mine, other)
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (
+            {"options": uc.SaveOptions(max_file_bytes=9)},
+            r"save to .*: rank\(s\) 0, 2: max_file_bytes 5000000000, rank\(s\) 1: max_file_bytes 9",
+        ),
+        ({"options": uc.SaveOptions(check_replicas="always")}, r'check_replicas "first", rank\(s\) 1: check_replicas "always"; expected'),
+        ({"options": uc.SaveOptions(parts=("model",))}, r'parts null, rank\(s\) 1: parts \["model"\]; expected the same on every rank'),
+        ({"step": 4}, r"save to .*/c: rank\(s\) 0, 2: step 3, rank\(s\) 1: step 4; expected the same on every rank"),
+        ({"step": None}, r"rank\(s\) 0, 2: step 3, rank\(s\) 1: step null; expected the same on every rank"),
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_save_on_other_terms_on_one_rank(tmp_path: Path, other: dict[str, object], match: str, before: bool) -> None:
+    """Nothing is written, whether or not the plan is kept; and the same ranks save again."""
+
+    def act(comm: Comm) -> str:
+        what: dict[str, object] = {"model": {f"w{comm.rank}": BIG, "v": BIG}, "options": uc.SaveOptions()}
+        with checkpointer_of(comm) as checkpointer:
+            if before:
+                checkpointer.save(tmp_path / "before", **what, step=2)  # type: ignore[arg-type]
+            with pytest.raises(uc.RankError, match=match) as caught:
+                checkpointer.save(tmp_path / "c", **(what | {"step": 3} | (other if comm.rank == 1 else {})))  # type: ignore[arg-type]
+            assert not (tmp_path / "c").exists()
+            checkpointer.save(tmp_path / "after", **what, step=3)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, act, timeout_seconds=HARD))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"][: 1 + before]
+
+
+def _save(checkpointer: uc.Checkpointer, folder: Path) -> None:
+    checkpointer.save(folder.parent / "c", model={"w": BIG}, step=3)
+
+
+def _save_async(checkpointer: uc.Checkpointer, folder: Path) -> None:
+    checkpointer.save_async(folder.parent / "c", model={"w": BIG}, step=3)
+
+
+def _load(checkpointer: uc.Checkpointer, folder: Path) -> None:
+    checkpointer.load(folder, model={"w": BIG.clone()})
+
+
+def _repair(checkpointer: uc.Checkpointer, folder: Path) -> None:
+    checkpointer.repair(folder)
+
+
+def _idle(checkpointer: uc.Checkpointer, folder: Path) -> None:
+    checkpointer.idle()
+
+
+@pytest.mark.parametrize("other", [_save_async, _load, _repair, _idle])
+@pytest.mark.parametrize("before", [False, True])
+def test_save_while_another_rank_makes_another_call(folder: Path, other: Callable[[uc.Checkpointer, Path], None], before: bool) -> None:
+    def act(comm: Comm) -> str:
+        with checkpointer_of(comm) as checkpointer:
+            if before:
+                checkpointer.save(folder.parent / "before", model={"w": BIG}, step=2)
+            with pytest.raises(uc.RankError, match=r"rank\(s\) 0: .*, rank\(s\) 1: .*; expected the same") as caught:
+                (other if comm.rank else _save)(checkpointer, folder)
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, act, timeout_seconds=HARD))) == 1
+    assert not (folder.parent / "c").exists()
 
 
 def test_a_root_that_is_not_shared(tmp_path: Path) -> None:
@@ -168,18 +230,6 @@ def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
     text = r"save to .*/c: rank\(s\) 1, 3 did not come within 1\.5 s; needed the same call on all 4 ranks"
     same_error([found[0], found[2]], uc.RankError, text)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_save_here_and_a_load_there(folder: Path) -> None:
-    def act(comm: Comm) -> None:
-        if comm.rank == 0:
-            checkpointer_of(comm).save(folder.parent / "c", model={"w": BIG}, options=uc.SaveOptions(timeout_seconds=2))
-        else:
-            checkpointer_of(comm).load(folder, model={"w": BIG.clone()}, options=uc.LoadOptions(timeout_seconds=2))
-
-    for error in try_ranks(2, act, timeout_seconds=HARD):
-        assert isinstance(error, uc.RankError), repr(error)
-    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_rank_that_comes_with_an_error_of_its_own(tmp_path: Path) -> None:

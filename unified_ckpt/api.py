@@ -258,7 +258,8 @@ class Checkpointer:
         if comm.world == 1:
             return None
         if storage.root not in self._lands:
-            meeting = comm.meet(f"save to {storage.path(name)}", same=False, timeout_seconds=timeout)
+            what, terms = f"save to {storage.path(name)}", {"first to this folder": True}
+            meeting = comm.meet(what, same=False, timeout_seconds=timeout, terms=terms)
             with meeting.phase("machines"):
                 if isinstance(request, Exception):
                     raise request

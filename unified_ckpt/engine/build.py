@@ -139,8 +139,8 @@ def _finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
 
 def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
     """Collective. The folder under construction, seen by every rank; or what is said of the checkpoint that stays."""
-    meeting, storage, name, options = job.meeting, job.storage, job.name, job.request.options
-    said: dict[str, Any] = {"options": options.model_dump(mode="json"), "name": name}
+    meeting, storage, name = job.meeting, job.storage, job.name
+    said: dict[str, Any] = {"name": name}
     construction = None
     try:
         with meeting.phase("begin"):
@@ -155,9 +155,8 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
         with meeting.phase("see"):
             told = json.loads(meeting.get("begun", of=0))
             construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
-            for key in ("name", "options"):
-                if told[key] != json.loads(json.dumps(said[key])):
-                    raise RankError(f"rank {meeting.rank} saves with {key} {said[key]!r}, rank 0 with {told[key]!r}; needed the same")
+            if told["name"] != name:
+                raise RankError(f"rank {meeting.rank} saves with name {name!r}, rank 0 with {told['name']!r}; needed the same")
             if construction is not None:
                 commit.see(storage, construction)
                 if job.post is not None:

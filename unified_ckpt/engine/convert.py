@@ -91,7 +91,8 @@ def convert(
     IntegrityError where a check fails, and then nothing is there; what was at `name` is as it was after any error.
     """
     began, path = time.monotonic(), storage.path(name)
-    meeting = comm.meet(f"conversion of {how.path} to {path}", same=False, timeout_seconds=how.timeout_seconds)
+    what, terms = f"conversion of {how.path} to {path}", {**how.told, "if_exists": how.if_exists, "fsync": how.fsync}
+    meeting = comm.meet(what, same=False, timeout_seconds=how.timeout_seconds, terms=terms)
     with storage, meeting.telling():
         with meeting.phase("open"):
             if isinstance(source, Exception):

@@ -41,7 +41,7 @@ def save(
     `request` may be the error that this rank met while it made one: every rank raises it then.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=True)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, background=False)
     with meeting.telling():
         job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
         return finish(job, kept, None)
@@ -63,7 +63,7 @@ def begin_save(
     With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does the rest.
     """
     started = time.monotonic()
-    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, tidy=False)
+    meeting, mark = _meet(comm, storage.path(name), request, kept, land, timeout_seconds=timeout_seconds, background=True)
     meeting.to_background()
     job: Job | None = None
     try:
@@ -125,11 +125,11 @@ class Staged:
 
 
 def _meet(
-    comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, land: Land | None, *, timeout_seconds: float, tidy: bool
+    comm: Comm, path: str, request: SaveRequest | Exception, kept: Kept, land: Land | None, *, timeout_seconds: float, background: bool
 ) -> tuple[Meeting, Fingerprint]:
     """Collective. Everybody is here; and the fingerprint of what this rank saves."""
     mark: Fingerprint = ()
-    same = False
+    same, terms = False, None
     kept.move_to(land)
     if isinstance(request, SaveRequest):
         rows = [*request.parts(), *request.model_left_out]
@@ -140,7 +140,9 @@ def _meet(
         # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
         same = same and (kept.orders is not None or land is None or land.island is None)
         same = same and (kept.plan is None or kept.plan.replicas_checked or request.options.check_replicas != "first")
-    return comm.meet(f"save to {path}", same=same, timeout_seconds=timeout_seconds, tidy=tidy), mark
+        terms = {"asynchronous": background, "step": request.step, **request.options.model_dump(mode="json")}
+    what = f"save to {path}"
+    return comm.meet(what, same=same, timeout_seconds=timeout_seconds, tidy=not background, terms=terms), mark
 
 
 def _arrive(

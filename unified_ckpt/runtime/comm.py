@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from unified_ckpt.core.tables import short
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.leftovers import Leftovers
 from unified_ckpt.runtime.meeting import Meeting
+from unified_ckpt.runtime.terms import Call, differences
+
+_NO_TERMS: Mapping[str, object] = {}
 
 
 @contextmanager
@@ -81,10 +84,21 @@ class Comm:
         self._leftovers = Leftovers(self._keys, rank=rank, world=self.world)
 
     def meet(
-        self, what: str, *, same: bool, timeout_seconds: float, busy: bool = False, tidy: bool = True, within: Meeting | None = None
+        self,
+        what: str,
+        *,
+        same: bool,
+        timeout_seconds: float,
+        busy: bool = False,
+        tidy: bool = True,
+        within: Meeting | None = None,
+        terms: Mapping[str, object] | None = _NO_TERMS,
     ) -> Meeting:
         """Waits until every rank has called. `Meeting.all_same`: whether every rank said `same`; `.any_busy`: whether one said `busy`,
         which it is while an earlier meeting of its own is not over. `tidy`: if not, the caller does it when there is time.
+
+        `what`: the call, in words, the first of which is its name. `terms`: what all ranks must give alike, for JSON; None on a rank that
+        has failed before it knew them. RankError naming the ranks where calls or terms differ.
 
         `within`: a meeting of more ranks that this one is part of. Raises its error when it fails meanwhile, or RankError naming the
         ranks that did not come in time.
@@ -98,10 +112,14 @@ class Comm:
             meeting.count("same")
         if busy:
             meeting.count("busy")
+        call = Call(what, terms)
+        meeting.count(f"call/{call.digest}")
         if meeting.count("in") == self.world:
             verdict = "same" if meeting.count("same", 0) == self.world else "new"
+            if meeting.count(f"call/{call.digest}", 0) < self.world and (text := self._differences(meeting, call)):
+                verdict = f"differ: {text}"
             self._close(meeting, verdict + " busy" * (meeting.count("busy", 0) > 0))
-        meeting.put(f"in/{self.rank}", what.encode())  # last of all: a rank that dies before is one that did not come
+        meeting.put(f"in/{self.rank}", call.encoded)  # last of all: a rank that dies before is one that did not come
         try:
             all_came = meeting.wait(["go"], heedless=within is None)
         except CheckpointError as error:  # of the meeting around this one, which some rank may not come to any more
@@ -112,12 +130,21 @@ class Comm:
             needed = f"needed the same call on all {self.world} ranks"
             self._close(meeting, f"late: {what}: rank(s) {late} did not come within {timeout_seconds:g} s; {needed}")
         verdict = meeting.get("go").decode()
-        if verdict.startswith("late: "):
-            raise RankError(verdict[6:])
+        if verdict.startswith(("late: ", "differ: ")):
+            raise RankError(verdict.partition(": ")[2])
         meeting.all_same, meeting.any_busy = verdict.startswith("same"), verdict.endswith(" busy")
         if tidy:
             self.tidy()
         return meeting
+
+    def _differences(self, meeting: Meeting, own: Call) -> str:
+        """On the rank that came last: how the ranks' calls differ; empty where some rank only failed before it knew its terms."""
+        keys = [f"in/{rank}" for rank in range(self.world) if rank != self.rank]
+        meeting.wait(keys, heedless=True)
+        if absent := meeting.absent(keys):
+            return f"{own.what}: rank(s) {absent} did not come"
+        others = iter(meeting.get(key) for key in keys)
+        return differences([own if rank == self.rank else Call.decode(next(others)) for rank in range(self.world)], self.ranks)
 
     def among(self, name: str, members: Sequence[int], *, within: Meeting | None = None) -> Comm:
         """A `Comm` of some of these ranks, this one among them, each of which makes one by the same name."""

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
@@ -57,13 +64,35 @@ def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optim": state}
 
 
+class AppState(Stateful):
+    """As in PyTorch's recipe for torch.distributed.checkpoint."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self.model, self.optimizer, self.name = model, optimizer, name
+
+    def state_dict(self) -> dict[str, Any]:
+        weights, state = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, self.name: state, "step": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state[self.name])
+
+
+def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"app": AppState(model, optimizer, "optim")}
+
+
+def wrapped_beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"train_state": AppState(model, optimizer, "optimizer"), "extra": {"seen": (1, 2)}, "step": 5}
+
+
 def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As torchtitan: the model's tensors under no name."""
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     return {**get_model_state_dict(model), "optimizer": state, "train_state": {"step": torch.tensor(3)}}
 
 
-@pytest.mark.parametrize("form", [nested, flat, bare])
+@pytest.mark.parametrize("form", [nested, flat, bare, wrapped, wrapped_beside])
 def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path, form: Callable[..., dict[str, Any]]) -> None:
     model, optimizer = net(0)
     train(model, optimizer, 0, 3)
@@ -73,8 +102,9 @@ def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path, form: Ca
     report = uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert train(other, fresh, 3, 3) == expected
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
-    if form is nested:
-        assert report.step == 3
+    if form not in (flat, bare):
+        assert report.step == (5 if form is wrapped_beside else 3)
+    if form in (nested, wrapped_beside):
         assert report.extra["extra"] == {"seen": (1, 2)}
     uc.save(tmp_path / "ours", model=other, optimizer=fresh, step=6)  # the next save is unified
     assert uc.verify(tmp_path / "ours", deep=True).ok

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: a folder with `.metadata`, a pickle, and `.distcp` files in which each shard is an archive of torch.save.
 
-Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of Accelerate and the Trainer under FSDP. The tensors under
-"model", or under no name, are the model; of "optimizer", those under "state" are the optimizer; those under another name are a part of it.
+Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of Accelerate and the Trainer under FSDP. What wraps the whole
+state is taken off. The tensors under "model", or under no name, are the model; of "optimizer", those under "state" are the optimizer; those under another name are a part of it.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
     `prefix`: goes before every path, for folders that hold one part.
     """
     entries = read_entries(root)
+    if not prefix:
+        _unwrap(entries)
     files = map_files(root, entries)
     bare = any(one.dtype is not None and one.shape and len(one.path) == 1 for one in entries.values())  # the model has no name of its own
     tensors: dict[Key, Assembly] = {}
@@ -103,6 +105,22 @@ def open_dcp(root: str, _options: SourceOptions, *, prefix: Path = ()) -> Assemb
         tensors = {key: made for key, made in tensors.items() if key[0] != OPTIMIZER}
         said, refused = replace(said, groups=[]), {OPTIMIZER: _BY_POSITION}
     return Assembled(root, tensors, format="dcp", said=said, refused=refused)
+
+
+def _unwrap(entries: Mapping[str, Entry]) -> None:
+    """Takes off what wraps the whole state: PyTorch's recipe saves {"app": {"model": ..., "optim": ...}}.
+
+    A wrapper holds every tensor, and a model or an optimizer under its usual name. A path that is taken without it stays as it is.
+    """
+    tensors = [one.path for one in entries.values() if one.dtype is not None and one.shape]
+    wrappers, inside = {path[0] for path in tensors}, {path[1] for path in tensors if len(path) > 2}
+    known = {*_MODELS, *_OPTIMIZERS}
+    if len(wrappers) != 1 or wrappers & known or not inside & known or any(len(path) < 3 for path in tensors):
+        return
+    taken = {one.path for one in entries.values()}
+    for one in entries.values():
+        if one.path[0] in wrappers and len(one.path) > 1 and one.path[1:] not in taken:
+            one.path = one.path[1:]
 
 
 def _joined(made: Assembly) -> torch.Tensor:

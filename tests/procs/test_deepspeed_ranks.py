@@ -100,6 +100,20 @@ def test_universal_checkpoints(two: Path, case: str) -> None:
     check_equal(two / f"{case}-universal", two / f"{case}.pt")
 
 
+def test_latest_universal_is_followed(two: Path, tmp_path: Path) -> None:
+    """The converter writes it beside the folder that it makes, whatever that is called; the step's own folder may be gone since."""
+    shutil.copytree(two / "2-universal", tmp_path / "alone" / "converted")
+    (tmp_path / "alone" / "latest_universal").write_text("converted")
+    check_equal(tmp_path / "alone", two / "2.pt")
+    shutil.copytree(two / "2-universal", tmp_path / "run" / "global_step3_universal")
+    (tmp_path / "run" / "latest_universal").write_text("global_step3_universal")
+    (tmp_path / "run" / "latest").write_text("global_step3")
+    check_equal(tmp_path / "run", two / "2.pt")
+    (tmp_path / "run" / "latest").write_text("global_step6")  # a later step is not that one
+    with pytest.raises(uc.IncompleteError, match="'global_step6', and there is no such folder"):
+        uc.open(tmp_path / "run")
+
+
 def test_what_deepspeeds_converter_makes_of_round_robin_gradients_is_refused(two: Path) -> None:
     """Its files have the right shapes and wrong values, and it says nothing."""
     truth = torch.load(two / "2-robin.pt")

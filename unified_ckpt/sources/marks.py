@@ -60,6 +60,8 @@ def _is_deepspeed(at: Looked) -> bool:
     """The folder of a step; or one with `latest` and a step's folder. A copy without the latter, as on hubs, may still be a model's."""
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in at.entries):
         return True
+    if DEEPSPEED_LATEST[1] in at.entries and any(os.path.isdir(os.path.join(at.path, name, "zero")) for name in at.entries):
+        return True
     steps = "checkpoint" in at.entries or any(name.startswith("global_step") for name in at.entries)
     alone = "zero_to_fp32.py" in at.entries and not has_safetensors(at) and not at.entries & {BIN, BIN_INDEX}
     return (steps or alone) and not at.entries.isdisjoint(DEEPSPEED_LATEST)

@@ -87,17 +87,27 @@ def step_folder(root: str) -> str:
     entries = frozenset(os.listdir(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
         return root
-    mark = next((name for name in DEEPSPEED_LATEST if name in entries), None)
-    if mark is None:
+    marks = [name for name in DEEPSPEED_LATEST if name in entries]
+    if not marks:
         raise FormatError(f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's")
+    tags = [_tag(root, mark) for mark in marks]
+    # The step's own folder may be gone once it has been made universal.
+    converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
+    tag = next((tag for tag in (tags[0], *converted) if os.path.isdir(os.path.join(root, tag))), None)
+    if tag is None:
+        raise IncompleteError(
+            f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
+        )
+    return os.path.normpath(os.path.join(root, tag))
+
+
+def _tag(root: str, mark: str) -> str:
+    """The folder that `latest` or `latest_universal` names. FormatError where it lies elsewhere."""
     with open(os.path.join(root, mark), encoding="utf-8", errors="replace") as file:
         tag = file.read().strip()
-    folder = os.path.normpath(os.path.join(root, tag))
-    if not tag or not folder.startswith(os.path.join(root, "")):
+    if not tag or not os.path.normpath(os.path.join(root, tag)).startswith(os.path.join(root, "")):
         raise FormatError(f"{root}/{mark}: names {tag!r}; needed a folder in {root}")
-    if not os.path.isdir(folder):
-        raise IncompleteError(f"{root}/{mark}: names {tag!r}, and there is no such folder; give the folder of a step that is there")
-    return folder
+    return tag
 
 
 def _model_path(folder: str, entries: frozenset[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from manifests import edit_manifest
-from refusals import HARD, same_error
+from refusals import HARD, REFUSED, same_error
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
@@ -484,6 +484,22 @@ def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
 def test_nothing_to_load(tmp_path: Path, make: Callable[[Path], object], match: str, world: int) -> None:
     make(tmp_path / "checkpoint-3")
     load_fails(tmp_path / "checkpoint-3", uc.NotFoundError, rf"checkpoint-3: {match}", world=world)
+
+
+@pytest.mark.parametrize(("name", "match"), REFUSED.items())
+def test_known_format_that_is_not_read_is_refused_by_name(tmp_path: Path, name: str, match: str) -> None:
+    """As a file and in a folder, by every way in; beside weights that are read it is no matter."""
+    (tmp_path / name).write_bytes(b"x")
+    calls: list[Callable[[Path], object]] = [lambda path: uc.load(path, model={"a": torch.zeros(2)}), uc.open]
+    calls.append(lambda path: uc.convert(path, tmp_path.parent / "converted"))
+    for path in (tmp_path, tmp_path / name):
+        for call in calls:
+            with pytest.raises(uc.FormatError, match=match):
+                call(path)
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    target = {"a": torch.zeros(2)}
+    uc.load(tmp_path, model=target)
+    assert target["a"].tolist() == [1, 1]
 
 
 def test_a_folder_under_construction_is_refused(folder: Path) -> None:

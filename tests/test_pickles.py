@@ -60,6 +60,15 @@ def test_a_hostile_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, ins
     assert not mark.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("value", [{"a": [1]}, {"model": {"a": torch.zeros(2)}}])
+def test_raw_pickle_as_a_torch_file_gets_no_unsafe_advice(tmp_path: Path, value: object) -> None:
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(value))
+    with pytest.raises(FormatError, match=r"raw.pt: is no file of torch.save(.|\n)*save its tensors with") as caught:
+        load_torch(str(tmp_path / "raw.pt"))
+    assert "weights_only" not in str(caught.value)
+
+
 def test_a_name_that_is_put_together_from_a_memo_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "x.pickle"
     # "posix" and "system" are put in the memo, used elsewhere, and brought back for STACK_GLOBAL.

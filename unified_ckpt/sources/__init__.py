@@ -15,12 +15,17 @@ from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.collector import paused
 from unified_ckpt.runtime.storage import absolute, is_url, local
-from unified_ckpt.sources.marks import Format, find_format
+from unified_ckpt.sources.marks import Format, find_format, find_refused
 
 
 def format_of(path: str, options: SourceOptions) -> Format | None:
-    """The format of a path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known."""
-    return None if is_url(path) else find_format(local(path), told=options.format)
+    """The format of a path that somebody else wrote; None for ours, for Hugging Face's safetensors, and for what is not known.
+
+    Where nothing there is read, a format that is refused by its name.
+    """
+    if is_url(path):
+        return None
+    return find_format(local(path), told=options.format) or (find_refused(local(path)) if options.format is None else None)
 
 
 def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen

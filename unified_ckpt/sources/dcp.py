@@ -1,7 +1,8 @@
 """torch.distributed.checkpoint: a folder with `.metadata`, a pickle, and `.distcp` files in which each shard is an archive of torch.save.
 
 Read: what `dcp.save` writes of a state dict, nested or flat, of torchtitan, of Accelerate and the Trainer under FSDP. What wraps the whole
-state is taken off. The tensors under "model", or under no name, are the model; of "optimizer", those under "state" are the optimizer; those under another name are a part of it.
+state is taken off. The tensors under "model", or under no name, are the model; of "optimizer", those under "state" are the optimizer;
+those under another name are a part of it.
 """
 
 from __future__ import annotations

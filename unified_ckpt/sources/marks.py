@@ -15,6 +15,7 @@ from unified_ckpt.engine.commit import PROBE
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.sources.paddle.marks import is_paddle
+from unified_ckpt.sources.refused import REFUSED, Refused
 
 DCP_METADATA = ".metadata"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -127,6 +128,14 @@ FORMATS = (
 )
 
 
+def _refused(one: Refused) -> Format:
+    """As a format whose opener raises."""
+    return Format(one.name, one.title, "refused:refuse", lambda at: one.matches({os.path.split(at.path)[1]} if at.is_file else at.entries))
+
+
+_REFUSED = tuple(map(_refused, REFUSED))
+
+
 def title_of(name: str) -> str:
     """For people; of a name that is none, itself."""
     return next((one.title for one in FORMATS if one.name == name), name)
@@ -152,3 +161,10 @@ def find_format(path: str, *, told: str | None) -> Format | None:
     if at.entries & ours or names.is_staging(os.path.split(os.path.abspath(path))[1]):  # or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)
+
+
+def find_refused(path: str) -> Format | None:
+    """The format of a path that holds nothing that is read, and is known: opening it says why. None for ours and for safetensors."""
+    at = look(path)
+    readable = has_safetensors(at) or at.entries & {names.MANIFEST, names.DIGESTS, PROBE}
+    return None if readable else next((one for one in _REFUSED if one.known(at)), None)

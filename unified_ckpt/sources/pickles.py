@@ -64,9 +64,18 @@ def _load(file: str | io.BytesIO, where: str, stubs: Collection[str]) -> Any:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
     except pickle.UnpicklingError as error:
-        raise FormatError(_asked_for(file, where) or f"{where}: {error}") from error
+        raise FormatError(_asked_for(file, where) or f"{where}: {_reason(error)}") from error
     except Exception as error:  # a damaged pickle may raise anything
         raise FormatError(f"{where}: is damaged, or no file of torch.save: {error}") from error
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """What torch's reader met, without its advice to read the file without restrictions."""
+    met = (str(error).partition("WeightsUnpickler error:")[2] or str(error)).strip().partition("\n")[0]
+    return (
+        f"is no file of torch.save, or has more in it than tensors and plain values ({met}). Pickles can run code and are not read: "
+        "where it was written, save its tensors with torch.save or safetensors"
+    )
 
 
 def _check_archive(file: str | io.BytesIO) -> bool:

@@ -95,9 +95,7 @@ def step_folder(root: str) -> str:
     converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
     tag = next((tag for tag in (tags[0], *converted) if os.path.isdir(os.path.join(root, tag))), None)
     if tag is None:
-        raise IncompleteError(
-            f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
-        )
+        raise IncompleteError(f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there")
     return os.path.normpath(os.path.join(root, tag))
 
 

@@ -74,7 +74,7 @@ def flip_header(file: Path) -> None:
 def test_list_tells_step_size_status_and_who_keeps_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
     assert lines[0] == str(run)
-    assert lines[1].split() == ["step", "size", "files", "created", "took", "kind", "status", "kept", "by"]
+    assert lines[1].split() == ["step", "size", "files", "created", "took", "kind", "format", "status", "kept", "by"]
     rows = {line.split()[0]: line for line in lines[2:]}
     assert "full" in rows["10"]
     assert rows["10"].rstrip().endswith("complete")
@@ -83,7 +83,8 @@ def test_list_tells_step_size_status_and_who_keeps_it(run: Path, capsys: pytest.
     assert rows["30"].endswith("newest, newest full, latest 1")
     assert "misnamed: its manifest says step 10; needed a name that says the same" in rows["checkpoint-40"]
     assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
-    assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-60"]
+    assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
+    assert "incomplete: it is half-written: trainer_state.json, which comes last, is missing" in rows["60"]
     assert "  6 checkpoints, " in shown(capsys, "list", run)
     assert ", 3 of them bad" in shown(capsys, "list", run)
     after = lines[lines.index("  left by interrupted saves, no checkpoints:") + 1 :]
@@ -229,7 +230,7 @@ def test_prune_incomplete_and_leftovers_only_when_old_and_ours(run: Path, capsys
     before = folders(run)
     text = shown(capsys, "prune", run, "--incomplete", "--leftovers")
     assert "stays checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago" in text
-    assert "stays checkpoint-60: incomplete: it has no unified_checkpoint.json; nothing shows that this library wrote it" in text
+    assert "stays checkpoint-60: it is of another engine (Hugging Face Trainer)" in text
     assert "stays .unified-ab-checkpoint-70: a save may be at work in it" in text
     assert folders(run) == before
     for folder in run.iterdir():

@@ -74,10 +74,10 @@ class Job:
         optimizer = {"w/exp_avg": -model["w"]}
         return {"model": {**model, "b": torch.full((3,), float(step))}, "optimizer": optimizer, "layout": self.layout(comm.world)}
 
-    def restore(self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None) -> int | None:
+    def restore(self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **more: Any) -> int | None:
         """The step that is restored; every element is that of the step."""
         found = self.state(comm, -7)
-        report = manager.restore(step, **found)
+        report = manager.restore(step, **found, **more)
         if report is None:
             return None
         assert report.step is not None
@@ -100,12 +100,12 @@ class Job:
 
         run_ranks(len(self.machines), act)
 
-    def restored(self, step: int | None = None) -> int | None:
+    def restored(self, step: int | None = None, **more: Any) -> int | None:
         """The step that a new life goes on from."""
 
         def act(comm: Comm) -> int | None:
             with self.manager(comm) as manager:
-                return self.restore(comm, manager, step)
+                return self.restore(comm, manager, step, **more)
 
         (found,) = set(run_ranks(len(self.machines), act))
         return found
@@ -247,7 +247,9 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / ROOT)
     for disk in job.disks:
         (disk / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
-    assert Job(tmp_path, (0, 0)).restored() is None, "half of it is no reason to stop"
+    with pytest.raises(uc.IncompleteError, match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*nobody has"):
+        Job(tmp_path, (0, 0)).restored()
+    assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
     job = Job(tmp_path / "twice", copies=2)
     job.run(range(1, 14))
     assert Job(tmp_path / "twice", (0, 0), disks=job.disks[1:]).restored() == 13
@@ -486,10 +488,10 @@ def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.Checkpo
 def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
-    def life(steps: range, places: Sequence[int]) -> int | None:
+    def life(steps: range, places: Sequence[int], **more: Any) -> int | None:
         def act(comm: Comm) -> int | None:
             with with_own_root(job, comm, places[comm.rank]) as made:
-                found = job.restore(comm, made)
+                found = job.restore(comm, made, **more)
                 job.train(comm, made, steps)
                 return found
 
@@ -502,7 +504,9 @@ def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     assert life(range(0), MACHINES) == 4
     shutil.rmtree(job.disks[0])
-    assert life(range(1, 3), MACHINES) is None, "half of each is nothing"
+    with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*nobody has"):
+        life(range(0), MACHINES)
+    assert life(range(1, 3), MACHINES, allow_fresh=True) is None, "half of each is nothing"
     assert job.local_steps()[0] == [1, 2]
 
 

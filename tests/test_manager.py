@@ -70,6 +70,36 @@ def test_asked_again_it_says_the_same_again(tmp_path: Path) -> None:
         assert manager.save(1, force=True, **state(1)) is not None
 
 
+def test_save_without_a_rule_says_once_that_it_never_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On rank 0. `finish`, a stop and `force` save, and are no rule."""
+
+    def act(comm: Comm) -> None:
+        with manager_of(comm, tmp_path) as manager:
+            manager.save(1, force=True, **state(1))
+            assert [manager.save(step, **state(step)) for step in (2, 3)] == [None, None]
+
+    run_ranks(2, act)
+    (text,) = warnings_of(caplog)
+    assert "no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps" in text
+
+
+@pytest.mark.parametrize("options", [{"interval_steps": 10}, {"steps": {9}}, {"interval_seconds": 99.0}, {"enabled": False}])
+def test_save_that_is_not_due_yet_says_nothing(tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with manager_of(None, tmp_path, **options) as manager:
+        assert manager.save(1, **state(1)) is None
+    assert warnings_of(caplog) == []
+
+
+def test_save_without_the_best_metric_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manager_of(None, tmp_path, interval_steps=1, keep_best=1, best_metric="loss") as manager:
+        manager.save(1, metrics={"loss": 1.0}, **state(1))
+        assert warnings_of(caplog) == []
+        manager.save(2, metrics={"accuracy": 1.0}, **state(2))
+        manager.save(3, **state(3))
+    (text,) = warnings_of(caplog)
+    assert "step 2 is saved without the metric 'loss', which best_metric names" in text
+
+
 def test_on_completion_can_be_off(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, on_completion=False) as manager:
         assert manager.finish(3, **state(3)) is None

@@ -17,8 +17,10 @@ from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.removal import clear, remove, remove_broken
 from unified_ckpt.manager.rotation import condemned, damaged
-from unified_ckpt.manager.steps import Scan, StepRecord, scan
+from unified_ckpt.manager.steps import Scan, StepRecord, foreign_steps, scan
 from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.sources.marks import title_of
+from unified_ckpt.sources.steps import list_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def run(arguments: Namespace) -> int:
         raise NotFoundError(f"{root}: no checkpoints named {arguments.prefix}<step>; needed the folder of one run")
     choices = list(_by_rules(storage, found, rules)) if rules.full or rules.model_only else []
     older = arguments.older_than_hours * 3600
-    choices += list(_incomplete(storage, found, older)) if arguments.incomplete else []
+    choices += list(_incomplete(storage, found, arguments.prefix, older)) if arguments.incomplete else []
     choices += list(_leftovers(found, older)) if arguments.leftovers else []
     done, failed = _carry_out(storage, choices, prefix=arguments.prefix, dry=arguments.dry_run)
     _show(arguments, root, choices, done, failed)
@@ -71,10 +73,14 @@ def _by_rules(storage: LocalStorage, found: Scan, rules: Rules) -> Iterator[_Cho
             yield _Choice(one.name, one.nbytes, False, f"damaged, and does not count: {wrong[one.save_id]}")
 
 
-def _incomplete(storage: LocalStorage, found: Scan, older_seconds: float) -> Iterator[_Choice]:
+def _incomplete(storage: LocalStorage, found: Scan, prefix: str, older_seconds: float) -> Iterator[_Choice]:
     """Folders with the name of a step that are no whole checkpoint."""
+    entries = foreign_steps(found, list_steps(storage.root, prefix=prefix))
+    formats = {entry.path: title_of(entry.format) for entry in entries if entry.readable}
     for one in found.steps:
-        if one.status == "incomplete":
+        if one.status == "incomplete" and formats.get(one.path):
+            yield _Choice(one.name, one.nbytes, False, f"it is of another engine ({formats[one.path]})")
+        elif one.status == "incomplete":
             yield _Choice(one.name, one.nbytes, *_verdict(storage, one, older_seconds), seen=one)
 
 

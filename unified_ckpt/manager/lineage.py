@@ -66,11 +66,22 @@ def write(directory: str, lineage: Lineage) -> None:
 def strangers(said: Lineage | None, root: str, *, committed: Collection[str], local: Collection[str]) -> frozenset[str]:
     """Of the saves in the `local` directory those that do not count, by the rule above; `committed`: those in the root."""
     rest = frozenset(local) - frozenset(committed)
+    return rest & said.strangers if said is not None and is_of(said, root, committed=committed, local=local) else rest
+
+
+def is_of(said: Lineage | None, root: str, *, committed: Collection[str], local: Collection[str]) -> bool:
+    """Whether a local directory is known to be of the run of this root, by the rule above."""
     if said is None or said.root != root:
-        return rest
+        return False
     known = (said.saves | frozenset(local)) - said.strangers
-    ours = bool(known & frozenset(committed)) or (not said.saves and not committed)
-    return rest & said.strangers if ours else rest
+    return bool(known & frozenset(committed)) or (not said.saves and not committed)
+
+
+def attributable(said: Lineage | None, root: str, local: Scan, *, committed: Collection[str]) -> Scan:
+    """The local steps without those of which nobody knows the save, unless the directory is of this run: they may be another's."""
+    if is_of(said, root, committed=committed, local=ids(local.steps)):
+        return local
+    return Scan(tuple(one for one in local.steps if one.save_id is not None), local.leftovers)
 
 
 def ids(records: Collection[StepRecord]) -> frozenset[str]:

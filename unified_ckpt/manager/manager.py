@@ -20,7 +20,7 @@ from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.build import SaveReport
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.engine.pending import PendingSave
-from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError, StorageError
 from unified_ckpt.manager import origin, policies
 from unified_ckpt.manager.metrics import Metrics
 from unified_ckpt.manager.notices import Notices
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("unified_ckpt")
 _OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fills: the optimizer stays fresh
-# What a load of the run's own step may fail with where an older one may serve. A FormatError then is the caller's: the step was looked at.
-_OF_THE_STEP = (IntegrityError, IncompleteError, StorageError, NotFoundError)
+# What a load of a step may fail with where an older one may serve. Of an own step a FormatError is the caller's: the step was looked at.
+_OF_OWN = (IntegrityError, IncompleteError, StorageError, NotFoundError)
+_OF_FOREIGN = (IntegrityError, IncompleteError, FormatError)
 
 
 class CheckpointManager:
@@ -73,7 +74,8 @@ class CheckpointManager:
         self._saves = Saves(self._checkpointer, self.options, tiers=self._tiers, committed=self._committed)
         self._asked: tuple[int, tuple[str, ...]] | None = None
         self._bad: frozenset[Bad] = frozenset()  # what restores have found
-        self._notices, self._metrics = Notices(self.options), Metrics()
+        self._notices, self._metrics = Notices(self.options), Metrics(best=self.options.best_metric)
+        self._warned = policies.saves_on_its_own(self.options) or not self.options.enabled
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -102,6 +104,7 @@ class CheckpointManager:
         """
         reasons = self._due(step)
         if not self.options.enabled or not (reasons or force):
+            self._warn_never()
             return None
         wanted = self._wanted(step, metrics, what, due=force or reasons != (policies.LOCAL,))
         if self.options.asynchronous and not self.should_stop:
@@ -131,20 +134,21 @@ class CheckpointManager:
         """True on every rank from the step on that was agreed after SIGTERM, SIGINT or `request_stop`; that step's `save` saves."""
         return self._notices.stopped
 
-    def restore(self, step: int | None = None, **targets: Any) -> LoadReport | None:
+    def restore(self, step: int | None = None, *, allow_fresh: bool = False, **targets: Any) -> LoadReport | None:
         """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
         Of `model` and `master_weights` either will do, and with strict=False any of the parts where no step has them all.
 
-        Where there is none: from the newest that another engine has left there under a step's name; from `load_parameters_path` (the
+        Where there is none: from the newest that another engine wrote there, in its own naming; from `load_parameters_path` (the
         model only; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not whole is
-        passed over with a warning, and stays.
+        passed over with a warning, and stays. IncompleteError where there are steps, none can be used and no path is set; with
+        `allow_fresh` that is a warning, and None.
         """
         self.wait()
         failed: dict[str, str] = {}
         last: CheckpointError | None = None
         while self.options.enabled:
             with contextlib.ExitStack() as held:
-                found = self._choose(step, targets, failed, held)
+                found = self._choose(step, targets, failed, held, allow_fresh=allow_fresh)
                 self._bad |= frozenset(found.bad)
                 if self._tiers is not None:
                     self._tiers.bad = self._bad
@@ -152,9 +156,9 @@ class CheckpointManager:
                     break
                 try:
                     return self._load(found, targets)
-                except _OF_THE_STEP as error:
-                    own, passes = found.kind == "own", isinstance(error, (IntegrityError, IncompleteError))
-                    if not own and not (found.kind == "foreign" and step is None and passes):
+                except CheckpointError as error:
+                    passes = _OF_OWN if found.kind == "own" else _OF_FOREIGN if found.kind == "foreign" and step is None else ()
+                    if not isinstance(error, passes):
                         raise
                     failed[found.path], last = str(error), error
         if last is not None:
@@ -241,6 +245,13 @@ class CheckpointManager:
     def _scan(self) -> Scan:
         return scan(LocalStorage(self.root), self.options.step_prefix) if self._tiers is None else self._tiers.scan()
 
+    def _warn_never(self) -> None:
+        """Once, on rank 0, where a save is left out and no option ever asks for one."""
+        if not self._warned and self._checkpointer._ranks().rank == 0:
+            text = "%s: no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps, for one"
+            _LOG.warning(text, self.root)
+        self._warned = True
+
     def _due(self, step: int) -> tuple[str, ...]:
         """Why to save at this step. Asked again about it, it says the same again."""
         if self._asked is None or self._asked[0] != step:
@@ -261,21 +272,24 @@ class CheckpointManager:
         how = {**what, "step": step, "metrics": measured, "options": options}
         return Wanted(step, step_name(step, self.options.step_prefix), how, due)
 
-    def _choose(self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack) -> Origin:
+    def _choose(
+        self, step: int | None, targets: Mapping[str, Any], failed: Mapping[str, str], held: contextlib.ExitStack, *, allow_fresh: bool
+    ) -> Origin:
         """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
-        needed = origin.needs(targets, targets.get("options") or self._load_options)
-        choose = partial(origin.choose, root=self.root, step=step, needed=needed, strict=targets.get("strict", True), failed=failed)
+        options = targets.get("options") or self._load_options
+        request = origin.Request(step, origin.needs(targets, options), targets.get("strict", True), allow_fresh, options)
 
         def told(survey: Survey | None) -> bytes:
-            look = partial(survey.damage, otherwise=origin.damage) if survey is not None else lambda one: origin.damage(one.path)
-            found = choose(self._look(survey), self.options, look=look)
+            found = origin.choose(self._look(survey), self.options, request, root=self.root, failed=failed, survey=survey)
             if found.path:
                 with contextlib.suppress(NotFoundError):  # removed just now: the load says so on all ranks
                     held.enter_context(reading(found.path))
             return origin.encode(replace(found, local=found.kind == "own" and self._is_local(found.path)))
 
         found = origin.decode(self._told_to_all("restore", told, timeout_seconds=self._load_options.timeout_seconds))
-        return found if found.kind != "own" else replace(found, path=self._here(found.path, local=found.local))
+        if found.kind == "own":
+            return replace(found, path=self._here(found.path, local=found.local))
+        return replace(found, path=self._here(found.path, local=False, name=found.name)) if found.kind == "foreign" else found
 
     def _told_to_all(self, what: str, told: Callable[[Survey | None], bytes], *, timeout_seconds: float) -> bytes:
         """Collective. What `told` says on rank 0, which may ask the other machines, if there are several, by a survey."""
@@ -303,12 +317,12 @@ class CheckpointManager:
     def _is_local(self, path: str) -> bool:
         return os.path.dirname(path) != self.root
 
-    def _here(self, path: str, *, local: bool) -> str:
+    def _here(self, path: str, *, local: bool, name: str = "") -> str:
         """A step's path as this machine has it: each may have its folders by other names. On one machine, rank 0's."""
         if not any(self._checkpointer._machines or ()):
             return path
         directory = self._tiers.directory if self._tiers is not None and local else self.root
-        return os.path.join(directory, os.path.split(path)[1])
+        return os.path.join(directory, name or os.path.split(path)[1])
 
     def _load(self, found: Origin, targets: Mapping[str, Any]) -> LoadReport:
         options = targets.get("options") or self._load_options

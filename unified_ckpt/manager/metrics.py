@@ -17,13 +17,18 @@ def finite(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
 
 
 class Metrics:
-    """Of one manager. Tells of each name once that its value is not stored, on rank 0, whose values count."""
+    """Of one manager. Tells of each name once that its value is not stored, on rank 0, whose values count. `best`: a name to be passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, best: str | None = None) -> None:
         self._told: set[str] = set()
+        self._best = best
 
     def stored(self, metrics: Mapping[str, SupportsFloat] | None, *, step: int, rank: int) -> dict[str, float]:
         found = finite(metrics)
+        if self._best is not None and self._best not in (metrics or {}) and self._best not in self._told and rank == 0:
+            self._told.add(self._best)
+            text = "step %d is saved without the metric %r, which best_metric names; pass metrics={%r: …} to save. This is said once"
+            _LOG.warning(text, step, self._best, self._best)
         for name, value in (metrics or {}).items():
             if rank == 0 and str(name) not in found and str(name) not in self._told:
                 self._told.add(str(name))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
+from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.inventory import take_inventory
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.whole import choose as gathered
-from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, claimed, step_name
+from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, foreign_steps, step_name
+from unified_ckpt.manager.survey import Survey
 from unified_ckpt.options import LoadOptions, ManagerOptions
-from unified_ckpt.sources import problem_of
-from unified_ckpt.sources.marks import Format, find_format
+from unified_ckpt.sources.steps import StepContents, StepEntry, list_steps, newest_first, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 _WEIGHTS = frozenset({"model", "master_weights"})  # either stands in for the other
@@ -36,7 +38,7 @@ class Bad:
 class Origin:
     """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: what
     the look has found. `local`: `path` is a name in the local directory of each machine. `save_id`: of an own step; `lasting`: that save is
-    in the root."""
+    in the root. `name`: another engine's step, below the root."""
 
     kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
@@ -45,6 +47,7 @@ class Origin:
     local: bool = False
     save_id: str = ""
     lasting: bool = False
+    name: str = ""
 
 
 def encode(origin: Origin) -> bytes:
@@ -63,29 +66,46 @@ def needs(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[st
     return sorted({_WEIGHTS if part in _WEIGHTS else frozenset({part}) for part in wanted}, key=sorted)
 
 
-def choose(
-    found: Scan,
-    options: ManagerOptions,
-    *,
-    root: str,
-    step: int | None,
-    needed: Sequence[frozenset[str]],
-    strict: bool,
-    failed: Mapping[str, str],
-    look: Callable[[StepRecord], str],
-) -> Origin:
-    """The newest valid step of what was found that has all that is `needed`, or, unless `strict`, the newest that has some of it; else the
-    newest in another format; else what the options name. `step`: this one or NotFoundError.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a restore asks for: `step`, or the newest with these parts (see `needs`); `strict` and `options` as of a load."""
 
-    `failed`: folders that this load has tried in vain, and why. `look`: what is wrong with one, in a sentence, empty for a good one. Each
-    folder that is passed over is told in one warning; none is changed.
+    step: int | None
+    needed: Sequence[frozenset[str]]
+    strict: bool
+    allow_fresh: bool
+    options: LoadOptions
+
+
+def choose(
+    found: Scan, options: ManagerOptions, request: Request, *, root: str, failed: Mapping[str, str], survey: Survey | None
+) -> Origin:
+    """The newest valid step of what was found that has all that is needed, or, unless strict, the newest that has some of it; else the
+    same of the steps that other engines wrote; else what the options name. Of a `step`: this one or NotFoundError.
+
+    `failed`: steps that this load has tried in vain, and why. `survey`: of the other machines, if there are several. Each step that is
+    passed over is told in one warning; none is changed. IncompleteError where there are steps and none can be used, unless the options
+    name a path, or fresh starts are allowed.
     """
-    if step is not None:
-        return _given(found, step, root=root, prefix=options.step_prefix, failed=failed, look=look)
-    others = _foreign(found)
+    needed, strict = request.needed, request.strict
+    entries = list_steps(root, prefix=options.step_prefix)
+    entries, absent = (entries, {}) if survey is None else survey.common(entries)
+
+    @cache
+    def read(entry: StepEntry) -> StepContents:
+        where = absent.get(entry.path)
+        return read_step(entry, request.options.source) if where is None else StepContents(entry.number, problem=where)
+
+    def look(one: StepRecord) -> str:
+        return damage(one.path) if survey is None else survey.damage(one, otherwise=damage)
+
+    others = _others(foreign_steps(found, entries), read)
+    if request.step is not None:
+        return _given(found, others, request.step, root=root, prefix=options.step_prefix, failed=failed, look=look)
     _tell_newer(found, others)
+    unusable = {one.path: one.why for one in found.steps if one.status == "misnamed" or one.ours or one.unread}
     bad = [one for one in found.steps if one.status == "incomplete"]
-    lacks = {one.path: _lacking(one, needed) for one in found.complete}
+    lacks = {one.path: _lacking(one.parts, needed) for one in found.complete}
     those = [one for one in reversed(found.complete) if not lacks[one.path]]
     if not strict:
         those += [one for one in reversed(found.complete) if 0 < len(lacks[one.path]) < len(needed)]
@@ -95,17 +115,23 @@ def choose(
             _tell_chosen(one, found, others, lacks)
             return _own(one, found, root, bad)
         _warn(one.path, why)
+        unusable[one.path] = why
         bad.append(one)
-    _tell_none(root, found, lacks)
+    unusable |= {one.path: _without(lacks[one.path]) for one in found.complete if lacks[one.path] and one not in those}
     known = _bad(bad, root)
-    other = _readable(others, failed)
-    if other is not None:
-        return Origin("foreign", other, others[other][0], known)
+    unusable = {one.path: unusable[one.path] for one in reversed(found.steps) if one.path in unusable}
+    chosen = _choose_foreign(others, needed, strict=strict, failed=failed, read=read, unusable=unusable)
+    if chosen is not None:
+        return Origin("foreign", chosen.path, chosen.number, known, name=chosen.name)
     if options.load_parameters_path:
-        return Origin("parameters", options.load_parameters_path, bad=known)
-    if options.load_full_state_path:
-        return Origin("full", options.load_full_state_path, bad=known)
-    return Origin("none", bad=known)
+        origin = Origin("parameters", options.load_parameters_path, bad=known)
+    elif options.load_full_state_path:
+        origin = Origin("full", options.load_full_state_path, bad=known)
+    else:
+        origin = Origin("none", bad=known)
+    if unusable and not failed:  # else the error of the load is raised
+        _check_fresh(root, unusable, origin, allow_fresh=request.allow_fresh)
+    return origin
 
 
 def _own(one: StepRecord, found: Scan, root: str, bad: Sequence[StepRecord]) -> Origin:
@@ -118,70 +144,108 @@ def _bad(those: Sequence[StepRecord], root: str) -> tuple[Bad, ...]:
     return tuple(Bad(step, save_id, local) for step, save_id, local in sorted(where, key=str) if step is not None and save_id is not None)
 
 
-def _lacking(one: StepRecord, needed: Sequence[frozenset[str]]) -> list[str]:
-    """In words, what of the needed a step does not have."""
-    return [" or ".join(sorted(parts, reverse=True)) for parts in needed if parts.isdisjoint(one.parts)]
+def _lacking(parts: Collection[str], needed: Sequence[frozenset[str]]) -> list[str]:
+    """In words, what of the needed a step with these parts does not have."""
+    return [" or ".join(sorted(either, reverse=True)) for either in needed if either.isdisjoint(parts)]
 
 
-def _tell_chosen(one: StepRecord, found: Scan, others: Mapping[str, tuple[int, str]], lacks: Mapping[str, list[str]]) -> None:
+def _without(lacking: Sequence[str]) -> str:
+    return f"it has no {', '.join(lacking)}; leave these targets out, or pass strict=False, to load it" if lacking else ""
+
+
+def _tell_chosen(one: StepRecord, found: Scan, others: Sequence[StepEntry], lacks: Mapping[str, list[str]]) -> None:
     for newer in reversed(found.complete[found.complete.index(one) + 1 :]):
         if lacks[newer.path]:
             _LOG.info("%s is passed over: it has no %s", newer.path, ", ".join(lacks[newer.path]))
     if lacks[one.path]:
         _LOG.warning("%s is taken for want of a better one (strict=False): it has no %s", one.path, ", ".join(lacks[one.path]))
-    for path, (number, kind) in others.items():
-        if one.step is not None and number > one.step:
-            _warn(path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
+    if others and one.step is not None and (number := others[0].number) is not None and number > one.step:
+        kind = others[0].format or "unknown"
+        _warn(others[0].path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
 
 
-def _tell_none(root: str, found: Scan, lacks: Mapping[str, list[str]]) -> None:
-    """Whole steps that are not taken look as if there were none: that is told."""
-    newest = next((one for one in reversed(found.complete) if lacks[one.path]), None)
-    if newest is not None:
-        text = "%s: no step has all that is asked for; the newest, %s, has no %s; leave these targets out, or pass strict=False, to take it"
-        _LOG.warning(text, root, newest.path, ", ".join(lacks[newest.path]))
-
-
-def _tell_newer(found: Scan, others: Mapping[str, tuple[int, str]]) -> None:
+def _tell_newer(found: Scan, others: Sequence[StepEntry]) -> None:
     """What claims to be after the last good step, and is no step."""
+    paths = {entry.path for entry in others}
     for left in found.newer_and_aside:
         _warn(left.path, _aside(left))
     for one in found.newer_and_bad:
-        if one.path not in others:
+        if one.path not in paths:
             _warn(one.path, one.why)
 
 
-def _foreign(found: Scan) -> dict[str, tuple[int, str]]:
-    """Folders with names of steps that another engine has written: by path, the number in the name and the format's name."""
-    known = [(one, _format_of(one.path)) for one in found.steps if one.status == "incomplete" and not (one.ours or one.unread)]
-    return {one.path: (claimed(one.name), kind.name) for one, kind in known if kind is not None}
+def _others(entries: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]) -> list[StepEntry]:
+    """The one to resume from first. What has no number in its name is opened."""
+    return newest_first([entry if entry.number is not None else replace(entry, number=read(entry).step) for entry in entries])
+
+
+def _choose_foreign(
+    others: Sequence[StepEntry],
+    needed: Sequence[frozenset[str]],
+    *,
+    strict: bool,
+    failed: Mapping[str, str],
+    read: Callable[[StepEntry], StepContents],
+    unusable: dict[str, str],
+) -> StepEntry | None:
+    """The first of the others that can be opened and has what is needed. Adds to `unusable` why those before it, or all, are not."""
+    partial: StepEntry | None = None
+    passed: dict[str, str] = {}
+    for entry in others:
+        contents = read(entry)
+        problem, lacking = failed.get(entry.path) or contents.problem, _lacking(contents.parts, needed)
+        if not problem and not lacking:
+            return _taken(entry, others, passed)
+        if not problem and not strict and len(lacking) < len(needed):
+            partial = partial or entry
+        passed[entry.path] = problem or _without(lacking)
+    if partial is not None:
+        return _taken(partial, others, passed)
+    unusable |= passed
+    return None
+
+
+def _taken(entry: StepEntry, others: Sequence[StepEntry], passed: Mapping[str, str]) -> StepEntry:
+    """Tells what is taken, and what is passed over for it."""
+    for path, why in passed.items():
+        if path != entry.path:
+            _warn(path, why)
+    newest = max(others, key=lambda other: -1 if other.number is None else other.number)
+    if entry.pointer and newest.path not in passed and newest.number != entry.number:
+        _warn(newest.path, f"{entry.pointer} names {entry.name}, which is taken; restore({newest.number}) takes it")
+    _LOG.warning("%s is of another format (%s): it is read as it is, what is saved next is ours", entry.path, entry.format)
+    return entry
+
+
+def _check_fresh(root: str, unusable: Mapping[str, str], origin: Origin, *, allow_fresh: bool) -> None:
+    """IncompleteError that names the steps that are there where a run would start fresh beside them; a warning where that is asked for."""
+    steps = [f"{os.path.relpath(path, root)}: {' '.join(why.split())}" for path, why in unusable.items()]
+    text = listed(f"{root}: has steps, and none can be used", steps)
+    if origin.kind != "none":
+        _LOG.warning("%s\n%s is loaded", text, origin.path)
+    elif allow_fresh:
+        _LOG.warning("%s\nThe run starts fresh (allow_fresh=True)", text)
+    else:
+        raise IncompleteError(
+            f"{text}\nRepair one, name another with load_full_state_path, or pass restore(..., allow_fresh=True) to start fresh"
+        )
 
 
 def _aside(left: Leftover) -> str:
     return f"an interrupted replacement left the only copy of a checkpoint there; needed its name, {left.checkpoint}: rename it back"
 
 
-def _format_of(path: str) -> Format | None:
-    """None also for a folder that does not let itself be looked at: the scan says why."""
-    try:
-        return find_format(path, told=None)
-    except OSError:
-        return None
-
-
-def _readable(others: Mapping[str, tuple[int, str]], failed: Mapping[str, str]) -> str | None:
-    """The newest folder of another format that can be opened. Each that is passed over is told."""
-    for path, (_, kind) in sorted(others.items(), key=lambda item: item[1], reverse=True):
-        why = failed.get(path) or problem_of(path)
-        if not why:
-            _LOG.warning("%s is of another format (%s): it is read as it is, what is saved next is ours", path, kind)
-            return path
-        _warn(path, why)
-    return None
-
-
-def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[str, str], look: Callable[[StepRecord], str]) -> Origin:
-    """The folder of a step that was asked for by its number: the next one where one of two is damaged, or the load has failed with it."""
+def _given(
+    found: Scan,
+    others: Sequence[StepEntry],
+    step: int,
+    *,
+    root: str,
+    prefix: str,
+    failed: Mapping[str, str],
+    look: Callable[[StepRecord], str],
+) -> Origin:
+    """The step that was asked for by its number: the next one where one of two is damaged, or the load has failed with it."""
     those = [one for one in reversed(found.complete) if one.step == step]
     for number, one in enumerate(those, 1):
         why = failed.get(one.path) or (look(one) if number < len(those) else "")  # of the last one the load says what is wrong
@@ -190,14 +254,15 @@ def _given(found: Scan, step: int, *, root: str, prefix: str, failed: Mapping[st
         _warn(one.path, why)
     if those:
         return Origin("none", bad=_bad(those, root))
-    for path, (number, _) in _foreign(found).items():
-        if number == step and path not in failed:
-            return Origin("foreign", path, number)
+    for entry in others:
+        if entry.number == step and entry.format and entry.path not in failed:
+            return Origin("foreign", entry.path, step, name=entry.name)
     name = step_name(step, prefix)
     seen = [(left.checkpoint, f"is not there: {left.path}: {_aside(left)}") for left in found.leftovers if left.needed]
     seen += [(one.name, f"is {one.status}: {one.why}") for one in found.steps]
     why = next((text for there, text in seen if there == name), "is not there")
-    there = ", ".join(dict.fromkeys(str(one.step) for one in found.complete)) or "none"
+    numbers = [one.step for one in found.complete] + [entry.number for entry in reversed(others) if entry.format]
+    there = ", ".join(dict.fromkeys(map(str, numbers))) or "none"
     raise NotFoundError(f"{os.path.join(root, name)}: {why}; complete steps are: {there}")
 
 

@@ -27,6 +27,12 @@ def due(options: ManagerOptions, step: int, *, last_step: int | None, first: boo
     return tuple(reasons)
 
 
+def saves_on_its_own(options: ManagerOptions) -> bool:
+    """Whether any option makes `save` save while the run goes on. Without one, only `finish`, a stop and `force` do."""
+    steps = options.interval_steps is not None or options.local_interval_steps is not None or bool(options.steps) or options.on_start
+    return options.enabled and (steps or options.continuous or options.interval_seconds is not None)
+
+
 def uses_clock(options: ManagerOptions) -> bool:
     """Whether rank 0 may ask for saves between those that the step's number gives."""
     retried = options.asynchronous and (options.retries > 0 or options.local_directory is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +20,7 @@ from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.sources.steps import StepEntry
 
 _FULL = "optimizer"  # the part without which training cannot go on
 
@@ -127,8 +128,14 @@ def scan(storage: LocalStorage, prefix: str) -> Scan:
     steps += [_link(storage, entry) for entry, kind in kinds.items() if kind == "link"]
     steps.sort(key=lambda one: (-1 if one.step is None else one.step, one.name))
     good = {one.name for one in steps if one.status == "complete"}
-    left = ((entry, _leftover_kind(entry)) for entry in entries if storage.kind(entry) == "folder")
-    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in left if kind is not None))
+    left = [(entry, kind) for entry in entries if (kind := _leftover_kind(entry)) is not None and storage.kind(entry) == "folder"]
+    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in left))
+
+
+def foreign_steps(found: Scan, entries: Iterable[StepEntry]) -> list[StepEntry]:
+    """Those of a root's entries that are not the steps of its scan: what other engines wrote, and ours under other names."""
+    own = {one.path for one in found.steps if one.status != "incomplete" or one.ours or one.unread}
+    return [entry for entry in entries if entry.path not in own]
 
 
 def is_step(entry: str, prefix: str) -> bool:
@@ -148,7 +155,7 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except OSError as error:
         return StepRecord(name, storage.path(name), "incomplete", f"it cannot be read: {error.strerror}", False, None, 0, 0, unread=True)
-    copied = _below(storage.path(f"{name}/{names.REPLICAS}"))
+    copied = sizes_of(storage.path(f"{name}/{names.REPLICAS}"))
     nbytes, files, ours = sum(sizes.values()) + sum(copied.values()), len(sizes) + len(copied), is_ours(sizes)
     try:
         manifest = parse_manifest(storage.read(f"{name}/{names.MANIFEST}"), file=names.MANIFEST) if names.MANIFEST in sizes else None
@@ -186,9 +193,9 @@ def _link(storage: LocalStorage, name: str) -> StepRecord:
     return StepRecord(name, storage.path(name), "incomplete", why, False, None, 0, 0, unread=True)
 
 
-def _below(folder: str) -> dict[str, int]:
-    """Sizes of all files in a folder, by path."""
-    sizes: dict[str, int] = {}
+def sizes_of(folder: str) -> dict[str, int]:
+    """Sizes of all files in a folder, by path; of a file, its own."""
+    sizes = {folder: os.stat(folder).st_size} if os.path.isfile(folder) else {}
     for place, _, files in os.walk(folder):
         for path in (os.path.join(place, file) for file in files):
             with suppress(OSError):  # its owner is at work in it

@@ -344,5 +344,7 @@ def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[
     except CheckpointError as error:
         _LOG.warning("the local directory cannot be looked at: %s", error)
         here = Scan((), ())
-    apart = lineage.strangers(lineage.read(directory), root, committed=lineage.ids(there.complete), local=lineage.ids(here.steps))
+    said, committed = lineage.read(directory), lineage.ids(there.complete)
+    apart = lineage.strangers(said, root, committed=committed, local=lineage.ids(here.steps))
+    here = lineage.attributable(said, root, here, committed=committed)
     return lineage.together(there, here, apart), apart

@@ -1,4 +1,4 @@
-"""Which entries of a run's folder are steps, by the names that each engine gives them. Reads names and pointer files; starts without torch.
+"""Which entries of a run's folder are steps, by the names that each engine gives them. Starts without torch; only `read_step` needs it.
 
 A new naming is a line in `NAMINGS`. Formats whose checkpoints have no step in their names are read by path only.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources import open_any
 from unified_ckpt.sources.marks import (
     DCP_METADATA,
     DEEPSPEED_LATEST,
@@ -20,6 +23,7 @@ from unified_ckpt.sources.marks import (
     NANOTRON_META,
     ORBAX_STEP,
     ORBAX_TREE,
+    TRAINER_STATE,
     find_format,
     has_safetensors,
     look,
@@ -34,6 +38,7 @@ _LIGHTNING = re.compile(r"(?:(?:.*[^a-zA-Z])?step=([0-9]{1,18})(?![0-9]).*|.*epo
 _LIGHTNING_LOGS = "lightning_logs"
 _VERSION = re.compile(r"version_([0-9]{1,9})")
 _POINTER_NBYTES = 4096
+_CONVERTED = "_universal"  # ends the name of what was made of DeepSpeed's step of the same number
 _NUMBERED = frozenset({UNIFIED, "orbax", "nanotron", "dcp"})
 
 
@@ -61,6 +66,7 @@ NAMINGS = (
     Naming(re.compile(r"step[-_]([0-9]{1,18})"), frozenset({*_NUMBERED, WEIGHTS, "huggingface-shards"}), distinct=False),  # torchtitan
     Naming(re.compile(r"([0-9]{1,18})"), _NUMBERED, distinct=False),  # MaxText and Orbax, nanotron, torch.distributed.checkpoint
 )
+_WRITTEN_LAST = {"trainer": TRAINER_STATE, "accelerate": "random_states_0.pkl"}  # a step without it was cut off
 # A pointer file names the step that its engine resumes from: file -> the entry's name, from what the file says.
 _POINTERS: Mapping[str, str] = {**dict.fromkeys(DEEPSPEED_LATEST, "{}"), MEGATRON_TRACKER: "iter_{:0>7}", NANOTRON_LATEST: "{}"}
 
@@ -78,6 +84,11 @@ class StepEntry:
     number: int | None
     format: str
     pointer: str = ""
+
+    @property
+    def readable(self) -> bool:
+        """Whether it is in a format that a run can resume from."""
+        return self.format not in ("", WEIGHTS)
 
 
 def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
@@ -99,9 +110,10 @@ def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
         folder = os.path.dirname(one.path)
         highest[folder] = max(highest.get(folder, -1), -1 if one.number is None else one.number)
 
-    def order(one: StepEntry) -> tuple[int, bool, int]:
+    def order(one: StepEntry) -> tuple[int, bool, int, bool, int, str]:
         number = -1 if one.number is None else one.number
-        return highest[os.path.dirname(one.path)] if one.pointer else number, bool(one.pointer), number
+        rank = highest[os.path.dirname(one.path)] if one.pointer else number
+        return rank, bool(one.pointer), number, not one.name.endswith(_CONVERTED), len(one.name), one.name  # `…-v1.ckpt` is a later one
 
     return sorted(steps, key=order, reverse=True)
 
@@ -190,3 +202,38 @@ def _format_in(path: str, naming: Naming | None, *, certain: bool) -> str | None
     traces = {DCP_METADATA, ORBAX_STEP, NANOTRON_META, names.MANIFEST, names.DIGESTS}
     broken = entries & traces or any(name.endswith(".distcp") for name in entries)
     return "" if certain or broken else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepContents:
+    """`step`: what the checkpoint says of itself, else the number in its name. `parts`: those that it has. `problem`: why a run cannot
+    resume from it, empty where it can."""
+
+    step: int | None
+    parts: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+def read_step(entry: StepEntry, options: SourceOptions = SourceOptions()) -> StepContents:  # noqa: B008  # it is frozen
+    """Opens a step as a load does, which reads no tensor."""
+    if not entry.readable:
+        return StepContents(entry.number, problem=_why_unread(entry))
+    last = _WRITTEN_LAST.get(entry.format)
+    if last is not None and not os.path.isfile(os.path.join(entry.path, last)):
+        return StepContents(entry.number, problem=f"it is half-written: {last}, which comes last, is missing")
+    try:
+        with closing(open_any(entry.path, options)) as source:
+            said, parts = source.said(), set(source.parts)
+    except CheckpointError as error:
+        return StepContents(entry.number, problem=" ".join(str(error).split()))
+    if said.groups or said.scalars:
+        parts.add("optimizer")  # SGD's has no tensors
+    return StepContents(entry.number if said.step is None else said.step, frozenset(parts))
+
+
+def _why_unread(entry: StepEntry) -> str:
+    if entry.pointer and not os.path.lexists(entry.path):
+        return f"it is not there, and {entry.pointer} names it"
+    if entry.format == WEIGHTS:
+        return "it has weights alone: it is half-written, or was saved without training state; load_parameters_path reads it"
+    return "it is half-written, damaged, or of no format that is read"

@@ -102,7 +102,9 @@ def choose(
     others = _others(foreign_steps(found, entries), read)
     if request.step is not None:
         return _given(found, others, request.step, root=root, prefix=options.step_prefix, failed=failed, look=look)
-    _tell_newer(found, others)
+    for left in found.newer_and_aside:
+        _warn(left.path, _aside(left))
+    passed = _newer_and_bad(found, others)
     unusable = {one.path: one.why for one in found.steps if one.status == "misnamed" or one.ours or one.unread}
     bad = [one for one in found.steps if one.status == "incomplete"]
     lacks = {one.path: _lacking(one.parts, needed) for one in found.complete}
@@ -112,16 +114,16 @@ def choose(
     for one in those:
         why = failed.get(one.path) or look(one)
         if not why:
-            _tell_chosen(one, found, others, lacks)
+            _tell_chosen(one, found, others, lacks, passed)
             return _own(one, found, root, bad)
-        _warn(one.path, why)
-        unusable[one.path] = why
+        passed[one.path] = unusable[one.path] = why
         bad.append(one)
-    unusable |= {one.path: _without(lacks[one.path]) for one in found.complete if lacks[one.path] and one not in those}
+    lacking = {one.path: _without(lacks[one.path]) for one in reversed(found.complete) if lacks[one.path] and one not in those}
     known = _bad(bad, root)
-    unusable = {one.path: unusable[one.path] for one in reversed(found.steps) if one.path in unusable}
-    chosen = _choose_foreign(others, needed, strict=strict, failed=failed, read=read, unusable=unusable)
+    unusable = {one.path: unusable[one.path] for one in reversed(found.steps) if one.path in unusable} | lacking
+    chosen, why_not = _choose_foreign(others, needed, strict=strict, failed=failed, read=read)
     if chosen is not None:
+        _tell_foreign(chosen, others, passed | dict(list(lacking.items())[:1]) | why_not)
         return Origin("foreign", chosen.path, chosen.number, known, name=chosen.name)
     if options.load_parameters_path:
         origin = Origin("parameters", options.load_parameters_path, bad=known)
@@ -129,6 +131,7 @@ def choose(
         origin = Origin("full", options.load_full_state_path, bad=known)
     else:
         origin = Origin("none", bad=known)
+    unusable |= why_not
     if unusable and not failed:  # else the error of the load is raised
         _check_fresh(root, unusable, origin, allow_fresh=request.allow_fresh)
     return origin
@@ -153,7 +156,11 @@ def _without(lacking: Sequence[str]) -> str:
     return f"it has no {', '.join(lacking)}; leave these targets out, or pass strict=False, to load it" if lacking else ""
 
 
-def _tell_chosen(one: StepRecord, found: Scan, others: Sequence[StepEntry], lacks: Mapping[str, list[str]]) -> None:
+def _tell_chosen(
+    one: StepRecord, found: Scan, others: Sequence[StepEntry], lacks: Mapping[str, list[str]], passed: Mapping[str, str]
+) -> None:
+    for path, why in passed.items():
+        _warn(path, why)
     for newer in reversed(found.complete[found.complete.index(one) + 1 :]):
         if lacks[newer.path]:
             _LOG.info("%s is passed over: it has no %s", newer.path, ", ".join(lacks[newer.path]))
@@ -164,14 +171,10 @@ def _tell_chosen(one: StepRecord, found: Scan, others: Sequence[StepEntry], lack
         _warn(others[0].path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
 
 
-def _tell_newer(found: Scan, others: Sequence[StepEntry]) -> None:
-    """What claims to be after the last good step, and is no step."""
+def _newer_and_bad(found: Scan, others: Sequence[StepEntry]) -> dict[str, str]:
+    """What claims to be after the last good step, and is no step: by path, why."""
     paths = {entry.path for entry in others}
-    for left in found.newer_and_aside:
-        _warn(left.path, _aside(left))
-    for one in found.newer_and_bad:
-        if one.path not in paths:
-            _warn(one.path, one.why)
+    return {one.path: one.why for one in found.newer_and_bad if one.path not in paths}
 
 
 def _others(entries: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]) -> list[StepEntry]:
@@ -186,35 +189,31 @@ def _choose_foreign(
     strict: bool,
     failed: Mapping[str, str],
     read: Callable[[StepEntry], StepContents],
-    unusable: dict[str, str],
-) -> StepEntry | None:
-    """The first of the others that can be opened and has what is needed. Adds to `unusable` why those before it, or all, are not."""
+) -> tuple[StepEntry | None, dict[str, str]]:
+    """The first of the others that can be opened and has what is needed; and by path, why those before it, or all, are not taken."""
     partial: StepEntry | None = None
     passed: dict[str, str] = {}
     for entry in others:
         contents = read(entry)
         problem, lacking = failed.get(entry.path) or contents.problem, _lacking(contents.parts, needed)
         if not problem and not lacking:
-            return _taken(entry, others, passed)
+            return entry, passed
         if not problem and not strict and len(lacking) < len(needed):
             partial = partial or entry
         passed[entry.path] = problem or _without(lacking)
     if partial is not None:
-        return _taken(partial, others, passed)
-    unusable |= passed
-    return None
+        del passed[partial.path]
+    return partial, passed
 
 
-def _taken(entry: StepEntry, others: Sequence[StepEntry], passed: Mapping[str, str]) -> StepEntry:
-    """Tells what is taken, and what is passed over for it."""
+def _tell_foreign(entry: StepEntry, others: Sequence[StepEntry], passed: Mapping[str, str]) -> None:
+    """What is taken, and what is passed over for it."""
     for path, why in passed.items():
-        if path != entry.path:
-            _warn(path, why)
+        _warn(path, why)
     newest = max(others, key=lambda other: -1 if other.number is None else other.number)
     if entry.pointer and newest.path not in passed and newest.number != entry.number:
         _warn(newest.path, f"{entry.pointer} names {entry.name}, which is taken; restore({newest.number}) takes it")
     _LOG.warning("%s is of another format (%s): it is read as it is, what is saved next is ours", entry.path, entry.format)
-    return entry
 
 
 def _check_fresh(root: str, unusable: Mapping[str, str], origin: Origin, *, allow_fresh: bool) -> None:

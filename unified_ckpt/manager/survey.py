@@ -159,4 +159,4 @@ def _as_one(records: Sequence[StepRecord], directory: str) -> StepRecord:
 
 def record(told: Mapping[str, Any]) -> StepRecord:
     """As it was before it went through JSON."""
-    return StepRecord(**{**told, "parts": tuple(told["parts"])})
+    return StepRecord(**{**told, "parts": tuple(told["parts"]), "omitted_parts": tuple(told["omitted_parts"])})

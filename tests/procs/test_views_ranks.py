@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint under other names, in other shapes: resumed from by ranks under FSDP2, and converted by them."""
+"""Views on real ranks: other names and shapes, resumed from under FSDP2 and converted; a larger vocabulary under FSDP2 and TP."""
 
 from __future__ import annotations
 
@@ -76,3 +76,9 @@ def test_ranks_go_on_through_rules_and_convert_by_them(tmp_path: Path) -> None:
         found = {name: view[...] for part in opened.parts for name, view in opened[part].items()}
     assert found.keys() == whole.keys()
     assert [name for name, tensor in whole.items() if not torch.equal(found[name], tensor)] == []
+
+
+def test_ranks_under_fsdp_and_tp_go_on_with_a_larger_vocabulary(tmp_path: Path) -> None:
+    """One call, sharded along the dim that grows by both: the steps are those of one process that grew its own state by hand."""
+    torchrun(4, "worker_grow.py", tmp_path, timeout_seconds=180)
+    assert uc.verify(tmp_path / "d", deep=True).problems == ()

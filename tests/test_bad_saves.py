@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -288,7 +289,8 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"a": {"b": [1, object()]}}, r"extra\.a\.b\[1\]: found an object"),
         ({"f": lambda: None}, r"extra\.f: found a function"),
         ({"s": torch.optim.lr_scheduler.LambdaLR}, r"extra\.s: found a type"),
-        ({"g": torch.Generator()}, r"extra\.g: found a torch"),
+        ({"g": torch.utils.data.RandomSampler([1])}, r"extra\.g: found a torch"),
+        ({"g": random.SystemRandom()}, r"extra\.g: GeneratorState\.state_dict\(\) raised NotImplementedError"),
     ],
 )
 def test_an_extra_that_cannot_be_stored(tmp_path: Path, extra: object, match: str) -> None:

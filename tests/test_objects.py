@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,6 +333,63 @@ def test_random_states_are_the_last_to_be_loaded(tmp_path: Path) -> None:
     assert drawn() == expected
 
 
+def generators(seed: int) -> dict[str, Any]:
+    numpy = [np.random.Generator(kind(seed)) for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)]
+    return {
+        "torch": torch.Generator().manual_seed(seed),
+        "numpy": numpy,
+        "old": np.random.RandomState(seed),
+        "python": (random.Random(seed),),
+    }
+
+
+def drawn_from(of: dict[str, Any]) -> list[float]:
+    """Twice a normal number each: half of a pair is held back."""
+    return [
+        float(draw)
+        for _ in range(2)
+        for draw in (
+            torch.randn((), generator=of["torch"]),
+            *(one.normal() for one in of["numpy"]),
+            *(one.integers(9, dtype=np.uint32) for one in of["numpy"]),
+            of["old"].randn(),
+            of["python"][0].gauss(0, 1),
+        )
+    ][:-1]
+
+
+@pytest.mark.parametrize("where", ["extra", "rank_extra"])
+@pytest.mark.parametrize("background", [False, True])
+def test_generators_are_objects(tmp_path: Path, where: str, background: bool) -> None:
+    """Each goes on where it was, in place; a later draw does not change what a save in the background stores."""
+    mine = generators(1)
+    drawn_from(mine)
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        (checkpointer.save_async if background else checkpointer.save)("c", model=W, **{where: mine})
+        expected = drawn_from(mine)
+    other = generators(2)
+    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, **{where: other})
+    assert drawn_from(other) == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "text"),
+    [
+        (np.random.default_rng(1), np.random.Generator(np.random.Philox(1)), "has numpy.random.Generator of PCG64, .*Philox"),
+        (random.Random(1), torch.Generator(), "has random.Random, the target is a torch.Generator on cpu"),
+        ({"generator": "torch.Generator on cuda", "state": torch.zeros(16)}, torch.Generator(), "has torch.Generator on cuda"),
+        (torch.Generator().get_state(), torch.Generator(), "has no generator, the target is a torch.Generator on cpu"),
+    ],
+    ids=["another algorithm", "another library", "another device", "a plain tensor"],
+)
+def test_a_generator_of_another_kind_is_refused(tmp_path: Path, saved: object, target: object, text: str) -> None:
+    uc.save(tmp_path / "c", model=W, rank_extra={"g": saved})
+    model = {"w": torch.zeros(6)}
+    with pytest.raises(uc.MismatchError, match=rf"rank_extra\.g: the checkpoint {text}"):
+        uc.load(tmp_path / "c", model=model, rank_extra={"g": target})
+    assert not model["w"].any()
+
+
 # in the background, and with a manager
 
 
@@ -411,3 +470,32 @@ def test_a_stateful_loader_of_its_own_goes_on_exactly(tmp_path: Path, workers: i
     expected = list(walk)
     uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"loader": other})
     assert list(other) == expected
+
+
+@TORCHDATA
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seen", [3, 7], ids=["midway", "epoch over"])
+@pytest.mark.parametrize("own", [False, True], ids=["random states", "generator"])
+def test_the_epochs_after_a_resume_are_those_of_the_run(tmp_path: Path, workers: int, seen: int, own: bool) -> None:
+    """A loader draws when it starts: of its own generator, or of the random states, which the training draws from, too."""
+
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed) if own else None
+        loader = StatefulDataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=workers, collate_fn=list, generator=generator)
+        return {"loader": loader, "random": uc.RandomStates(), **({"generator": generator} if own else {})}
+
+    def epochs(loader: StatefulDataLoader, count: int) -> list[object]:
+        return [(batch, float(torch.rand(()))) for _ in range(count) for batch in loader]
+
+    mine, other = made(1), made(2)
+    epochs(mine["loader"], 1)
+    walk = iter(mine["loader"])
+    for _ in range(seen):
+        next(walk)
+    if seen == 7:
+        assert list(walk) == []
+    uc.save(tmp_path / "c", model=W, rank_extra=mine)
+    expected = [(batch, float(torch.rand(()))) for batch in walk] + epochs(mine["loader"], 2)
+    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=other)
+    assert epochs(other["loader"], 3 if seen == 3 else 2) == expected

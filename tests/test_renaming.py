@@ -432,6 +432,27 @@ def test_a_larger_vocabulary_goes_on_as_if_grown_by_hand(tmp_path: Path, kind: s
     check_same(state_of(*pairs[0]), state_of(*pairs[1]))
 
 
+def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
+    """Also what plain torch has saved, whose optimizer state is by position."""
+    small, large = Small(7), Small(9)
+    optimizer, other = adamw(small), adamw(large)
+    train(small, optimizer, 0, 2)
+    options = uc.LoadOptions(source=SourceOptions(rename=PADDED))
+    with uc.CheckpointManager(tmp_path / "run", options=uc.ManagerOptions(interval_steps=1), load_options=options) as manager:
+        manager.save(2, model=small, optimizer=optimizer)
+        manager.wait()
+        report = manager.restore(model=large, optimizer=other)
+    assert report is not None
+    assert report.step == 2
+    torch.save({"model": small.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    again = Small(9)
+    back = adamw(again)
+    uc.load(tmp_path / "c.pt", model=again, optimizer=back, options=options)
+    for model, one in ((large, other), (again, back)):
+        found = {name: tensor[:7] if tensor.dim() else tensor for name, tensor in state_of(model, one).items()}
+        check_same(found, state_of(small, optimizer))
+
+
 def test_masters_and_averages_keep_the_rows_that_they_have(tmp_path: Path) -> None:
     """A bfloat16 model, masters in a dict, and an average of the weights; a model of float32 takes the masters' rows."""
     saved = {"emb.weight": torch.randn(7, 4)}

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from unified_ckpt.engine.source import Ledger, Said, Source
 from unified_ckpt.engine.view import RankExtras
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, MismatchError, NotFoundError, StorageError
 from unified_ckpt.format import codec
 from unified_ckpt.format.codec import Path, path_text
-from unified_ckpt.runtime.randomness import RandomStates
+from unified_ckpt.runtime.randomness import GeneratorState, RandomStates, is_generator
+from unified_ckpt.runtime.sampler import start
 
 _MISSING = object()
 _OF_READING = (IntegrityError, IncompleteError, StorageError)  # another checkpoint may do
@@ -36,19 +37,26 @@ class Named:
 def objects_in(value: Any, root: str) -> list[Named]:
     """The objects in a tree of dicts, lists and tuples, in the order in which they stand, but random states last: others may draw.
 
+    Random generators are among them, each as a `GeneratorState`.
     FormatError for a module with sharded parameters: its state is no one rank's.
     """
     found = list(_walk(value, (root,), set()))
     for one in found:
         if isinstance(one.target, nn.Module) and any(isinstance(param, DTensor) for param in one.target.parameters()):
             raise FormatError(f"{path_text(one.path)}: a module with sharded parameters; needed `parts`, which stores them whole")
-    return sorted(found, key=lambda one: isinstance(one.target, RandomStates))
+    return sorted(found, key=_is_random)
+
+
+def _is_random(one: Named) -> bool:
+    return isinstance(one.target, RandomStates | GeneratorState)
 
 
 def _walk(value: Any, path: Path, held: set[int]) -> Iterator[Named]:
     """`held`: the containers that `value` is in; one that holds itself is the codec's to refuse."""
     if _is_object(value):
         yield Named(path, value)
+    elif is_generator(value):
+        yield Named(path, GeneratorState(value))
     elif type(value) in (*codec.MAPPINGS, *codec.SEQUENCES) and id(value) not in held and len(path) <= codec.MAX_DEPTH:
         for key, item in _items(value):
             yield from _walk(item, (*path, key), held | {id(value)})
@@ -126,6 +134,7 @@ class Filling:
                     fill.one.target.load_from_ranks(fill.state, rank=rank, world=world)
                 else:
                     fill.one.target.load_state_dict(copy.deepcopy(fill.state))  # it may keep or change it; the report has the same
+                    start(fill.one.target)
             except Exception as error:
                 where, kind = path_text(fill.one.path), type(fill.one.target).__name__
                 rest = ", ".join(path_text(other.one.path) for other in self.fills[number + 1 :])
@@ -174,6 +183,7 @@ def look_up(extra: Any, rank_extra: Any, source: Source, said: Said, ledger: Led
             filling.fills.append(_Fill(one, RankStates(RankExtras(source, saved_by), one.path), of_all=True))
         else:
             filling.kept.append(path_text(one.path))
+    filling.fills.sort(key=lambda fill: _is_random(fill.one))  # of both trees
     filling.rank_extra = entry if saved_by == world else None
     return filling
 
@@ -188,6 +198,8 @@ def _checked(value: Any, root: str) -> list[Named]:
 def _offer(filling: Filling, one: Named, state: Any) -> None:
     if state is _MISSING:
         filling.missing.append(path_text(one.path))
+    elif isinstance(one.target, GeneratorState) and (problem := one.target.problem(state)):
+        raise MismatchError(f"{path_text(one.path)}: {problem}; needed the same kind of generator")
     else:
         filling.fills.append(_Fill(one, state))
 

@@ -216,6 +216,16 @@ class _Draws(Iterator[int]):
             self._at = at
 
 
+def start(loader: object) -> None:
+    """Lets a `StatefulDataLoader` that was given a state go there now: it draws random numbers when it starts, which would be drawn after
+    the random states are set. Does nothing to any other object, nor to the loader of an `ElasticSampler`, which starts it by itself."""
+    if not any(kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+        return
+    stateful: Any = loader
+    if not isinstance(getattr(stateful.batch_sampler, "sampler", stateful.sampler), ElasticSampler):
+        stateful.state_dict()  # makes the iterator that the next loop takes
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Draws from torch's CPU generator inside change nothing outside."""

@@ -96,7 +96,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """By the safetensors library."""
     found = {}
-    for part in ("model", "master_weights", "optimizer"):
+    for part in ("model", "model_without_masters", "master_weights", "optimizer"):
         listing = folder / names.index_name(part)
         if listing.exists():
             files = set(json.loads(listing.read_text())["weight_map"].values())
@@ -287,6 +287,55 @@ def test_chosen_parts(ours: Path, tmp_path: Path) -> None:
     assert tensors(tmp_path / NAME).keys() == {"master_weights", "optimizer"}
     with pytest.raises(uc.NotFoundError, match=r"has the parts master_weights, model, optimizer, and lacks \(1\):\n  ema"):
         uc.convert(ours, tmp_path / "other", parts=("model", "ema"))
+
+
+@pytest.fixture
+def partly(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A training state of which some tensors have no master; and its model."""
+    masters = {"w": torch.randn(300, 40)}
+    model = {"w": masters["w"].bfloat16(), "frozen": torch.randn(7).bfloat16(), "count": torch.tensor(3)}
+    model["tied"] = model["frozen"]
+    uc.save(tmp_path / "whole", model=model, master_weights=masters, optimizer={"w/exp_avg": torch.ones(300, 40)}, step=4)
+    return tmp_path / "whole", model
+
+
+SKIP_MODEL = ("master_weights", "optimizer")
+
+
+def test_convert_without_the_model_keeps_all_of_it(partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """As a save does; from there on, too. What is exported has the model again."""
+    folder, model = partly
+    for before, after in ((folder, tmp_path / "a"), (tmp_path / "a", tmp_path / "b")):
+        uc.convert(before, after, parts=SKIP_MODEL)
+        assert tensors(after).keys() == {*SKIP_MODEL, "model_without_masters"}
+        assert json.loads((after / names.MANIFEST).read_text())["omitted_parts"] == ["model"]
+        assert uc.verify(after, deep=True).ok
+        found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+        uc.load(after, model=found)
+        same(found, model)
+    whole = {name: tensor for name, tensor in model.items() if name != "tied"}
+    uc.convert(tmp_path / "a", tmp_path / "hf", to="huggingface", model_dtype="bfloat16")
+    same(load_file(tmp_path / "hf" / "model.safetensors"), whole)
+    uc.convert(tmp_path / "a", tmp_path / "c.pt", to="torch")
+    told = torch.load(tmp_path / "c.pt", weights_only=True)
+    same({name: tensor.to(model[name].dtype) for name, tensor in told["model"].items()}, model)
+    uc.convert(tmp_path / "a", tmp_path / "back", parts=("model", *SKIP_MODEL), model_dtype="bfloat16")
+    same(tensors(tmp_path / "back")["model"], whole)
+    assert json.loads((tmp_path / "back" / names.MANIFEST).read_text())["omitted_parts"] == []
+
+
+def test_convert_without_the_model_needs_its_masters(partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, model = partly
+    with pytest.raises(uc.FormatError, match="leaves out the model, and no master weights are written"):
+        uc.convert(folder, tmp_path / "n", parts=("optimizer",))
+    uc.save(tmp_path / "edited", model=model, master_weights={"w": torch.zeros(300, 40)})
+    for compare in (True, False):
+        with pytest.raises(uc.IntegrityError, match="master weights, cast to the model's dtype, are not the model"):
+            uc.convert(tmp_path / "edited", tmp_path / "n", parts=("master_weights",), compare=compare)
+    uc.save(tmp_path / "more", model=model, parts={"ema": model})
+    uc.convert(tmp_path / "more", tmp_path / "ema", parts=("ema",))
+    assert json.loads((tmp_path / "ema" / names.MANIFEST).read_text())["omitted_parts"] == ["model"]
+    assert sorted(os.listdir(tmp_path)) == ["edited", "ema", "more", "whole"]
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])

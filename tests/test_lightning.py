@@ -373,6 +373,19 @@ def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
         made.fit(Net())
 
 
+def test_resume_and_module_from_a_save_without_the_model(tmp_path: Path) -> None:
+    """Weights come from the masters that `model_dtype` keeps, and the tensors beside them."""
+    options = OPTIONS.model_copy(update={"model_dtype": "bfloat16", "parts": ("master_weights", "optimizer")})
+    made = trainer(tmp_path, stock=True, callbacks=[UnifiedCheckpointCallback(save_options=options)], max_epochs=1)
+    run = Net(dropout=0.0)
+    made.fit(run)
+    made.save_checkpoint(tmp_path / "mine")
+    assert not list((tmp_path / "mine").glob("model.safetensors*"))
+    weights = {name: tensor.clone() for name, tensor in run.state_dict().items()}
+    for found in (load_from_checkpoint(Net, tmp_path / "mine"), fit(tmp_path, max_epochs=1, ckpt_path=tmp_path / "mine")):
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items())
+
+
 def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[Net, Path]) -> None:
     made = trainer(tmp_path)
     run = Net(width=24)

@@ -142,6 +142,7 @@ class Folder:
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
             metrics=manifest.metrics,
             has_digests=manifest.digests is not None,
+            omitted_parts=manifest.omitted_parts,
         )
 
     def _named(self, tree: Any, stored: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from unified_ckpt.format.manifest import ConvertedFrom, Manifest
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
+from unified_ckpt.runtime.state import WITHOUT_MASTERS
 from unified_ckpt.runtime.storage import LocalStorage
 
 
@@ -271,6 +272,7 @@ def _complete(work: Rewrite, how: How, output: Output, written: Written, record:
         world_size=work.meeting.world,
         seconds=round(time.monotonic() - began, 3),
         versions=versions(),
+        omitted_parts=sorted({*said.omitted_parts, *(how.original or source).parts} - {*source.parts, WITHOUT_MASTERS}),
         converted_from=record,
         metrics=dict(said.metrics),
         **fields,

@@ -18,7 +18,7 @@ from unified_ckpt.core.plan_load import plan_reads
 from unified_ckpt.core.tables import Row, listed
 from unified_ckpt.engine.alike import check_alike, what_is_alike
 from unified_ckpt.engine.census import announce, check_rules, memberships, publish_by_machine, tell_once
-from unified_ckpt.engine.match import WEIGHTS, Differences, Match, match_all, unknown_parameters
+from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
 from unified_ckpt.engine.objects import Filling, look_up
 from unified_ckpt.engine.pieces import JointStorage
 from unified_ckpt.engine.prove import saved_digests, verify_read
@@ -31,7 +31,7 @@ from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
 from unified_ckpt.runtime.staging import Wait, giving_up
-from unified_ckpt.runtime.state import MODEL, State
+from unified_ckpt.runtime.state import MODEL, WEIGHTS, State
 from unified_ckpt.runtime.windows import Windows, exchange_number
 
 _LOG = logging.getLogger("unified_ckpt")

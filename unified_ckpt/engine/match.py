@@ -9,12 +9,11 @@ from math import prod
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.engine.source import Said, Source
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WEIGHTS, WITHOUT_MASTERS
 from unified_ckpt.runtime.tensors import Part
 
 Pads = Mapping[Key, Sequence[int]]  # see `Said`
 _STAND_INS = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}  # what may feed a part beside itself
-WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 
 
 @dataclass(frozen=True, slots=True)

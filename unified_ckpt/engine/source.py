@@ -69,6 +69,7 @@ class Said:
     rank_extras: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_digests: bool = False
+    omitted_parts: Sequence[str] = ()
     pads: Mapping[tuple[str, str], Sequence[int]] = field(default_factory=dict)  # by (part, name)
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from unified_ckpt.runtime.tensors import DTYPE_NAMES
 from unified_ckpt.sources.find import find_any
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_config
 from unified_ckpt.views.chosen import Chosen
+from unified_ckpt.views.model import with_model, without_model
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,6 +84,7 @@ def convert(
     with ExitStack() as owned:
         machines = machine_numbers(comm, f"conversion of {where}", machine_id(), timeout_seconds=timeout) if comm.world > 1 else [0]
         source = find_any(comm, where, [place], machines, owned, LoadOptions(source=chosen.source, timeout_seconds=timeout))
+        source = _with_model(source, chosen)
         how = How(
             path=place,
             told=chosen.model_dump(mode="json", exclude_defaults=True, exclude={"timeout_seconds", "fsync", "if_exists"}),
@@ -91,7 +93,7 @@ def convert(
             fsync=chosen.fsync,
             timeout_seconds=timeout,
             bare=bare,
-            compare=chosen.compare and chosen.to == "unified" and (parts is None or {MODEL, MASTER} <= set(parts)),
+            compare=chosen.to == "unified" and _compares(chosen),
             original=None if isinstance(source, Exception) or chosen.to != "unified" else source,
             progress=progress or (lambda *_: None),
         )
@@ -148,6 +150,18 @@ def _with_side_files(
         return error, SideFiles(), None
 
 
+def _with_model(source: Source | Exception, chosen: ConvertOptions) -> Source | Exception:
+    """The source, with the model where that is to be written."""
+    wanted = chosen.to != "unified" or MODEL in (chosen.parts or ())
+    return with_model(source) if wanted and not isinstance(source, Exception) else source
+
+
+def _compares(chosen: ConvertOptions) -> bool:
+    """Whether masters are compared with the model as they pass by: always where they are all that is left of it."""
+    parts = chosen.parts
+    return chosen.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
+
+
 def _check_apart(place: str, target: str) -> None:
     """StorageError where the target holds the source, which would go with what is replaced; or lies in a folder of ours, all of which but
     the engine's files goes along."""
@@ -182,11 +196,13 @@ def _config(chosen: ConvertOptions, place: str) -> str | None:
     return chosen.source.config or (place if os.path.isfile(os.path.join(place, CONFIG)) else None)
 
 
-def _chosen(source: Source | Exception, parts: tuple[str, ...] | None, chosen: ConvertOptions, place: str) -> Source | Exception:
+def _chosen(source: Source | Exception, parts: Collection[str] | None, chosen: ConvertOptions, place: str) -> Source | Exception:
     """The source as it is to be written."""
     try:
         if not isinstance(source, Exception) and source.said().pads:
             raise FormatError("rename: a rule has `pad`, and a conversion has no target whose elements stay; use the rule in the load")
+        if not isinstance(source, Exception) and chosen.to == "unified" and parts is not None:
+            source, parts = without_model(source, parts)
         if not isinstance(source, Exception) and (parts is not None or chosen.model_dtype is not None):
             source = Chosen(
                 source, parts=parts, model_dtype=DTYPE_NAMES[getattr(torch, chosen.model_dtype)] if chosen.model_dtype else None

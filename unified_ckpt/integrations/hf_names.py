@@ -21,11 +21,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.state import MASTER, MODEL
+from unified_ckpt.runtime.state import WEIGHTS
 from unified_ckpt.sources.huggingface.models import model_of
 from unified_ckpt.views.recut import Made, Piece, recut
-
-_PARTS = (MODEL, MASTER)
 
 
 def open_hub_names(path: str | os.PathLike[str], *, model: torch.nn.Module | None = None) -> SourceView:
@@ -45,7 +43,7 @@ def open_model_names(path: str | os.PathLike[str], *, model: torch.nn.Module) ->
 def _view(path: str | os.PathLike[str], made: Callable[[], Mapping[str, Made]]) -> SourceView:
     opened = open_source(path)
     try:
-        return SourceView(recut(opened.source, made(), parts=_PARTS))
+        return SourceView(recut(opened.source, made(), parts=WEIGHTS))
     except BaseException:
         opened.close()
         raise

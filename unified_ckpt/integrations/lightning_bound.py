@@ -18,7 +18,7 @@ from unified_ckpt.integrations.lightning_paths import bind_links, check_path, re
 from unified_ckpt.integrations.lightning_place import Place
 from unified_ckpt.integrations.lightning_tensors import StoredTensors, fill, model_part, optimizer_part, take_parts
 from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.state import MODEL, OPTIMIZER, WEIGHTS
 from unified_ckpt.runtime.storage import is_url
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -138,7 +138,7 @@ class Bound:
                         "or uc.load(path, model=module) and fit without it"
                     )
                 self._place.expect(checkpoint, source.rank_extra, said["replicas"])
-            checkpoint.update({part: StoredTensors(path, part) for part in source.parts if part not in (MODEL, MASTER, OPTIMIZER)})
+            checkpoint.update({part: StoredTensors(path, part) for part in source.parts if part not in (*WEIGHTS, OPTIMIZER)})
         if self._optimizers is not None:
             checkpoint["optimizer_states"] = []  # that it is there is all that Lightning looks at
         return checkpoint

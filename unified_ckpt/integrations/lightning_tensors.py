@@ -10,12 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import clean_name, flatten_model
 from unified_ckpt.runtime.optimizers import FlatOptimizer, flatten_optimizer
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # a dict of tensors that is smaller is read with the rest of what Lightning keeps
 
@@ -29,7 +31,7 @@ class StoredTensors(MutableMapping[str, torch.Tensor]):
 
     def __init__(self, path: str, part: str) -> None:
         self._path, self._part = path, part
-        with closing(open_path(path, hold=True)) as folder:
+        with closing(_open(path)) as folder:
             names = [*folder.names(part), *folder.aliases(part)]
         self.stored = {name: name for name in names}
         self.own: dict[str, torch.Tensor] = {}
@@ -43,7 +45,7 @@ class StoredTensors(MutableMapping[str, torch.Tensor]):
         if name in self.own:
             return self.own[name]
         stored = self.stored[name]
-        with SourceView(open_path(self._path, hold=True)) as source:
+        with SourceView(_open(self._path)) as source:
             return source[self._part][stored][...]
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
@@ -64,8 +66,12 @@ class StoredTensors(MutableMapping[str, torch.Tensor]):
 
     def copy(self) -> dict[str, torch.Tensor]:
         """As a dict's: with all tensors read."""
-        with SourceView(open_path(self._path, hold=True)) as source:
+        with SourceView(_open(self._path)) as source:
             return {**{name: source[self._part][stored][...] for name, stored in self.stored.items()}, **self.own}
+
+
+def _open(path: str) -> Source:
+    return with_model(open_path(path, hold=True))
 
 
 def model_part(module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Mapping[str, Any], *, rank: int) -> Any:
@@ -153,7 +159,7 @@ def _is_common(tensor: object) -> bool:
 
 
 def _is_part(key: str, value: object) -> bool:
-    if not isinstance(value, Mapping) or not value or key in (MODEL, MASTER, OPTIMIZER):
+    if not isinstance(value, Mapping) or not value or key in (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS):
         return False
     if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()):
         return False

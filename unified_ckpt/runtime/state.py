@@ -19,6 +19,7 @@ from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, dtype_name
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
 WITHOUT_MASTERS = "model_without_masters"  # of a checkpoint without the model: its tensors that no master stands for
+WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 Masters = Optimizers | None
 ROUNDED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # what is cast; quantized weights stay as they are
 

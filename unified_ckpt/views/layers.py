@@ -13,7 +13,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.source import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import Over, Renames, Rule, Target
-from unified_ckpt.runtime.state import MASTER, MODEL
+from unified_ckpt.runtime.state import MASTER, MODEL, WEIGHTS, WITHOUT_MASTERS
 from unified_ckpt.views.recut import Recut
 from unified_ckpt.views.renaming import renamed
 
@@ -49,7 +49,8 @@ def unstack_layers(source: Source, *, dim: int = 0, lists: Collection[str] | Non
 
 def _parameters(source: Source) -> dict[str, str]:
     """Names of tensors that stand for parameters, and a part that has each."""
-    return {name: part for part in (MASTER, MODEL) if part in source.parts for name in (*source.names(part), *source.aliases(part))}
+    parts = [part for part in (MASTER, WITHOUT_MASTERS, MODEL) if part in source.parts]
+    return {name: part for part in parts for name in (*source.names(part), *source.aliases(part))}
 
 
 def _lists(names: Iterable[str]) -> list[str]:
@@ -79,7 +80,7 @@ def _differ(source: Source, of: str, layers: Mapping[int, set[str]], period: int
         first = layers[number % period]
         problems += [f"{of}.{number}.{rest}: layer {number % period} has none" for rest in sorted(rests - first)]
         problems += [f"{of}.{number}.{rest}: is missing; layer {number % period} has one" for rest in sorted(first - rests)]
-    return problems or [problem for part in (MODEL, MASTER) for problem in _unlike(source, part, of, layers, period)]
+    return problems or [problem for part in WEIGHTS for problem in _unlike(source, part, of, layers, period)]
 
 
 def _unlike(source: Source, part: str, of: str, layers: Mapping[int, set[str]], period: int) -> list[str]:

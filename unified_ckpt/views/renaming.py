@@ -14,7 +14,7 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import Over, Renames, Rule, captures, filled
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.views.products import COUNT, Product, made_of
 from unified_ckpt.views.recut import Formula, Recut, Renamed
 
@@ -131,7 +131,7 @@ def _leaders(source: Source) -> dict[str, Key]:
         fqn, _, state = name.rpartition("/")
         if state != COUNT:
             found.setdefault(fqn, (OPTIMIZER, name))
-    for part in (MASTER, MODEL):
+    for part in (MASTER, WITHOUT_MASTERS, MODEL):
         found |= {name: (part, name) for name in source.names(part)} if part in source.parts else {}
     return found
 

@@ -6,17 +6,22 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from manifests import edit_manifest
+import torch.distributed.checkpoint as dcp
+from manifests import edit_index, edit_manifest
 from refusals import HARD, REFUSED, same_error
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
+from unified_ckpt.cli.main import main
+from unified_ckpt.format.manifest import IndexFile
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.testing import checkpointer_of, try_ranks
 
@@ -180,27 +185,44 @@ def index_gone(folder: Path) -> None:
 
 def index_of_a_stranger(folder: Path) -> None:
     (folder / "stranger.safetensors").write_bytes(file_of(folder, "embed").read_bytes())
-    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="stranger.safetensors"))
+    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="stranger.safetensors"))
 
 
 def index_of_a_missing_file(folder: Path) -> None:
-    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="model-00009-of-00009.safetensors"))
+    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="model-00009-of-00009.safetensors"))
 
 
 def index_of_the_wrong_file(folder: Path) -> None:
-    other = file_of(folder, "heads").name
-    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed=other))
+    embed, heads = (file_of(folder, name).name for name in ("embed", "heads"))
+    edit_index(folder, "model", lambda index: index["weight_map"].update(embed=heads, heads=embed))
+
+
+def index_without_a_file(folder: Path) -> None:
+    edit_index(folder, "model", lambda index: index["weight_map"].pop("embed"))
+
+
+def index_with_a_key_twice(folder: Path) -> None:
+    """One flipped bit is enough: `"embed/step"` has become `"embed/exp_avg"`."""
+    path = folder / "optimizer.safetensors.index.json"
+    body = path.read_text().replace("embed/step", "embed/exp_avg")
+    path.write_text(body)
+    edit_manifest(folder, lambda manifest: manifest["parts"]["optimizer"].update(index=IndexFile.of(body.encode()).model_dump()))
+
+
+def index_bit(folder: Path) -> None:
+    path = folder / "optimizer.safetensors.index.json"
+    flip(path, path.read_bytes().index(b"embed/step"))
 
 
 def index_leads_out(folder: Path) -> None:
-    edit_json(folder / "model.safetensors.index.json", lambda index: index["weight_map"].update(embed="../../../etc/passwd"))
+    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="../../../etc/passwd"))
 
 
 def manifest_leads_out(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["parts"]["model"]["files"].update({"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}))
 
 
-def index_is_no_json(folder: Path) -> None:
+def index_torn(folder: Path) -> None:
     (folder / "optimizer.safetensors.index.json").write_text('{"weight_map": {')
 
 
@@ -252,12 +274,15 @@ DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
     (header_bit, uc.IntegrityError, r"safetensors: .*header"),
     (file_gone, uc.IncompleteError, r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): model:heads"),
     (index_gone, uc.IncompleteError, r"model\.safetensors\.index\.json: is missing"),
-    (index_of_a_stranger, uc.IntegrityError, r"index\.json: names stranger\.safetensors, which the manifest does not"),
-    (index_of_a_missing_file, uc.IntegrityError, r"index\.json: names model-00009-of-00009\.safetensors, which the manifest does not"),
-    (index_of_the_wrong_file, uc.IntegrityError, r"has no tensor 'embed', which the index of model puts there"),
+    (index_of_a_stranger, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
+    (index_of_a_missing_file, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
+    (index_without_a_file, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
+    (index_of_the_wrong_file, uc.IntegrityError, r"safetensors: only (its header|the index of model) names '(embed|heads)'"),
+    (index_with_a_key_twice, uc.FormatError, r"optimizer\.safetensors\.index\.json: key 'embed/exp_avg' occurs twice in one object"),
+    (index_bit, uc.IntegrityError, r"optimizer\.safetensors\.index\.json: has CRC \w{16}; the manifest says \w{16}; `unified-ckpt verify"),
     (index_leads_out, uc.FormatError, r"index\.json: file name '\.\./\.\./\.\./etc/passwd' leads out of the folder"),
     (manifest_leads_out, uc.FormatError, r"unified_checkpoint\.json: parts\.model\.files.*'/etc/passwd' leads out of the folder"),
-    (index_is_no_json, uc.FormatError, r"optimizer\.safetensors\.index\.json: not valid JSON"),
+    (index_torn, uc.IntegrityError, r"optimizer\.safetensors\.index\.json: has CRC"),
     (manifest_from_the_future, uc.FormatError, r"unified_checkpoint\.json: format version is 2\.0, this unified_ckpt reads 1\.x"),
     (manifest_torn, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
     (manifest_of_nothing, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
@@ -298,6 +323,25 @@ def test_verify_finds_the_damage(folder: Path, damage: Callable[[Path], None], k
             raise error
         return
     assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (lambda of: of.pop("b"), r"model\.safetensors: only its header names 'b'; needed the same tensors in both"),
+        (lambda of: of.update(c=of["a"]), r"model\.safetensors: only the index of model names 'c'; needed the same tensors in both"),
+    ],
+)
+def test_an_index_and_a_header_that_name_other_tensors(tmp_path: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
+    """A tensor that only the header names would keep what the target holds, without a word."""
+    uc.save(tmp_path / "checkpoint-1", model={"a": torch.ones(2), "b": torch.ones(2)}, options=uc.SaveOptions(fsync=False))
+    edit_index(tmp_path / "checkpoint-1", "model", lambda index: edit(index["weight_map"]))
+    target = {"a": torch.zeros(2)}
+    with pytest.raises(uc.IntegrityError, match=match):
+        uc.load(tmp_path / "checkpoint-1", model=target)
+    with pytest.raises(uc.IntegrityError, match=match), uc.open(tmp_path / "checkpoint-1") as opened:
+        opened["model"]["a"]
+    assert not target["a"].any()
 
 
 def test_a_newer_minor_version_passes(folder: Path) -> None:
@@ -437,12 +481,11 @@ def test_a_manifest_whose_trees_are_of_another_kind(tmp_path: Path, where: tuple
     )
 
     def change(found: Any) -> None:
-        found.pop("crc", None)  # written so, not damaged
         for step in where[:-1]:
             found = found[step]
         found[where[-1]] = value
 
-    edit_json(tmp_path / "checkpoint-1" / "unified_checkpoint.json", change)
+    edit_manifest(tmp_path / "checkpoint-1", change)
     target = torch.nn.Linear(2, 2)
     before = target.weight.clone()
     with pytest.raises(uc.FormatError, match=f"unified_checkpoint.json: {match}"):
@@ -656,3 +699,124 @@ def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
             checkpointer_of(comm).load(sound, model=targets(0, 1)[0], options=uc.LoadOptions(timeout_seconds=1.5))
 
     same_error([try_ranks(2, act, timeout_seconds=HARD)[1]], uc.RankError, r"load of .*: rank\(s\) 0 did not come within 1\.5 s")
+
+
+# what is no regular file
+
+
+PLACED: dict[str, Callable[[Path], object]] = {"FIFO": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+def drawn(folder: Path) -> None:
+    """Every tensor, and what is beside them."""
+    with uc.open(folder) as source:
+        for part in source.parts:
+            for tensor in source[part].values():
+                tensor[...]
+        list(source.rank_extra)
+
+
+def restored(folder: Path) -> None:
+    with uc.CheckpointManager(folder.parent, options=uc.ManagerOptions(on_preemption=False, keep_latest=1)) as manager:
+        manager.restore(model=targets(0, 1)[0])
+
+
+VERBS: dict[str, Callable[[Path], object]] = {
+    "open": drawn,
+    "load": lambda folder: uc.load(folder, model=targets(0, 1)[0], strict=False),
+    "verify": lambda folder: uc.verify(folder, deep=True),
+    "repair": uc.repair,
+    "convert": lambda folder: uc.convert(folder, folder.parent / "converted"),
+    "save": lambda folder: uc.save(folder, model={"w": torch.ones(2)}, options=uc.SaveOptions(fsync=False, if_exists="keep_complete")),
+    "restore": restored,
+    "list": lambda folder: main(["list", str(folder.parent)]),
+    "inspect": lambda folder: main(["inspect", str(folder)]),
+    "prune": lambda folder: main(["prune", str(folder.parent), "--keep-latest", "1", "--incomplete", "--older-than-hours", "0"]),
+}
+
+
+def within(seconds: float, act: Callable[[], object]) -> None:
+    """A call that waits for the other end of a FIFO is interrupted, and fails the test."""
+
+    def interrupt(*_: object) -> None:
+        raise AssertionError(f"it did not end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        act()
+    except (uc.CheckpointError, SystemExit):
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", PLACED)
+def test_what_is_no_regular_file_is_not_opened(sound: Path, tmp_path: Path, kind: str, verb: str) -> None:
+    """In place of each file of a checkpoint in turn. To open a FIFO waits for a writer, a device may never end."""
+    for file in sorted(path.name for path in sound.iterdir()):
+        root = tmp_path / file
+        folder = Path(shutil.copytree(sound, root / sound.name))
+        (folder / file).unlink()
+        PLACED[kind](folder / file)
+        within(10, partial(VERBS[verb], folder))
+
+
+def test_a_fifo_is_named(folder: Path) -> None:
+    file = file_of(folder, "heads")
+    file.unlink()
+    os.mkfifo(file)
+    load_fails(folder, uc.StorageError, rf"{file.name}: stat failed: is a FIFO; needed a regular file", world=2)
+
+
+def test_links_to_files_are_read(folder: Path) -> None:
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(folder.parent / f"blob-{number}")
+        path.symlink_to(folder.parent / f"blob-{number}")
+    model = targets(0, 1)[0]
+    uc.load(folder, model=model)
+    assert torch.equal(model["heads"], filled(SHAPES, seed=1)["heads"])
+
+
+def hugging_face(root: Path) -> None:
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(3)}, root / f"model-0000{number}-of-00002.safetensors")
+    weight_map = {f"w{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickled(root: Path) -> None:
+    for number in (1, 2):
+        torch.save({f"w{number}": torch.ones(3)}, root / f"pytorch_model-0000{number}-of-00002.bin")
+    weight_map = {f"w{number}": f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)}
+    (root / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def distributed(root: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=root)
+
+
+def deepspeed(root: Path) -> None:
+    (root / "latest").write_text("global_step1")
+    (root / "global_step1").mkdir()
+    torch.save({"module": {"w": torch.ones(3)}}, root / "global_step1" / "mp_rank_00_model_states.pt")
+
+
+def paddle(root: Path) -> None:
+    shutil.copytree(Path(__file__).parent / "fixtures" / "paddle" / "fused", root, dirs_exist_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [hugging_face, pickled, distributed, deepspeed, paddle])
+def test_no_fifo_of_another_format_is_opened(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    (tmp_path / "sound").mkdir()
+    write(tmp_path / "sound")
+    for file in sorted(path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound").rglob("*") if path.is_file()):
+        folder = Path(shutil.copytree(tmp_path / "sound", tmp_path / file.name))
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+        within(10, partial(drawn, folder))
+        within(10, partial(uc.verify, folder))
+        within(10, partial(main, ["list", str(folder.parent)]))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manifests import edit_index
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
@@ -197,14 +198,17 @@ def test_verify_of_a_truncated_and_of_a_missing_file(folder: Path, capsys: pytes
 
 
 def test_verify_of_a_damaged_index_and_of_damaged_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    index = json.loads((folder / "ema.safetensors.index.json").read_bytes())
-    del index["weight_map"]["model.embed.weight"]
-    (folder / "ema.safetensors.index.json").write_text(json.dumps(index))
     os.truncate(folder / "digests.safetensors", 100)
     text = shown(capsys, "verify", "--deep", folder, code=1)
-    assert "ema:model.embed.weight: is in ema-00001-of-00002.safetensors and not in ema.safetensors.index.json" in text
-    assert "ema:lm_head.weight: is tied to model.embed.weight" in text
     assert text.count("digests.safetensors: has 100 bytes") == 1
+    edit_index(folder, "ema", lambda index: index["weight_map"].pop("model.embed.weight"))
+    text = shown(capsys, "verify", "--deep", folder, code=1)
+    assert "ema-00001-of-00002.safetensors: only its header names 'model.embed.weight'; needed the same tensors in both" in text
+    assert "ema:lm_head.weight: is tied to model.embed.weight" in text
+    os.truncate(folder / "ema.safetensors.index.json", 20)
+    text = shown(capsys, "verify", folder, code=1)
+    assert "ema.safetensors.index.json: has CRC " in text
+    assert "`unified-ckpt verify --repair` makes it anew" in text
 
 
 def test_what_is_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

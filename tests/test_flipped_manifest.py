@@ -68,21 +68,15 @@ def values(folder: Path, **options: Any) -> str:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_byte_of_it_can_turn_and_give_other_values(folder: Path, mask: int) -> None:
-    """Neither a load nor a look at the folder goes through, but where the name of the digest's own field is what has turned."""
-    file, wanted = folder / names.MANIFEST, values(folder, verify="full")
+    """Neither a load nor a look at the folder goes through."""
+    file = folder / names.MANIFEST
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
-    passed = []
     for at, byte in enumerate(body):
         put_byte(file, at, byte ^ mask)
-        if outcome(lambda: uc.verify(folder, deep=True).ok) is True:
-            passed.append(at)
-            assert values(folder, verify="full") == wanted, f"byte {at} of the manifest"
-        else:
-            assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, f"byte {at} of the manifest"
-            assert committed_at(str(folder)) is None, f"byte {at} of the manifest"
+        assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, f"byte {at} of the manifest"
+        assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, f"byte {at} of the manifest"
+        assert committed_at(str(folder)) is None, f"byte {at} of the manifest"
         put_byte(file, at, byte)
-    key = body.rindex(b'"crc"') + 1
-    assert set(passed) <= set(range(key, key + 3))
 
 
 def put_byte(file: Path, at: int, byte: int) -> None:
@@ -97,15 +91,6 @@ def outcome(act: Any) -> Any:
         return act()
     except uc.CheckpointError:
         return None
-
-
-def test_one_of_older_or_other_writers_has_no_digest(folder: Path) -> None:
-    wanted = values(folder)
-    told = json.loads((folder / names.MANIFEST).read_text())
-    del told["crc"]
-    (folder / names.MANIFEST).write_text(json.dumps({**told, "format_version": "1.2"}))
-    assert values(folder) == wanted
-    assert uc.verify(folder, deep=True).ok
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -118,7 +118,7 @@ def outcome(stored: bytes) -> object:
         return type(error), str(error)
 
 
-@pytest.mark.parametrize(("names", "reason"), [(b"ww", "gives 'w' twice"), (b"_w", "__metadata__ of the header is not an object")])
+@pytest.mark.parametrize(("names", "reason"), [(b"ww", "key 'w' occurs twice"), (b"_w", "__metadata__ of the header is not an object")])
 def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> None:
     """In a file that is right in all else."""
     found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
@@ -222,8 +222,8 @@ NOT_VALID = [
     (b'{"w": NaN}', "NaN is no JSON number"),
     (b"[]", "is a JSON list; needed an object"),
     (b"null", "is a JSON NoneType"),
-    (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "gives 'w' twice"),
-    (b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "gives 'dtype' twice"),
+    (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "key 'w' occurs twice"),
+    (b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "key 'dtype' occurs twice"),
     (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "name is no valid Unicode"),
     ({"__metadata__": []}, "__metadata__ of the header is not an object of strings"),
     ({"__metadata__": {"a": 1}}, "__metadata__ of the header is not an object of strings"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from machines import LOAD, SAVE, fine, folder_of, on_machine, once, save_all, twice
-from manifests import edit_manifest
+from manifests import edit_index, edit_manifest
 from refusals import same_error
 
 import unified_ckpt as uc
@@ -177,9 +177,8 @@ def test_a_folder_that_cannot_be_opened_on_one_machine(twice: Path, file: str, h
 
 
 def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
-    file = folder_of(twice, 1) / "model.safetensors.index.json"
-    file.write_text(file.read_text().replace('"w"', '"x"'))
-    assert "has no tensor 'x'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
+    edit_index(folder_of(twice, 1), "model", lambda index: index["weight_map"].update(x=index["weight_map"].pop("w")))
+    assert "only its header names 'w'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -197,12 +196,12 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
         assert file.name in text
 
 
-@pytest.mark.parametrize("file", [names.MANIFEST, "model_fragments.safetensors.index.json"])
-def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(once: Path, file: str) -> None:
+@pytest.mark.parametrize(("file", "why"), [(names.MANIFEST, "not valid JSON"), ("model_fragments.safetensors.index.json", "has CRC")])
+def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(once: Path, file: str, why: str) -> None:
     """It is there: "on no machine here" alone sends its owner to look for a machine that is not lost."""
     shorten(folder_of(once, 1) / file)
     text = str(same_error(load(once, [0, 0, 1, 1]), uc.IncompleteError, "is not complete among the machines"))
-    assert f"machine 1: {folder_of(once, 1) / file}: not valid JSON" in text
+    assert f"machine 1: {folder_of(once, 1) / file}: {why}" in text
 
 
 def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:

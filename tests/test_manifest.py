@@ -16,6 +16,7 @@ from unified_ckpt.format.codec import MAX_DEPTH, decode, encode
 from unified_ckpt.format.manifest import (
     DigestFile,
     FileRecord,
+    IndexFile,
     Manifest,
     NamedFile,
     OptimizerRecord,
@@ -41,6 +42,7 @@ def manifest(**changes: Any) -> Manifest:
         "parts": {
             "model": Part(
                 files={"model.safetensors": FileRecord(nbytes=100, header_crc=CRC)},
+                index=IndexFile.of(b"{}"),
                 total_nbytes=12,
                 aliases={"lm_head.weight": "embed.weight"},
             )
@@ -91,7 +93,8 @@ def test_trees_keep_their_order_and_depth() -> None:
 
 
 def test_names_every_file_once() -> None:
-    assert manifest().files() == ["model.safetensors", "digests.safetensors", "extra.safetensors", "rank_extra.safetensors"]
+    small = ["digests.safetensors", "extra.safetensors", "rank_extra.safetensors"]
+    assert manifest().files() == ["model.safetensors", "model.safetensors.index.json", *small]
     with pytest.raises(ValidationError, match=r"'model\.safetensors' is named twice"):
         manifest(extra_file=NamedFile(file="model.safetensors", nbytes=1, header_crc=CRC, crc=CRC))
 
@@ -117,7 +120,7 @@ def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
     ):
         parse_manifest(changed("format_version", "2.0"), file=FILE)
     with pytest.raises(FormatError, match="install a newer unified_ckpt"):
-        parse_manifest(b'{"format_version": "2.0", "versions": []}', file=FILE)
+        parse_manifest(sealed({"format_version": "2.0", "versions": []}), file=FILE)
     with pytest.raises(FormatError, match=r"format version is 0\.9, of which"):
         parse_manifest(changed("format_version", "0.9"), file=FILE)
 
@@ -157,6 +160,9 @@ def test_refuses_what_is_no_object(encoded: bytes) -> None:
         ("parts", None, "parts: "),
         ("parts/extra", {"files": {}, "total_nbytes": 0}, "parts.extra.*taken by a file"),
         ("parts/a.b", {"files": {}, "total_nbytes": 0}, "parts.a.b.*is not valid"),
+        ("parts/model/index", None, "parts.model: a part that has files needs the record of its index"),
+        ("parts/model/files", {}, "parts.model: a part that has files needs the record of its index"),
+        ("parts/model/index/crc", "zz", "parts.model.index.crc: "),
         ("parts/model/total_nbytes", -1, "parts.model.total_nbytes: .*found -1"),
         ("parts/model/total_nbytes", 2**63, "parts.model.total_nbytes: "),
         ("parts/model/files", {"../x": {"nbytes": 1, "header_crc": CRC}}, "parts.model.files.*leads out of the folder"),
@@ -179,6 +185,21 @@ def test_refuses_what_is_no_object(encoded: bytes) -> None:
 def test_every_field_is_checked_and_named(path: str, value: Any, reason: str) -> None:
     with pytest.raises(FormatError, match=f"(?s)^{FILE}: .*{reason}"):
         parse_manifest(changed(path, value), file=FILE)
+
+
+def test_a_manifest_without_its_own_crc_is_refused() -> None:
+    fields = {name: value for name, value in json.loads(encode_manifest(manifest())).items() if name != "crc"}
+    with pytest.raises(FormatError, match=f"{FILE}: crc is None; needed 16 lower-case hex digits"):
+        parse_manifest(json.dumps(fields).encode(), file=FILE)
+
+
+@pytest.mark.parametrize("path", ["save_id", "parts/model/files", "extra/best"])
+def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
+    """RFC 8259 leaves open which of the two counts."""
+    key = path.rpartition("/")[2]
+    body = encode_manifest(manifest()).replace(f'"{key}":'.encode(), f'"{key}": null, "{key}":'.encode(), 1)
+    with pytest.raises(FormatError, match=f"{FILE}: key '{key}' occurs twice in one object"):
+        parse_manifest(body, file=FILE)
 
 
 def test_many_errors_are_cut_short() -> None:

@@ -311,7 +311,7 @@ def test_a_configuration_that_is_none(written: Path, tmp_path: Path) -> None:
     with pytest.raises(uc.NotFoundError, match=r"config.json: there is no such file"):
         uc.open(where, options=SourceOptions(config=str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(uc.FormatError, match=r"config.json: is damaged, or no JSON"):
+    with pytest.raises(uc.FormatError, match=r"config.json: not valid JSON"):
         uc.open(where, options=SourceOptions(config=str(tmp_path)))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(uc.FormatError, match="needed an object"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from managing import copy, cut_off, lose, put, state
+from manifests import sealed
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
@@ -49,7 +50,7 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
         (lambda f: os.truncate(f / "model.safetensors", 9), "model.safetensors has 9 bytes; the manifest says "),
         (lambda f: (lose(f), lose(f, "model.safetensors")), "model.safetensors is missing (and 1 more)"),
         (lambda f: (f / names.MANIFEST).write_text("{"), "unified_checkpoint.json: not valid JSON"),
-        (lambda f: (f / names.MANIFEST).write_text('{"format_version": "9.0"}'), "unified_checkpoint.json: format version is 9.0"),
+        (lambda f: (f / names.MANIFEST).write_bytes(sealed({"format_version": "9.0"})), "unified_checkpoint.json: format version is 9.0"),
     ],
 )
 def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) -> None:

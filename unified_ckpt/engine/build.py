@@ -280,7 +280,7 @@ def _complete(
             found = storage.stamp(f"{folder}/{name}")
             if found != before.get(name):
                 raise StorageError(f"{storage.path(folder)}: `attach` changed {name}, which is the checkpoint's own; needed another name")
-    seal.write_indexes(storage, folder, plan.book)
+    indexes = seal.write_indexes(storage, folder, plan.book)
     if fsync:
         for name in sorted(set(storage.entries(folder)) - {f for records in plan.book.records.values() for f in records} - {commit.PROBE}):
             storage.sync_tree(f"{folder}/{name}")
@@ -295,6 +295,7 @@ def _complete(
         asked=sorted({*request.asked(), *plan.book.records}),
         omitted=request.agreed.omitted,
         book=plan.book,
+        indexes=indexes,
         told=together,
         extra=extra,
         digest_file=digest_file,

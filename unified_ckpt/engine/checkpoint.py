@@ -14,6 +14,7 @@ from unified_ckpt.core.ranges import coalesce
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.commit import PROBE
+from unified_ckpt.engine.part_index import read_index
 from unified_ckpt.engine.source import Catalog, Location, Said, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
@@ -33,6 +34,7 @@ class Folder:
         self.storage, self.manifest = storage, manifest
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
+        self._members: dict[str, dict[str, set[str]]] = {}
         self.held = ExitStack()  # until `close`
 
     @property
@@ -53,6 +55,15 @@ class Folder:
 
     def file_of(self, part: str, name: str) -> str:
         return self._weight_maps[part][name]
+
+    def members(self, part: str) -> Mapping[str, Collection[str]]:
+        """The tensors of each file of a part, as its index says."""
+        if part not in self._members:
+            members: dict[str, set[str]] = {}
+            for name, file in self._weight_maps.get(part, {}).items():
+                members.setdefault(file, set()).add(name)
+            self._members[part] = members
+        return self._members[part]
 
     def header(self, file: str) -> Mapping[str, Entry]:
         """What a file holds. Same errors as `check_files`."""
@@ -223,17 +234,20 @@ class Folder:
         return entry
 
     def _missing(self, file: str) -> str:
-        tensors = [f"{part}:{name}" for part, of in self._weight_maps.items() for name, at in of.items() if at == file]
+        tensors = [f"{part}:{name}" for part in self._weight_maps for name in sorted(self.members(part).get(file, ()))]
         return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{' …' if len(tensors) > 3 else ''}"
 
     def _read_header(self, file: str, size: int) -> dict[str, Entry]:
-        record = None
-        if self.manifest is not None:
-            record = next((part.files[file] for part in self.manifest.parts.values() if file in part.files), None)
-            if record is None:
-                raise IntegrityError(f"{self.storage.root}/{file}: is in an index and not in the manifest; needed one that says the same")
-            self._checked_size(file, record.nbytes)
-        return self._parse_header(file, size, crc=record.header_crc if record else None)
+        if self.manifest is None:
+            return self._parse_header(file, size)
+        part = next(name for name, of in self.manifest.parts.items() if file in of.files)
+        record = self.manifest.parts[part].files[file]
+        entries = self._parse_header(file, self._checked_size(file, record.nbytes), crc=record.header_crc)
+        differ = sorted(entries.keys() ^ self.members(part)[file])
+        if differ:
+            which = "its header" if differ[0] in entries else f"the index of {part}"
+            raise IntegrityError(f"{self.storage.root}/{file}: only {which} names {differ[0]!r}; needed the same tensors in both")
+        return entries
 
     def _checked_size(self, file: str, needed: int) -> int:
         size = self.storage.size(file)
@@ -286,7 +300,7 @@ def open_folder(storage: Reader) -> Folder:
     """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
     if storage.size(names.MANIFEST) is not None:
         manifest = parse_manifest(storage.read(names.MANIFEST), file=f"{storage.root}/{names.MANIFEST}")
-        maps = {part: _weight_map(storage, part, record.files) for part, record in manifest.parts.items()}
+        maps = {part: read_index(storage, part, record) for part, record in manifest.parts.items()}
         return Folder(storage, manifest, {part: weight_map for part, weight_map in maps.items() if weight_map is not None})
     found = storage.names()
     folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
@@ -314,23 +328,6 @@ def _indexed(storage: Reader, weight_map: Mapping[str, str], there: Collection[s
         if stale:
             raise FormatError(listed(f"{storage.root}/{file}: has tensors that are another file's", stale))
     return folder
-
-
-def _weight_map(storage: Reader, part: str, files: Mapping[str, object]) -> Mapping[str, str] | None:
-    """The part's index; its files are those of the manifest. None for a part that was deleted, index and files."""
-    if not files:
-        return {}
-    name = names.index_name(part)
-    try:
-        weight_map = index.parse_index(storage.read(name), file=f"{storage.root}/{name}").weight_map
-    except NotFoundError as error:
-        if all(storage.size(file) is None for file in files):
-            return None
-        raise IncompleteError(f"{storage.root}/{name}: is missing; needed the index of part {part}") from error
-    strangers = sorted(set(weight_map.values()) - set(files))
-    if strangers:
-        raise IntegrityError(f"{storage.root}/{name}: names {strangers[0]}, which the manifest does not; needed its files only")
-    return weight_map
 
 
 def _check_there(storage: Reader) -> None:

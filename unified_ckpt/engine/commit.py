@@ -201,7 +201,7 @@ def withdraw(storage: LocalStorage, construction: Construction, aside: str | Non
 
 def discard(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
     """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
-    if storage.size(f"{folder}/{names.MANIFEST}") is not None:
+    if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")
         if fsync:
             storage.sync_folder(folder)

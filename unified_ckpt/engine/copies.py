@@ -30,7 +30,7 @@ from unified_ckpt.engine.seal import write_manifest
 from unified_ckpt.engine.transfer import Copy
 from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import index, names
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest import IndexFile, Manifest, Part
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.peers import PeerStorage, Server
 from unified_ckpt.runtime.storage import LocalStorage
@@ -172,7 +172,7 @@ def _serve(gate: Gate, storage: LocalStorage, construction: commit.Construction,
     manifest = commit.committed(storage, construction.folder)
     if manifest is None:
         raise AssertionError("it is complete but for its copies")
-    files = [*manifest.files(), *(names.index_name(part) for part, record in manifest.parts.items() if record.files), names.MANIFEST]
+    files = [*manifest.files(), names.MANIFEST]
     server = Server([(storage.path(construction.folder), files)], timeout_seconds=gate.meeting.timeout_seconds)
     try:
         storage.make_folder(f"{construction.folder}/{names.REPLICAS}")
@@ -239,28 +239,31 @@ def _nbytes(folder: Folder, files: Collection[str]) -> int:
     )
 
 
-def reduced(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, dict[str, str]]]:
-    """Manifest and weight maps of a copy that has only these files of the parts. All else is said as in the folder itself."""
-    manifest, parts, weight_maps = _manifest(folder), {}, {}
+def reduced(folder: Folder, files: Collection[str]) -> tuple[Manifest, dict[str, bytes]]:
+    """Manifest and indexes of a copy that has only these files of the parts. All else is said as in the folder itself."""
+    manifest, parts, indexes = _manifest(folder), {}, {}
     for part, record in manifest.parts.items():
         weight_map = {name: folder.file_of(part, name) for name in folder.names(part) if folder.file_of(part, name) in files}
         total = sum(spec.nbytes for spec in folder.specs(part, weight_map).values())
         kept = {file: of for file, of in record.files.items() if file in files}
-        parts[part] = record.model_copy(update={"files": kept, "total_nbytes": total})
-        if kept:
-            weight_maps[part] = weight_map
+        body = index.encode_index(total_size=total, weight_map=weight_map) if kept else None
+        if body is not None:
+            indexes[names.index_name(part)] = body
+        parts[part] = Part(
+            files=kept,
+            index=IndexFile.of(body) if body is not None else None,
+            total_nbytes=total,
+            aliases=record.aliases,
+            codec=record.codec,
+        )
     island = manifest.island.model_copy(update={"copies": []}) if manifest.island is not None else None
-    return manifest.model_copy(update={"parts": parts, "island": island}), weight_maps
+    return manifest.model_copy(update={"parts": parts, "island": island}), indexes
 
 
 def _seal(folder: Folder, files: Collection[str], storage: LocalStorage, into: str, *, fsync: bool) -> None:
     """The indexes and the manifest of a copy, all of whose files are there."""
-    manifest, weight_maps = reduced(folder, files)
-    bodies = {
-        names.index_name(part): index.encode_index(total_size=manifest.parts[part].total_nbytes, weight_map=weight_map)
-        for part, weight_map in weight_maps.items()
-    }
-    for name, body in bodies.items():
+    manifest, indexes = reduced(folder, files)
+    for name, body in indexes.items():
         storage.put(f"{into}/{name}", body, fsync=fsync)
     write_manifest(storage, into, manifest, fsync=fsync)
     if fsync:

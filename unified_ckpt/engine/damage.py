@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.engine.truth import Truth, lenient
-from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.format import digests, index, names
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format import digests, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import FileRecord
 from unified_ckpt.runtime.storage import Reader
@@ -28,48 +28,29 @@ class Fault:
 
 
 def examine(storage: Reader, truth: Truth, progress: Progress) -> Iterator[Fault]:
-    """Every file of the manifest that is not right, and indexes that do not say what the headers say; in the order to mend them in."""
+    """Every file of the manifest that is not right, in the order to mend them in."""
     for record in truth.manifest.singles():
-        size = _size(storage, record.file)
-        body = lenient(storage, record.file, record.nbytes)
-        if size is None or body is None:
-            yield Fault(record.file, [f"{record.file}: is missing"], gone=True)
-        elif size != record.nbytes:
-            yield Fault(record.file, [f"{record.file}: has {size} bytes; needed {record.nbytes}"])
-        elif f"{digests.crc(body):016x}" != record.crc:
-            yield Fault(record.file, [f"{record.file}: is not the file that was written; needed CRC {record.crc}"])
+        yield from _examine_single(storage, record.file, record.nbytes, record.crc)
     for part in truth.parts:
         for file, of in truth.manifest.parts[part].files.items():
             fault = _examine_file(storage, truth, part, file, of, progress)
             if fault.texts:
                 yield fault
     for part in truth.parts:
-        yield from _examine_index(storage, truth, part)
+        of_index = truth.manifest.parts[part].index
+        if of_index is not None:
+            yield from _examine_single(storage, names.index_name(part), of_index.nbytes, of_index.crc)
 
 
-def held_names(truth: Truth, part: str) -> dict[str, str] | None:
-    """What the part's index must say; None where a header is not known."""
-    files = truth.manifest.parts[part].files
-    if not truth.heads.keys() >= files.keys():
-        return None
-    return {name: file for file in files for name in truth.heads[file].entries}
-
-
-def _examine_index(storage: Reader, truth: Truth, part: str) -> Iterator[Fault]:
-    name = names.index_name(part)
-    try:
-        said = index.parse_index(storage.read(name), file=name).weight_map
-    except NotFoundError:
-        yield Fault(name, [f"{name}: is missing"], part, gone=True)
-        return
-    except CheckpointError as error:
-        yield Fault(name, [str(error)], part)
-        return
-    held = held_names(truth, part)
-    if held is not None and said != held:
-        differ = sorted(key for key in said.keys() | held.keys() if said.get(key) != held.get(key))
-        more = f" and of {len(differ) - 1} more" if len(differ) > 1 else ""
-        yield Fault(name, [f"{name}: says of {differ[0]!r}{more} what the headers do not"], part)
+def _examine_single(storage: Reader, file: str, nbytes: int, crc: str) -> Iterator[Fault]:
+    """A file that has one CRC of all its bytes."""
+    size, body = _size(storage, file), lenient(storage, file, nbytes)
+    if size is None or body is None:
+        yield Fault(file, [f"{file}: is missing"], gone=True)
+    elif size != nbytes:
+        yield Fault(file, [f"{file}: has {size} bytes; needed {nbytes}"])
+    elif f"{digests.crc(body):016x}" != crc:
+        yield Fault(file, [f"{file}: is not the file that was written; needed CRC {crc}"])
 
 
 def _examine_file(storage: Reader, truth: Truth, part: str, file: str, record: FileRecord, progress: Progress) -> Fault:

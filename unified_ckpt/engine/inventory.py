@@ -22,7 +22,7 @@ from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.checkpoint import Folder
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format.names import MANIFEST, index_name
+from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.runtime.probe import file_system
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -168,7 +168,7 @@ def take_inventory(folder: Folder, *, machine: int, copy: bool) -> Inventory:
         count=island.count if island else 1,
         number=island.number if island else 0,
         ranks=tuple(island.ranks) if island else tuple(range(manifest.world_size)),
-        files=(*manifest.files(), *map(index_name, folder.parts), MANIFEST),
+        files=(*manifest.files(), MANIFEST),
         listing=listing,
         spans=spans,
         lost=tuple(lost),
@@ -188,7 +188,7 @@ def _volume(folder: Folder) -> str:
 def _sound(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
     """The tensors by stored part and name that are there to the last byte; and in sentences, what is not."""
     lost, bad = [], set[str]()
-    for file in sorted({folder.file_of(part, name) for part in folder.parts for name in folder.names(part)}):
+    for file in sorted(file for part in folder.parts for file in folder.members(part)):
         try:
             folder.check_files([file])
         except CheckpointError as error:
@@ -198,8 +198,6 @@ def _sound(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]
     for part in folder.parts:
         if folder.manifest is not None and not folder.manifest.parts[part].files:
             continue  # other folders may have it: who deletes it deletes it there
-        there = {name: file for name in folder.names(part) if (file := folder.file_of(part, name)) not in bad}
-        known = [name for name, file in there.items() if name in folder.header(file)]
-        lost += [f"{folder.storage.root}/{there[n]}: has no tensor {n!r}, which the index says" for n in there.keys() - set(known)]
-        stored[part] = dict(folder.specs(part, known))
+        there = [name for file, members in folder.members(part).items() if file not in bad for name in members]
+        stored[part] = dict(folder.specs(part, there))
     return stored, lost

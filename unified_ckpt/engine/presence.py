@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from unified_ckpt.core.islands import FRAGMENTS
-from unified_ckpt.errors import FormatError
+from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage import LocalStorage
@@ -16,13 +16,13 @@ def present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ..
     parts, wrong = [], []
     needed: dict[str, int] = {}
     for part, record in manifest.parts.items():
-        files = [names.index_name(part), *record.files]
-        if record.files and not any(file in sizes for file in files):
+        files = {file: one.nbytes for file, one in record.files.items()}
+        if record.index is not None:
+            files = {names.index_name(part): record.index.nbytes, **files}
+        if files and not files.keys() & sizes.keys():
             continue
         parts.append(part)
-        needed |= {file: one.nbytes for file, one in record.files.items()}
-        if record.files and files[0] not in sizes:
-            wrong.append(f"{files[0]} is missing")
+        needed |= files
     needed |= {single.file: single.nbytes for single in manifest.singles()}
     for file, nbytes in needed.items():
         if file not in sizes:
@@ -37,14 +37,20 @@ def present(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ..
 
 def holds(storage: LocalStorage, name: str, manifest: Manifest, parts: Collection[str]) -> bool:
     """Whether the checkpoint `name` is complete and has these parts."""
-    files = {names.index_name(part) for part in manifest.parts} | set(manifest.files()) | {single.file for single in manifest.singles()}
-    sizes = {file: nbytes for file in files if (nbytes := storage.size(f"{name}/{file}")) is not None}
+    sizes = {file: nbytes for file in manifest.files() if (nbytes := storage.size(f"{name}/{file}")) is not None}
     there, wrong = present(manifest, sizes)
     return not wrong and {part.removesuffix(FRAGMENTS) for part in there}.issuperset(parts)
 
 
 def wrong_header(storage: LocalStorage, name: str, manifest: Manifest) -> str:
-    """Of a complete checkpoint: the first file whose header is not the one that was saved, in words; empty where there is none."""
+    """Of a complete checkpoint: the first index or header that is not the one that was saved, in words; empty where there is none."""
+    for file, of in manifest.indexes().items():
+        try:
+            crc = f"{digests.crc(storage.read(f'{name}/{file}')):016x}"
+        except NotFoundError:  # of a part that was deleted
+            continue
+        if crc != of.crc:
+            return f"{file}: has CRC {crc}; the manifest says {of.crc}"
     for part in manifest.parts.values():
         for file, record in part.files.items():
             where = f"{name}/{file}"

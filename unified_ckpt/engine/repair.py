@@ -26,11 +26,11 @@ from itertools import chain
 
 from unified_ckpt.core.tables import SHOWN, short
 from unified_ckpt.engine.commit import PROBE
-from unified_ckpt.engine.damage import Fault, Progress, examine, held_names
+from unified_ckpt.engine.damage import Fault, Progress, examine
 from unified_ckpt.engine.goods import Goods
 from unified_ckpt.engine.truth import Copy, Truth, look, prove, settle
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
-from unified_ckpt.format import digests, index, names
+from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.locks import mending, reading
 from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, is_url, local, reader
@@ -194,11 +194,6 @@ class _Mending:
             if file not in truth.singles:
                 raise _LackingError("no copy of it has that CRC")
             yield 0, truth.singles[file]
-        elif file == names.index_name(part):
-            weight_map = held_names(truth, part)
-            if weight_map is None:
-                raise _LackingError("not all headers are there to make it from")
-            yield 0, index.encode_index(total_size=truth.manifest.parts[part].total_nbytes, weight_map=weight_map)
         elif file not in truth.heads:
             raise _LackingError("no copy of its header is right")
         elif any((part, name) not in truth.blocks for name, entry in truth.heads[file].entries.items() if entry.stop > entry.start):

@@ -18,7 +18,7 @@ from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.transfer import Copy
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, header, index, names
-from unified_ckpt.format.manifest import FORMAT_VERSION, DigestFile, Manifest, Part, RankExtraFile
+from unified_ckpt.format.manifest import FORMAT_VERSION, DigestFile, IndexFile, Manifest, Part, RankExtraFile
 from unified_ckpt.runtime.storage import LocalStorage
 
 
@@ -32,7 +32,7 @@ def reseal(joint: Joint, storage: LocalStorage, folder: str, output: Output, wri
     manifests, notes = joint.manifests, joint.storage.ledger.damage
     first = manifests[0]
     ours = {names.MANIFEST, commit.PROBE, names.DIGESTS, names.EXTRA, names.RANK_EXTRA, names.REPLICAS}
-    ours |= {file for one in manifests for file in (*one.files(), *map(names.index_name, one.parts))}
+    ours |= {file for one in manifests for file in one.files()}
     ours |= {file for part, files in written.records.items() for file in (*files, names.index_name(part))}
     # What `attach` added: it was called for each folder, with the same result.
     Copy(joint.here[0], storage, folder, fsync=fsync, beat=output.beat).others("", ours)
@@ -78,10 +78,14 @@ def seal_anew(
     says so.
     """
     said = source.said()
+    names_of = {part: source.names(part) for part in source.parts}
+    part_nbytes = {part: sum(spec.nbytes for spec in source.specs(part, of).values()) for part, of in names_of.items()}
+    indexes = write_indexes(written, output, part_nbytes)
     parts = {
         part: Part(
             files=dict(written.records.get(part, {})),
-            total_nbytes=sum(spec.nbytes for spec in source.specs(part, source.names(part)).values()),
+            index=indexes.get(part),
+            total_nbytes=part_nbytes.get(part, 0),
             aliases=dict(source.aliases(part)),
         )
         for part in sorted({*source.parts, *empty_parts})
@@ -97,16 +101,19 @@ def seal_anew(
         storage.sync(f"{folder}/{extra.file.file}")
     rank_extra = _write_rank_extra(source, output, world=rank_extras, notes=notes)
     proof = _write_digests(written.blocks, output)
-    write_indexes(written, output, {part: record.total_nbytes for part, record in parts.items()})
     output.flush()
     of_files = {"format_version": FORMAT_VERSION, "parts": parts, "digests": proof, "extra_file": extra.file, "rank_extra": rank_extra}
     return {**of_files, "optimizer": extra.optimizer, "modules": extra.modules, "extra": extra.extra}
 
 
-def write_indexes(written: Written, output: Output, part_nbytes: Mapping[str, int]) -> None:
+def write_indexes(written: Written, output: Output, part_nbytes: Mapping[str, int]) -> dict[str, IndexFile]:
+    """One index for each part that has tensors; the records by part."""
+    records = {}
     for part, weight_map in written.weight_maps.items():
         body = index.encode_index(total_size=part_nbytes[part], weight_map=weight_map)
         output.write_at(names.index_name(part), 0, [memoryview(body)])
+        records[part] = IndexFile.of(body)
+    return records
 
 
 def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:

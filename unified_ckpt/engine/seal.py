@@ -15,7 +15,7 @@ from unified_ckpt.engine.plan import Book, GroupPlan
 from unified_ckpt.engine.write import Digested
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, index, names
-from unified_ckpt.format.manifest import DigestFile, IslandRecord, Manifest, Part, RankExtraFile, encode_manifest
+from unified_ckpt.format.manifest import DigestFile, IndexFile, IslandRecord, Manifest, Part, RankExtraFile, encode_manifest
 from unified_ckpt.runtime.files import Files
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.storage import LocalStorage
@@ -58,11 +58,14 @@ def _join(group: GroupPlan, found: Digested) -> bytes:
     return struct.pack(f"<{len(blocks)}Q", *blocks)
 
 
-def write_indexes(storage: LocalStorage, folder: str, book: Book) -> None:
-    """One index for each part, also for a part of one file."""
+def write_indexes(storage: LocalStorage, folder: str, book: Book) -> dict[str, IndexFile]:
+    """One index for each part, also for a part of one file; the records by part."""
+    records = {}
     for part, weight_map in book.weight_maps.items():
         body = index.encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
         storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
+        records[part] = IndexFile.of(body)
+    return records
 
 
 def make_manifest(
@@ -76,6 +79,7 @@ def make_manifest(
     asked: Sequence[str],
     omitted: Sequence[str],
     book: Book,
+    indexes: Mapping[str, IndexFile],
     told: Told,
     extra: Extra,
     digest_file: DigestFile | None,
@@ -86,6 +90,7 @@ def make_manifest(
     parts = {
         part: Part(
             files=dict(book.records.get(part, {})),
+            index=indexes.get(part),
             total_nbytes=book.part_nbytes.get(part, 0),
             aliases=told.aliases.get(part, {}),
         )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from unified_ckpt.engine import commit
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.prove import verify_folder
-from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
-from unified_ckpt.format import digests, index, names
+from unified_ckpt.errors import IncompleteError, IntegrityError
+from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage import LocalStorage
 
@@ -85,10 +85,11 @@ def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, 
     for single in manifest.singles():
         copy.single(single.file, single.nbytes, single.crc)
     for part in folder.parts:
-        copy.listing(part)
-        for file, record in manifest.parts[part].files.items():
-            copy.tensors(part, file, record.header_crc)
-    copy.others("", {names.MANIFEST, commit.PROBE, *manifest.files(), *map(names.index_name, manifest.parts)})
+        if (record := manifest.parts[part].index) is not None:
+            copy.single(names.index_name(part), record.nbytes, record.crc)
+        for file, of in manifest.parts[part].files.items():
+            copy.tensors(part, file, of.header_crc)
+    copy.others("", {names.MANIFEST, commit.PROBE, *manifest.files()})
     storage.remove_file(f"{into}/{commit.PROBE}")
     return copy.nbytes
 
@@ -110,21 +111,6 @@ class Copy:
         if f"{crc:016x}" != needed:
             raise IntegrityError(f"{self._where(file)}: has CRC {crc:016x}; needed {needed}: it is not copied")
         self._end(file)
-
-    def listing(self, part: str) -> None:
-        """The index of a part, which has no CRC: it must say what the one that was checked says."""
-        name = names.index_name(part)
-        try:
-            body = self._source.read(name)
-        except NotFoundError:
-            if self._folder.names(part):
-                raise
-            return
-        found = index.parse_index(body, file=self._where(name)).weight_map
-        if found != {fqn: self._folder.file_of(part, fqn) for fqn in self._folder.names(part)}:
-            raise IntegrityError(f"{self._where(name)}: changed while it was copied; needed the index that was checked")
-        self._write(name, 0, memoryview(body))
-        self._end(name)
 
     def tensors(self, part: str, file: str, header_crc: str) -> None:
         """A file of a part: its header by its CRC, its tensors by those of their blocks. Together they are all of its bytes."""

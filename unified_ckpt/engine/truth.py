@@ -57,7 +57,8 @@ class Head:
 
 @dataclass(slots=True)
 class Truth:
-    """What is proved of the folder. What no copy has right is left out. `blocks`: CRCs by part and name."""
+    """What is proved of the folder. What no copy has right is left out. `blocks`: CRCs by part and name. `singles`: files
+    with one CRC of all their bytes, the parts' indexes among them."""
 
     manifest: Manifest
     parts: list[str]
@@ -207,6 +208,8 @@ def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
         for part, file, record in records:
             if file not in truth.heads:
                 _keep_head(truth, file, record, _made_heads(alike, part, file, specs))
+    for part in truth.parts:
+        _keep_index(truth, part, alike)
     if manifest.digests is not None and manifest.digests.file in truth.singles:
         truth.blocks = parse_digests(truth.singles[manifest.digests.file], manifest.digests)
     return truth
@@ -221,6 +224,21 @@ def _keep_head(truth: Truth, file: str, record: FileRecord, bodies: Iterator[byt
         if f"{digests.crc(body):016x}" == record.header_crc:
             truth.heads[file] = Head(body, header.parse_header(body, file_size=record.nbytes, file=file))
             return
+
+
+def _keep_index(truth: Truth, part: str, storages: Sequence[Reader]) -> None:
+    """The part's index: a copy of it, or made anew from the headers where all are known."""
+    record, files = truth.manifest.parts[part], truth.manifest.parts[part].files
+    if record.index is None:
+        return
+    name = names.index_name(part)
+    bodies = [body for storage in storages if (body := lenient(storage, name, record.index.nbytes)) is not None]
+    if files.keys() <= truth.heads.keys():
+        weight_map = {fqn: file for file in files for fqn in truth.heads[file].entries}
+        bodies.append(index.encode_index(total_size=record.total_nbytes, weight_map=weight_map))
+    right = mosaic(bodies, int(record.index.crc, 16))
+    if right is not None:
+        truth.singles[name] = right
 
 
 def _heads(storages: Sequence[Reader], file: str, record: FileRecord) -> Iterator[bytes]:

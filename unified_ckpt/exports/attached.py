@@ -19,6 +19,7 @@ from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.engine.commit import PROBE, committed_at
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_json
 from unified_ckpt.sources.marks import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
 
@@ -69,7 +70,7 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     entries = sorted(os.listdir(source))
     manifest = committed_at(source)
     if manifest is not None:
-        ours = {names.MANIFEST, names.REPLICAS, PROBE, *manifest.files(), *map(names.index_name, manifest.parts)}
+        ours = {names.MANIFEST, names.REPLICAS, PROBE, *manifest.files()}
         return SideFiles(tuple(name for name in entries if name not in ours and not (weights_only and name in _OF_TRAINING)))
     wanted = (*_HUGGING_FACE, *(_OF_MODELS if source_format in _MODEL_FOLDERS else ()))
     modules = _module_folders(source)
@@ -150,7 +151,7 @@ def _weight_files(source: str) -> tuple[str, ...]:
     listing = os.path.join(source, names.index_name("model"))
     if not os.path.isfile(listing):
         return (names.file_name("model", number=1, count=1),)
-    with open(listing, "rb") as file:
+    with open_file(listing) as file:
         files = set(index.parse_index(file.read(), file=listing).weight_map.values())
     return (names.index_name("model"), names.file_name("model", number=1, count=1), *sorted(files))
 

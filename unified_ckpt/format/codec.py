@@ -16,6 +16,7 @@ from typing import Any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import blobs as blob_format
 from unified_ckpt.format import scalars
+from unified_ckpt.format.json_text import parse_json
 
 INLINE_NBYTES = 1024  # longer byte strings become blobs
 MAX_DEPTH = 64  # one level may be three of JSON, and JSON libraries give up at about 250
@@ -66,7 +67,7 @@ def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
         raise FormatError(f"{path}: not a packed value: the first bytes are not {_MAGIC!r}")
     start = first + int.from_bytes(view[len(_MAGIC) : first], "little")
     try:
-        head = json.loads(bytes(view[first:start]))
+        head = parse_json(view[first:start], file=f"{path}: head of the packed value")
         tree, sizes = head["tree"], head["blobs"].items()
     except (*_INVALID, RecursionError) as error:
         raise FormatError(f"{path}: head of the packed value is not valid: {error}") from None

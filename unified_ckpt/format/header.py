@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from unified_ckpt.core.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
 from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.format.json_text import parse_json
 
 MAX_HEADER_NBYTES = 100_000_000  # of the JSON; the safetensors library refuses more
 PREFIX_NBYTES = 8
@@ -186,20 +186,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _parse_json(body: bytes, file: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise FormatError(f"{file}: header gives {twice!r} twice")
-        return found
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        found = json.loads(body.decode(), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: header is not valid JSON: {error}") from None
+    found = parse_json(body, file=f"{file}: header")
     if not isinstance(found, dict):
         raise FormatError(f"{file}: header is a JSON {type(found).__name__}; needed an object")
     return found

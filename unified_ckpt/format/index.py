@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.json_text import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,7 @@ def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
 
 def parse_index(encoded: bytes, *, file: str) -> Index:
     """Raises FormatError naming `file` for anything but an index whose files lie beside it."""
-    try:
-        found = json.loads(encoded.decode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: not valid JSON: {error}") from None
+    found = parse_json(encoded, file=file, constants=True)
     if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
         raise FormatError(f"{file}: no weight_map; needed an object {{tensor name: file name}}")
     weight_map = found["weight_map"]

@@ -9,14 +9,15 @@ import json
 import re
 from collections import Counter
 from datetime import datetime, timedelta
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.format.index import check_file_name
-from unified_ckpt.format.names import check_part_name, check_save_id
+from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.names import check_part_name, check_save_id, index_name
 
 FORMAT_VERSION = "1.3"  # a new field raises the minor version; a change that old readers would misread raises the major
 
@@ -106,13 +107,33 @@ class DigestFile(_Record):
             )
 
 
+class IndexFile(_Record):
+    """The index of a part, and the CRC of all its bytes."""
+
+    nbytes: Size
+    crc: Crc
+
+    @classmethod
+    def of(cls, body: bytes) -> IndexFile:
+        """The record of an index with these bytes."""
+        return cls(nbytes=len(body), crc=f"{digests.crc(body):016x}")
+
+
 class Part(_Record):
-    """`total_nbytes` counts tensor bytes before any codec. `aliases` maps the name of a tied tensor to the name it is stored under."""
+    """`total_nbytes` counts tensor bytes before any codec. `aliases` maps the name of a tied tensor to the name it is stored under.
+    `index`: null for a part without files, which has none."""
 
     files: dict[FileName, FileRecord]
+    index: IndexFile | None = None
     total_nbytes: Size
     aliases: dict[str, str] = {}
     codec: str | None = None
+
+    @model_validator(mode="after")
+    def _index_of_files(self) -> Part:
+        if (self.index is None) != (not self.files):
+            raise ValueError("a part that has files needs the record of its index, and no other does")
+        return self
 
     @model_validator(mode="after")
     def _aliases_end(self) -> Part:
@@ -199,8 +220,13 @@ class Manifest(_Record):
         return self
 
     def files(self) -> list[str]:
-        """Every file that the manifest names."""
-        return [file for part in self.parts.values() for file in part.files] + [single.file for single in self.singles()]
+        """Every file of the checkpoint but the manifest itself."""
+        of_parts = [file for part in self.parts.values() for file in part.files]
+        return [*of_parts, *self.indexes(), *(single.file for single in self.singles())]
+
+    def indexes(self) -> dict[str, IndexFile]:
+        """The indexes of the parts, by file name."""
+        return {index_name(name): part.index for name, part in self.parts.items() if part.index is not None}
 
     def singles(self) -> list[NamedFile | DigestFile]:
         """The files beside the parts' that have one CRC of all their bytes: digests first, by which the parts' are proved."""
@@ -225,15 +251,8 @@ def seal_manifest(encoded: bytes) -> bytes:
 
 def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
     """Raises FormatError naming `file` and the field for anything but a valid manifest of this major format version, IntegrityError for
-    one whose bytes are not those that were written, as far as it has a CRC of them."""
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        found = json.loads(encoded.decode(), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file}: not valid JSON: {error}") from None
+    one whose bytes are not those that were written."""
+    found = parse_json(encoded, file=file)
     if not isinstance(found, dict):
         raise FormatError(f"{file}: found a JSON {type(found).__name__}; needed an object")
     _check_crc(encoded, found.get("crc"), file)  # of any version: a digit of that may be what is damaged
@@ -247,19 +266,16 @@ def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
 def is_other_version(encoded: bytes) -> bool:
     """Whether this is a manifest that another major version of the format wrote: a checkpoint, though not one that we can read."""
     try:
-        found = json.loads(encoded)
+        found = parse_json(encoded, file="")
         version = found.get("format_version") if isinstance(found, dict) else None
         _check_crc(encoded, found.get("crc") if isinstance(found, dict) else None, "")
-    except (ValueError, RecursionError, FormatError, IntegrityError):
+    except (FormatError, IntegrityError):
         return False
     major = version.partition(".")[0] if isinstance(version, str) else ""
     return major.isdecimal() and major != FORMAT_VERSION.partition(".")[0] and "save_id" in found
 
 
 def _check_crc(encoded: bytes, said: object, file: str) -> None:
-    """Older writers, and others, say none."""
-    if said is None:
-        return
     if not isinstance(said, str) or not _DIGITS.fullmatch(said):
         raise FormatError(f"{file}: crc is {ascii(said)[:_SHOWN_CHARS]}; needed 16 lower-case hex digits")
     before, _, after = encoded.rpartition(said.encode())  # it is the last field
@@ -269,7 +285,7 @@ def _check_crc(encoded: bytes, said: object, file: str) -> None:
     if f"{found:016x}" != said:
         raise IntegrityError(
             f"{file}: is not the file that was written: it has CRC {found:016x}; needed {said}; a copy of the checkpoint mends it "
-            "(`unified-ckpt verify --repair --from`), and where it was edited on purpose, it needs its field `crc` removed"
+            "(`unified-ckpt verify --repair --from`)"
         )
 
 

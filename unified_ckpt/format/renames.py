@@ -6,7 +6,6 @@ named in `to`: `{name}`, or `{1}` for the first `*` or group.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.json_text import parse_json
 
 _HOLE = re.compile(r"\{(\w+)\}")
 _STAR = "_star"  # the name of a group that a `*` of a glob is, before its number
@@ -167,9 +167,9 @@ class Renames(_Strict):
 def parse_renames(body: bytes, *, file: str) -> Renames:
     """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in `check_renames`."""
     try:
-        content = json.loads(body) if file.endswith(".json") else tomllib.loads(body.decode())
+        content = parse_json(body, file=file) if file.endswith(".json") else tomllib.loads(body.decode())
     except ValueError as error:
-        raise FormatError(f"{file}: is no {'JSON' if file.endswith('.json') else 'TOML'}: {error}") from error
+        raise FormatError(f"{file}: is no TOML: {error}") from error
     return check_renames(content, where=file)
 
 

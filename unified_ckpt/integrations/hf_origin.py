@@ -16,6 +16,7 @@ from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.integrations.hf_names import hub_tensors
 from unified_ckpt.integrations.hf_resume import is_ours
 from unified_ckpt.runtime.state import OPTIMIZER
+from unified_ckpt.sources.json_files import read_config
 
 _FRESH = "to train on from its weights with a fresh optimizer, make the model with from_pretrained({path}) and do not resume"
 _DEEPSPEED = ("latest", "zero_to_fp32.py")
@@ -55,8 +56,7 @@ def of_another_model(error: MismatchError, path: str, model: torch.nn.Module) ->
     """The error with what differs between the configurations, which is what the user has to change."""
     saved, own = {}, {}
     if isinstance(model, PreTrainedModel) and os.path.isfile(os.path.join(path, "config.json")):
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            saved = json.load(file)
+        saved = read_config(path)
         own = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
     keys = sorted((saved.keys() & own.keys()) - _NO_MATTER)
     differing = [f"{key} is {saved[key]!r} there, {own[key]!r} here" for key in keys if saved[key] != own[key]]

@@ -13,6 +13,7 @@ from unified_ckpt.engine.commit import committed_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.removal import remove
 from unified_ckpt.manager.steps import is_ours
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -25,7 +26,7 @@ def check_path(path: str) -> Literal["unified", "stock"]:
     if committed_at(path) is not None:
         return "unified"
     if os.path.isfile(path):
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             first = file.read(4)
         if first.startswith(_TORCH_FILES):
             return "stock"

@@ -22,8 +22,10 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.manager.steps import Scan, StepRecord
+from unified_ckpt.runtime.regular import open_file
 
 MARKER = ".unified_tier.json"
 
@@ -40,10 +42,10 @@ class Lineage:
 def read(directory: str) -> Lineage | None:
     """What the directory says; None where it says nothing that can be read."""
     try:
-        with open(os.path.join(directory, MARKER), "rb") as file:
-            found = json.loads(file.read())
+        with open_file(path := os.path.join(directory, MARKER)) as file:
+            found = parse_json(file.read(), file=path)
         return Lineage(str(found["root"]), frozenset(map(str, found["saves"])), frozenset(map(str, found["strangers"])))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (CheckpointError, OSError, KeyError, TypeError):
         return None
 
 

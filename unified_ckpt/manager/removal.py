@@ -44,7 +44,7 @@ def remove_broken(storage: LocalStorage, seen: StepRecord, prefix: str) -> bool:
     name, file = seen.name, f"{seen.name}/{names.MANIFEST}"
     with removing(storage.path(name)) as alone:
         stamp = storage.stamp(name)
-        if stamp is None or (storage.size(file) is not None and not alone) or look(storage, name, prefix) != seen:
+        if stamp is None or (storage.kind(file) is not None and not alone) or look(storage, name, prefix) != seen:
             return False
         aside = names.removed_name(name, secrets.token_hex(8))
         storage.rename(name, aside)
@@ -59,7 +59,7 @@ def remove_broken(storage: LocalStorage, seen: StepRecord, prefix: str) -> bool:
 
 def clear(storage: LocalStorage, name: str) -> None:
     """Removes a folder that holds no checkpoint, or a copy of one that is elsewhere, its manifest first."""
-    if storage.size(f"{name}/{names.MANIFEST}") is not None:
+    if storage.kind(f"{name}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{name}/{names.MANIFEST}")
         storage.sync_folder(name)
     storage.remove_folder(name)

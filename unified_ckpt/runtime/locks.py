@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.places import Place
+from unified_ckpt.runtime.regular import open_regular
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)  # the last: of NFS, for a folder
 
@@ -75,9 +76,9 @@ def mending(folder: str) -> Iterator[os.stat_result]:
 
 def _open_to_lock(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS wants it writable for an exclusive lock
+        return open_regular(path, write=True)  # NFS wants it writable for an exclusive lock
     except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
 
 def _lock(fd: int, how: int) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import stat
 
+from unified_ckpt.runtime.regular import open_regular
+
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY)  # the former, where a system has it, asks for no right to read
 _CLOSED = -1  # every call that is given it fails
 
@@ -32,13 +34,14 @@ class Place:
             return True
 
     def open(self, name: str) -> int:
-        return os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        """A regular file, to read: see `open_regular`."""
+        return open_regular(self._path(name), dir_fd=self._fd)
 
     def stat(self, name: str, *, follow: bool = True) -> os.stat_result:
         return os.stat(self._path(name), dir_fd=self._fd, follow_symlinks=follow)
 
     def entries(self, name: str) -> list[str]:
-        fd = self.open(name)
+        fd = os.open(self._path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
         try:
             return os.listdir(fd)
         finally:

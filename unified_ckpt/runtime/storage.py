@@ -18,6 +18,7 @@ from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
 from unified_ckpt.runtime.descriptors import READERS, OpenFiles
 from unified_ckpt.runtime.places import Place
+from unified_ckpt.runtime.regular import check_regular
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -37,7 +38,7 @@ class Reader(Protocol):
         """A whole small file. NotFoundError when there is none."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None when there is none."""
+        """Bytes of a file, None when there is none. StorageError for anything but a regular file, which no call here opens."""
 
     def names(self) -> list[str]:
         """Entries of the root folder, sorted."""
@@ -89,8 +90,13 @@ class LocalStorage:
         return self._call("read", name, whole)
 
     def size(self, name: str) -> int | None:
+        def regular_nbytes() -> int:
+            status = self.place.stat(name)
+            check_regular(status, name)
+            return status.st_size
+
         try:
-            return self._call("stat", name, lambda: self.place.stat(name)).st_size
+            return self._call("stat", name, regular_nbytes)
         except NotFoundError:
             return None
 

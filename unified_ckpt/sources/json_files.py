@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.runtime.regular import open_file
 
 CONFIG = "config.json"
 
 
 def read_json(path: str) -> Any:
-    """FormatError where the file is no JSON."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: is damaged, or no JSON: {error}") from error
+    """FormatError where the file is no JSON, or an object in it has a key twice. NaN is a value: the Trainer writes it for a loss."""
+    with open_file(path) as file:
+        return parse_json(file.read(), file=path, constants=True)
 
 
 def read_object(path: str) -> dict[str, Any]:

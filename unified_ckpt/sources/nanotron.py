@@ -23,6 +23,7 @@ from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembl
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.marks import NANOTRON_LATEST, NANOTRON_META
@@ -89,8 +90,8 @@ def _step_folder(root: str) -> str:
     latest = os.path.join(root, NANOTRON_LATEST)
     if not os.path.isfile(latest):
         return root
-    with open(latest, encoding="utf-8") as file:
-        told = file.read().strip()
+    with open_file(latest) as file:
+        told = file.read().decode().strip()
     if not told.isdigit():
         raise FormatError(f"{latest}: holds {told[:40]!r}; needed the number of a step")
     if not os.path.isdir(os.path.join(root, told)):

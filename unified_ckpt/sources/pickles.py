@@ -20,6 +20,7 @@ import torch
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.storage import Buffer
 from unified_ckpt.sources.opcodes import check_numbers
 from unified_ckpt.sources.stubs import stub
@@ -84,7 +85,7 @@ def _check_archive(file: str | io.BytesIO) -> bool:
 
     FormatError for an archive that is compressed, whose bytes torch would map as the tensors'. A damaged one may raise anything.
     """
-    with open(file, "rb") if isinstance(file, str) else nullcontext(file) as opened:
+    with open_file(file) if isinstance(file, str) else nullcontext(file) as opened:
         is_archive = opened.read(len(_ARCHIVE)) == _ARCHIVE  # as torch tells
         opened.seek(0)
         can_be_mapped = is_archive and _is_of_this_machine(opened)
@@ -172,7 +173,7 @@ class _Restricted(pickle.Unpickler):
 
 def load_pickle(path: str, known: Mapping[str, Any], *, encoding: str = "ASCII") -> Any:
     """A raw pickle's value. FormatError for one that is damaged or names other globals than `known`; it lists them."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         _check_numbers(file, path)
         reader = _Restricted(file, known, encoding=encoding)
         try:

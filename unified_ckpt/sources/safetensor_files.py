@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format import header, index, names
+from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.runtime.modules import unwrapped
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.zipped import Mapped
@@ -53,7 +54,7 @@ def open_tensors(path: str) -> TensorFile:
     mapped, size = Mapped(path), os.path.getsize(path)
     head = mapped.bytes(0, header.header_nbytes(bytes(mapped.bytes(0, min(size, 8))), file_size=size, file=path))
     entries = header.parse_header(head, file_size=size, file=path)
-    return TensorFile(path, entries, json.loads(bytes(head[header.PREFIX_NBYTES :])).get("__metadata__", {}), mapped)
+    return TensorFile(path, entries, parse_json(head[header.PREFIX_NBYTES :], file=path).get("__metadata__", {}), mapped)
 
 
 def whole_tensors(files: Sequence[TensorFile], *, part: str = MODEL) -> dict[Key, Assembly]:
@@ -74,7 +75,7 @@ def model_files(root: str, *, part: str = MODEL) -> list[TensorFile]:
     there, single, weight_map = set(os.listdir(root)), names.file_name(part, number=1, count=1), None
     listing = os.path.join(root, names.index_name(part))
     if names.index_name(part) in there:
-        with open(listing, "rb") as opened:
+        with open_file(listing) as opened:
             weight_map = index.parse_index(opened.read(), file=listing).weight_map
     if weight_map is None or index.is_left_over(weight_map, single=single, there=there, where=root):
         return [open_tensors(os.path.join(root, single))] if single in there else []

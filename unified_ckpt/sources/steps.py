@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.sources import open_any
 from unified_ckpt.sources.marks import (
     DCP_METADATA,
@@ -171,7 +172,7 @@ def _pointed(folder: str, entries: list[str]) -> dict[str, str]:
         path = os.path.join(folder, file)
         if not os.path.isfile(path):
             continue
-        with open(path, "rb") as opened:
+        with open_file(path) as opened:
             text = opened.read(_POINTER_NBYTES).decode(errors="replace").strip()
         name = text if file == MEGATRON_TRACKER and text == "release" else _POINTERS[file].format(text)
         if text and os.path.split(name)[1] == name and name not in (".", ".."):

@@ -22,6 +22,7 @@ from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.modules import is_extra_state, unwrapped
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.state import MASTER, MODEL
 from unified_ckpt.sources.huggingface.models import order_of
 from unified_ckpt.sources.marks import BIN, BIN_INDEX
@@ -128,7 +129,7 @@ def read_bins(root: str) -> State:
     weight_map: Mapping[str, str] = {}
     files = [BIN]
     if BIN_INDEX in names:
-        with open(os.path.join(root, BIN_INDEX), "rb") as opened:
+        with open_file(os.path.join(root, BIN_INDEX)) as opened:
             weight_map = index.parse_index(opened.read(), file=os.path.join(root, BIN_INDEX)).weight_map
         if index.is_left_over(weight_map, single=BIN, there=names, where=root):
             weight_map = {}

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.sources.opcodes import check_numbers
 
 # Others are stored as bytes, their dtype beside them.
@@ -49,7 +50,7 @@ def check_archive_name(path: str) -> None:
     torch.save calls the root folder of an archive as the file, without its suffix. Only a root that differs from the file's name in its
     numbers alone is proof: written to a stream, an archive's root is `archive`. FormatError; zipfile.BadZipFile where the archive is cut.
     """
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         if file.read(4) != b"PK\x03\x04":
             return  # written without an archive
         with zipfile.ZipFile(file) as archive:
@@ -67,7 +68,8 @@ class Mapped:
 
     @cached_property
     def _memory(self) -> memoryview:
-        nbytes = os.stat(self.path).st_size
+        with open_file(self.path) as file:  # torch opens it by its path
+            nbytes = os.fstat(file.fileno()).st_size
         if not nbytes:
             return memoryview(b"")
         return memoryview(cast("Any", torch.from_file(self.path, shared=False, size=nbytes, dtype=torch.uint8).numpy()))

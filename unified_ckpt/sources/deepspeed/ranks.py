@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.tables import listed
-from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, StorageError
 from unified_ckpt.sources.deepspeed.layout import Layout, Span
 from unified_ckpt.sources.pickles import load_torch
 from unified_ckpt.sources.stubs import Stub
@@ -197,5 +197,5 @@ def _has_contents(path: str) -> bool:
     try:
         check_archive_name(path)
         return os.path.getsize(path) > 1
-    except (zipfile.BadZipFile, OSError):
+    except (zipfile.BadZipFile, OSError, StorageError):
         return False

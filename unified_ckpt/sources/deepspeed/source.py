@@ -22,6 +22,7 @@ from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.mapped import Pages
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.deepspeed.beside import weights_beside
 from unified_ckpt.sources.deepspeed.layout import Layout, chained, scattered
@@ -101,8 +102,8 @@ def step_folder(root: str) -> str:
 
 def _tag(root: str, mark: str) -> str:
     """The folder that `latest` or `latest_universal` names. FormatError where it lies elsewhere."""
-    with open(os.path.join(root, mark), encoding="utf-8", errors="replace") as file:
-        tag = file.read().strip()
+    with open_file(os.path.join(root, mark)) as file:
+        tag = file.read().decode(errors="replace").strip()
     if not tag or not os.path.normpath(os.path.join(root, tag)).startswith(os.path.join(root, "")):
         raise FormatError(f"{root}/{mark}: names {tag!r}; needed a folder in {root}")
     return tag

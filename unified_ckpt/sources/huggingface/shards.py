@@ -7,7 +7,6 @@ where that counts files, and otherwise by the shapes of the model to be filled; 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
 from unified_ckpt.engine.source import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MODEL
 from unified_ckpt.sources.marks import HF_SHARD
@@ -77,6 +77,6 @@ def _offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
     if told is None:
         raise FormatError(f"{file.path}: its header has no {_SHARDING}, which says what its tensors are parts of")
     try:
-        return {name: tuple(map(int, one["saved_offsets"])) for name, one in json.loads(told).items()}
+        return {name: tuple(map(int, one["saved_offsets"])) for name, one in parse_json(told, file=f"{file.path}: {_SHARDING}").items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{file.path}: {_SHARDING} is not what torch.distributed.checkpoint writes: {error!r}") from error

@@ -6,7 +6,6 @@ dp_reshardable are not: what lies where in them depends on the layout of the job
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.dcp import Entry, assemble, map_files, read_entries
+from unified_ckpt.sources.json_files import read_object
 from unified_ckpt.sources.megatron.files import STUBS, Arguments, arguments, plain
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, apart, is_expert
 from unified_ckpt.sources.megatron.states import group_of, options_of
@@ -80,11 +80,7 @@ def _check_backend(folder: str) -> None:
     path = os.path.join(folder, "metadata.json")
     if not os.path.isfile(path):
         raise FormatError(f"{folder}: has no metadata.json, which Megatron-Core writes last: its save did not end")
-    with open(path, encoding="utf-8") as file:
-        try:
-            backend = json.load(file)["sharded_backend"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path}: is damaged, or not Megatron-Core's: {error!r}") from error
+    backend = read_object(path).get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(f"{path}: says {backend!r}; needed torch_dist")
 

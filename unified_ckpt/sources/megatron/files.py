@@ -12,6 +12,7 @@ import torch
 
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.sources.marks import MEGATRON_TRACKER
 from unified_ckpt.sources.megatron.names import core_name
 from unified_ckpt.sources.pickles import load_torch
@@ -98,8 +99,8 @@ def step_folder(root: str) -> str:
     tracker = os.path.join(root, MEGATRON_TRACKER)
     if not os.path.isfile(tracker):
         return root
-    with open(tracker, encoding="utf-8", errors="replace") as file:
-        told = file.read().strip()
+    with open_file(tracker) as file:
+        told = file.read().decode(errors="replace").strip()
     if told != "release" and not re.fullmatch(r"\d+", told):
         raise FormatError(f"{tracker}: says {told[:40]!r}; needed a number, or 'release'")
     folder = os.path.join(root, told if told == "release" else f"iter_{int(told):07d}")

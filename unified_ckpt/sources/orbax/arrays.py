@@ -20,6 +20,7 @@ import torch
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.runtime.regular import check_files
 from unified_ckpt.runtime.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 512 << 20  # of decoded chunks: one may be larger than a piece
@@ -75,6 +76,7 @@ def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool)
     cut short.
     """
     tensorstore = _tensorstore()
+    check_files(root)
     outside = sorted(name for name in names if not name or ".." in name.split("/"))
     if outside:
         raise FormatError(listed(f"{root}: arrays have names that lead out of the folder", outside))

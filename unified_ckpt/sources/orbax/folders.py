@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.tables import listed
-from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.marks import ORBAX_STEP, ORBAX_TREE, ORBAX_UNFINISHED, orbax_items
 
@@ -136,5 +136,5 @@ def read_tree(root: str) -> Tree:
         strings = {at: texts[".".join(at)] for at, kind in leaves.items() if kind == "string"}
         arrays = {at: ".".join(at) for at, kind in leaves.items() if kind != "string"}
         return Tree(root, arrays, strings, bool(told.get("use_zarr3")), not told.get("store_array_data_equal_to_fill_value"))
-    except (KeyError, TypeError, AttributeError, FileNotFoundError) as error:
+    except (KeyError, TypeError, AttributeError, NotFoundError) as error:
         raise FormatError(f"{path}: is not what Orbax writes: {error!r}") from error

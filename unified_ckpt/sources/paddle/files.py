@@ -16,6 +16,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.header import Entry, header_nbytes, parse_header
 from unified_ckpt.format.index import parse_index
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.paddle.quant import HIGHEST, LOWEST, SCALES
@@ -38,7 +39,7 @@ def indexed(root: str, index_file: str, *, absent: Collection[str] = ()) -> dict
     IncompleteError naming files and tensors that are missing; FormatError for tensors that the index does not name.
     """
     path = os.path.join(root, index_file)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         weight_map = parse_index(file.read(), file=path).weight_map
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not os.path.isfile(os.path.join(root, file))]
@@ -64,7 +65,7 @@ def held_in(path: str) -> dict[str, Held]:
 
 
 def _header(path: str) -> Mapping[str, Entry]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(_FIRST_READ)
         needed = header_nbytes(head, file_size=size, file=path)

@@ -20,6 +20,7 @@ import torch
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.tables import listed
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.sources.paddle.slabs import Held, narrowed
 from unified_ckpt.sources.stubs import stub
 from unified_ckpt.sources.trees import check_tree
@@ -184,8 +185,8 @@ _Lazy.dispatch |= {
 
 def load_arrays(path: str) -> Any:
     """What a raw pickle holds, its arrays as `Array`. FormatError for one that is damaged or names classes; it lists them."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         reader = _Lazy(file, size)
         try:
             found = reader.load()

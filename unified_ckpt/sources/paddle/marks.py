@@ -9,6 +9,7 @@ from collections.abc import Collection
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
 from unified_ckpt.format.header import header_nbytes, parse_header
+from unified_ckpt.runtime.regular import open_file
 
 PEFT = "peft_model"
 _OWN = frozenset({names.index_name("optimizer"), names.index_name("master_weights"), names.index_name(PEFT)})
@@ -52,14 +53,14 @@ def _saved_by_numpy(path: str, entries: Collection[str]) -> bool:
 
 def _is_numpys(path: str) -> bool | None:
     """None where the header is damaged."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(8 + len(_NUMPY))
-        if head[8:] == _NUMPY:
-            return True
-        try:
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(8 + len(_NUMPY))
+            if head[8:] == _NUMPY:
+                return True
             head += file.read(max(0, header_nbytes(head, file_size=size, file=path) - len(head)))
             parse_header(head, file_size=size, file=path)
-        except CheckpointError:  # who opens the folder names it
-            return None
+    except CheckpointError:  # who opens the folder names it
+        return None
     return False

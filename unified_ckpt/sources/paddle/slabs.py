@@ -17,6 +17,7 @@ import torch
 from unified_ckpt.core.geometry import Box, intersect, runs, whole
 from unified_ckpt.engine.assembled import Fragment
 from unified_ckpt.errors import FormatError, IntegrityError
+from unified_ckpt.runtime.regular import open_file
 from unified_ckpt.runtime.tensors import dense, same_bits
 from unified_ckpt.sources.paddle.names import Cut
 
@@ -41,7 +42,7 @@ class Held:
             return self.load(box)
         held = bytearray(box.numel * self.dtype.itemsize)
         view, item = memoryview(held), self.dtype.itemsize
-        with open(self.where, "rb", buffering=0) as file:
+        with open_file(self.where) as file:
             for first, local, count in runs(box, self.shape, local=whole(box.shape), local_shape=box.shape):
                 _fill(file.fileno(), view[local * item : (local + count) * item], self.start + first * item, self.where)
         return torch.frombuffer(held, dtype=self.dtype).view(box.shape) if held else torch.empty(box.shape, dtype=self.dtype, device="cpu")

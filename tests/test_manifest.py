@@ -29,6 +29,7 @@ from unified_ckpt.format.manifest import (
 
 FILE = "unified_checkpoint.json"
 CRC = "0123456789abcdef"
+ISLAND = {"number": 0, "count": 4, "ranks": [0, 1], "world_size": 8, "totals": {}, "copies": []}
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -49,7 +50,7 @@ def manifest(**changes: Any) -> Manifest:
         },
         "digests": DigestFile(file="digests.safetensors", algorithm="crc64nvme", block_nbytes=1 << 20, nbytes=40, crc=CRC),
         "extra_file": NamedFile(file="extra.safetensors", nbytes=40, header_crc=CRC, crc=CRC),
-        "rank_extra": RankExtraFile(file="rank_extra.safetensors", nbytes=40, header_crc=CRC, crc=CRC, world_size=8),
+        "rank_extra": RankExtraFile(file="rank_extra.safetensors", nbytes=400, header_crc=CRC, crc=CRC, world_size=8),
         "optimizer": OptimizerRecord(groups=[ParamGroup(names=["a.weight"], options=encode({"lr": 0.1, "betas": (0.9, 0.999)})[0])]),
         "extra": encode({"best": math.inf, "milestones": {3: 1}})[0],
     }
@@ -177,6 +178,14 @@ def test_refuses_what_is_no_object(encoded: bytes) -> None:
         ("digests/crc", "zz", "digests.crc: "),
         ("extra_file/file", "..", "extra_file.file: .*leads out of the folder"),
         ("rank_extra/world_size", 0, "rank_extra.world_size: "),
+        ("rank_extra/world_size", 2**62, "rank_extra.world_size: "),
+        ("rank_extra/world_size", 26, "rank_extra: 26 entries need 416 bytes or more; the file has 400"),
+        ("world_size", 2**21, "world_size: .*less than or equal to 1048576"),
+        ("step", 2**63, "step: "),
+        ("island", {**ISLAND, "number": 4}, "island: number and copies need to be below count, 4"),
+        ("island", {**ISLAND, "copies": [4]}, "island: number and copies need to be below count, 4"),
+        ("island", {**ISLAND, "ranks": [8]}, "island: ranks need to be below world_size, 8"),
+        ("island", {**ISLAND, "count": 2**62}, "island.count: "),
         ("rank_extra/file", "extra.safetensors", "'extra.safetensors' is named twice"),
         ("optimizer/groups", [{"names": "abc", "options": {}}], "optimizer.groups.0.names: "),
         ("optimizer/groups", [{"options": {}}], "optimizer.groups.0.names: Field required"),

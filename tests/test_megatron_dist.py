@@ -183,7 +183,9 @@ def test_a_save_that_did_not_end_is_refused(folder: Path) -> None:
         uc.open(folder, options=SourceOptions(format="megatron"))
 
 
-@pytest.mark.parametrize(("told", "found"), [("{", "is damaged"), ("[]", "is damaged"), ('{"sharded_backend": "zarr"}', "says 'zarr'")])
+@pytest.mark.parametrize(
+    ("told", "found"), [("{", "not valid JSON"), ("[]", "holds a list"), ('{"sharded_backend": "zarr"}', "says 'zarr'")]
+)
 def test_another_backend_and_a_damaged_metadata_are_refused(folder: Path, told: str, found: str) -> None:
     (folder / "metadata.json").write_text(told)
     with pytest.raises(uc.FormatError, match=rf"metadata.json: {found}"):

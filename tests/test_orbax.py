@@ -330,7 +330,7 @@ def test_zeros_that_older_versions_did_not_store(written: Path, tmp_path: Path) 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"tree_metadata": {"a": 1}}', b'{"tree_metadata": []}', b"\xff\xfe"])
 def test_a_damaged_tree_is_an_error_that_names_it(folder: Path, body: bytes) -> None:
     (folder / "items" / "_METADATA").write_bytes(body)
-    with pytest.raises(uc.FormatError, match=r"items/_METADATA: is "):
+    with pytest.raises(uc.FormatError, match=r"items/_METADATA: (is |not valid JSON)"):
         uc.open(folder)
 
 

@@ -8,14 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from unified_ckpt.core.dtypes import packed
+from unified_ckpt.core.dtypes import itemsize, packed
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.ranges import coalesce
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import listed
+from unified_ckpt.engine.blocks import check_blocks, has_whole_blocks
 from unified_ckpt.engine.commit import PROBE
 from unified_ckpt.engine.part_index import read_index
-from unified_ckpt.engine.source import Catalog, Location, Said, read_box
+from unified_ckpt.engine.source import Catalog, Location, Said, fill_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
@@ -83,8 +84,13 @@ class Folder:
         return Catalog(self.storage, {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in wanted})
 
     def read(self, part: str, name: str, box: Box) -> bytes:
-        location = Location(self._weight_maps[part][name], self._entry(part, name).start)
-        return read_box(self.storage, location, self.specs(part, [name])[name], box)
+        file, spec = self._weight_maps[part][name], self.specs(part, [name])[name]
+        body = bytearray(box.numel * itemsize(spec.dtype))
+        fill_box(self.storage, Location(file, self._entry(part, name).start), spec, box, memoryview(body))
+        saved = self.block_digests([(part, name)])[part, name] if has_whole_blocks(spec, box) else None
+        if saved is not None:
+            check_blocks((part, name), spec, box, memoryview(body), saved, where=f", in {file}")
+        return bytes(body)
 
     def check_files(self, files: Collection[str]) -> None:
         """Every byte of these files is there, and their headers say what the manifest and the index say.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.engine.truth import Truth, lenient
+from unified_ckpt.engine.truth import Truth, file_nbytes, lenient
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.header import Entry
@@ -44,17 +44,19 @@ def examine(storage: Reader, truth: Truth, progress: Progress) -> Iterator[Fault
 
 def _examine_single(storage: Reader, file: str, nbytes: int, crc: str) -> Iterator[Fault]:
     """A file that has one CRC of all its bytes."""
-    size, body = _size(storage, file), lenient(storage, file, nbytes)
-    if size is None or body is None:
-        yield Fault(file, [f"{file}: is missing"], gone=True)
-    elif size != nbytes:
+    size = file_nbytes(storage, file)
+    if size is not None and size != nbytes:
         yield Fault(file, [f"{file}: has {size} bytes; needed {nbytes}"])
+        return
+    body = lenient(storage, file, nbytes) if size is not None else None
+    if body is None:
+        yield Fault(file, [f"{file}: is missing"], gone=True)
     elif f"{digests.crc(body):016x}" != crc:
         yield Fault(file, [f"{file}: is not the file that was written; needed CRC {crc}"])
 
 
 def _examine_file(storage: Reader, truth: Truth, part: str, file: str, record: FileRecord, progress: Progress) -> Fault:
-    size, head = _size(storage, file), truth.heads.get(file)
+    size, head = file_nbytes(storage, file), truth.heads.get(file)
     fault = Fault(file, [], part, gone=size is None)
     if size is None:
         fault.texts.append(f"{file}: is missing")
@@ -87,11 +89,3 @@ def _bad_blocks(storage: Reader, file: str, entry: Entry, needed: Sequence[int],
             continue
         if digests.crc(body) != crc:
             yield block, f"has CRC {digests.crc(body):016x}; needed {crc:016x}"
-
-
-def _size(storage: Reader, file: str) -> int | None:
-    """None also for a file that the disk does not give."""
-    try:
-        return storage.size(file)
-    except CheckpointError:
-        return None

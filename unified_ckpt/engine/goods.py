@@ -75,6 +75,8 @@ class Goods:
                     )
                     for low in range(0, entry.stop - entry.start, _BLOCK)
                 ]
+        if record.nbytes > header.MAX_HEADER_NBYTES + 8 * (1 + sum(map(len, claims.values()))):
+            return  # no such file can be
         kept = [body for storage in self._copies if (body := lenient(storage, record.file, record.nbytes)) is not None]
         made = [
             body

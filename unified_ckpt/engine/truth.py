@@ -158,8 +158,11 @@ def _fits(storage: Reader, manifest: Manifest) -> bool | None:
 
 def state_of(storage: Reader, record: NamedFile | DigestFile) -> bool | None:
     """Whether the file is right; None where there is none."""
+    size = file_nbytes(storage, record.file)
+    if size != record.nbytes:
+        return None if size is None else False
     body = lenient(storage, record.file, record.nbytes)
-    return None if body is None else f"{digests.crc(body):016x}" == record.crc and storage.size(record.file) == record.nbytes
+    return None if body is None else f"{digests.crc(body):016x}" == record.crc
 
 
 def lenient(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
@@ -194,8 +197,7 @@ def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
     everybody = [target, *(one.storage for one in sources)]
     truth = Truth(manifest, [part for part, of in manifest.parts.items() if _is_there(target, part, of.files)])
     for single in manifest.singles():
-        bodies = [body for storage in everybody if (body := lenient(storage, single.file, single.nbytes)) is not None]
-        right = mosaic(bodies, int(single.crc, 16))
+        right = mosaic(_copies(everybody, single.file, single.nbytes), int(single.crc, 16))
         if right is not None:
             truth.singles[single.file] = right
     records = [(part, file, record) for part in truth.parts for file, record in manifest.parts[part].files.items()]
@@ -215,6 +217,21 @@ def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
     return truth
 
 
+def _copies(storages: Sequence[Reader], file: str, nbytes: int) -> list[bytes]:
+    """What the folders have of a small file. Where none has as many bytes no memory is taken: the number itself may be wrong."""
+    if max((file_nbytes(storage, file) or 0 for storage in storages), default=0) < nbytes:
+        return []
+    return [body for storage in storages if (body := lenient(storage, file, nbytes)) is not None]
+
+
+def file_nbytes(storage: Reader, file: str) -> int | None:
+    """None also for a file that the disk does not give."""
+    try:
+        return storage.size(file)
+    except CheckpointError:
+        return None
+
+
 def _is_there(storage: Reader, part: str, files: Mapping[str, object]) -> bool:
     return any(storage.size(name) is not None for name in (names.index_name(part), *files)) if files else False
 
@@ -232,7 +249,7 @@ def _keep_index(truth: Truth, part: str, storages: Sequence[Reader]) -> None:
     if record.index is None:
         return
     name = names.index_name(part)
-    bodies = [body for storage in storages if (body := lenient(storage, name, record.index.nbytes)) is not None]
+    bodies = _copies(storages, name, record.index.nbytes)
     if files.keys() <= truth.heads.keys():
         weight_map = {fqn: file for file in files for fqn in truth.heads[file].entries}
         bodies.append(index.encode_index(total_size=record.total_nbytes, weight_map=weight_map))

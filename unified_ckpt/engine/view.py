@@ -19,7 +19,10 @@ Index = int | slice | EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A stored tensor. Indexing reads what is asked for, into new CPU memory: ints, slices of step 1, an ellipsis."""
+    """A stored tensor. Indexing reads what is asked for, into new CPU memory: ints, slices of step 1, an ellipsis.
+
+    IntegrityError where a 1 MiB block that lies whole in what is read has not its digest; a tensor of less is one block.
+    """
 
     _source: Source
     part: str

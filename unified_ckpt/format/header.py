@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 _METADATA = "__metadata__"
 _MAX_DIMS = 255  # a product of millions of dims would take minutes
 _MAX_INT = 2**63
+_MAX_NUMEL = _MAX_INT // 16  # counting zeros as ones: strides and bytes of an empty tensor are computed, too
 
 _INTEGER = "(?:0|[1-9][0-9]{0,17})"
 _PLAIN_METADATA = '{"__metadata__":{"format":"pt"},'
@@ -170,7 +172,7 @@ def _plain_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
 
 def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if not _is_shape(shape):
-        raise FormatError(f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0 to 2**63 - 1")
+        raise FormatError(f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59")
     try:
         return nbytes(dtype, shape)
     except FormatError as error:
@@ -178,7 +180,7 @@ def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_shape(dims: tuple[Any, ...] | list[Any]) -> bool:
-    return len(dims) <= _MAX_DIMS and all(map(_is_size, dims))
+    return len(dims) <= _MAX_DIMS and all(map(_is_size, dims)) and prod(dim or 1 for dim in dims) < _MAX_NUMEL
 
 
 def _is_size(value: Any) -> bool:
@@ -210,7 +212,7 @@ def _parse_entry(name: str, fields: Any, first: int, file: str) -> Entry:
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise FormatError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
     if not isinstance(shape, list) or not _is_shape(shape):
-        raise FormatError(f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0 to 2**63 - 1")
+        raise FormatError(f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59")
     match offsets:
         case [start, stop] if _is_size(start) and _is_size(stop):
             pass

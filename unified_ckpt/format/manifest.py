@@ -21,6 +21,7 @@ from unified_ckpt.format.names import check_part_name, check_save_id, index_name
 
 FORMAT_VERSION = "1.3"  # a new field raises the minor version; a change that old readers would misread raises the major
 
+MAX_RANKS = 1 << 20  # of a save: tables of ranks are made from what a manifest says
 _NO_CRC = "0" * 16  # what the digits of the manifest's own CRC are taken as while that is computed
 _DIGITS = re.compile("[0-9a-f]{16}")
 _MAX_SHOWN = 5
@@ -56,6 +57,8 @@ def _utc(text: str) -> str:
 
 FileName = Annotated[str, AfterValidator(_file)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # of 64 bits, lower-case hex
 
 
@@ -81,7 +84,13 @@ class NamedFile(FileRecord):
 class RankExtraFile(NamedFile):
     """The file of the per-rank extra state; `world_size` is the number of its entries."""
 
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Ranks
+
+    @model_validator(mode="after")
+    def _entries_fit(self) -> RankExtraFile:
+        if self.nbytes < 16 * self.world_size:
+            raise ValueError(f"{self.world_size} entries need {16 * self.world_size} bytes or more; the file has {self.nbytes}")
+        return self
 
 
 class DigestFile(_Record):
@@ -161,12 +170,20 @@ class IslandRecord(_Record):
     """Which of the folders of one save this is: `number` of `count`, by the ranks `ranks` of `world_size`. `totals`: of the whole save,
     by part: how many tensors, and their bytes. `copies`: the numbers of the folders of which copies lie in `replicas/`."""
 
-    number: Annotated[int, Field(ge=0)]
-    count: Annotated[int, Field(ge=1)]
-    ranks: list[Annotated[int, Field(ge=0)]]
-    world_size: Annotated[int, Field(ge=1)]
+    number: Rank
+    count: Ranks
+    ranks: list[Rank]
+    world_size: Ranks
     totals: dict[str, Annotated[list[Size], Field(min_length=2, max_length=2)]] = {}
-    copies: list[Annotated[int, Field(ge=0)]] = []
+    copies: list[Rank] = []
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> IslandRecord:
+        if max([self.number, *self.copies]) >= self.count:
+            raise ValueError(f"number and copies need to be below count, {self.count}")
+        if max(self.ranks, default=0) >= self.world_size:
+            raise ValueError(f"ranks need to be below world_size, {self.world_size}")
+        return self
 
 
 class ConvertedFrom(_Record):
@@ -193,9 +210,9 @@ class Manifest(_Record):
 
     format_version: str = FORMAT_VERSION
     save_id: Annotated[str, AfterValidator(_save_id)]
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: Size | None = None
     created: Annotated[str, AfterValidator(_utc)]
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Ranks
     seconds: Annotated[float, Field(ge=0)] | None = None
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
-from unified_ckpt.runtime.regular import open_regular
+from unified_ckpt.runtime.regular import check_regular, open_regular
 
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY)  # the former, where a system has it, asks for no right to read
 _CLOSED = -1  # every call that is given it fails
@@ -39,6 +39,12 @@ class Place:
 
     def stat(self, name: str, *, follow: bool = True) -> os.stat_result:
         return os.stat(self._path(name), dir_fd=self._fd, follow_symlinks=follow)
+
+    def nbytes(self, name: str) -> int:
+        """The length of a regular file."""
+        status = self.stat(name)
+        check_regular(status, name)
+        return status.st_size
 
     def entries(self, name: str) -> list[str]:
         fd = os.open(self._path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)

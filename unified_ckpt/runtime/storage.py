@@ -18,7 +18,6 @@ from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
 from unified_ckpt.runtime.descriptors import READERS, OpenFiles
 from unified_ckpt.runtime.places import Place
-from unified_ckpt.runtime.regular import check_regular
 
 Buffer = memoryview
 _RENAME_EXCHANGE = 2
@@ -90,13 +89,8 @@ class LocalStorage:
         return self._call("read", name, whole)
 
     def size(self, name: str) -> int | None:
-        def regular_nbytes() -> int:
-            status = self.place.stat(name)
-            check_regular(status, name)
-            return status.st_size
-
         try:
-            return self._call("stat", name, regular_nbytes)
+            return self._call("stat", name, lambda: self.place.nbytes(name))
         except NotFoundError:
             return None
 

@@ -14,14 +14,14 @@ from math import prod
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box, runs, whole
+from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.recipes import Given, Recipe, Stored, leaves, panels
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine.assembled import Fragment, Fragments, Kept, assembly
+from unified_ckpt.engine.blocks import check_blocks, has_whole_blocks
 from unified_ckpt.engine.source import Catalog, Location, fill_box
-from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.format.digests import BLOCK_NBYTES, crc
+from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage import Buffer, Reader
 from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, same_bits
 from unified_ckpt.views.making import Read, make
@@ -76,23 +76,9 @@ def _read_stored(
     found, spec = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype], device="cpu"), TensorSpec(dtype, shapes[key])
     fill_box(inner.storage, inner.locations[key], spec, box, as_bytes(found))
     known = proofs.get(key)
-    if known is not None:
-        _prove(key, known, spec, box, as_bytes(found))
+    if known is not None and has_whole_blocks(spec, box):
+        check_blocks(key, spec, box, as_bytes(found), known)
     return found
-
-
-def _prove(key: Key, known: Sequence[int], spec: TensorSpec, box: Box, held: memoryview) -> None:
-    item = itemsize(spec.dtype)
-    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-        start, stop = first * item, (first + count) * item
-        if stop - start < BLOCK_NBYTES and stop - start < spec.nbytes:
-            return  # and so are all others
-        for block in range(-(-start // BLOCK_NBYTES), -(-stop // BLOCK_NBYTES)):
-            low, high = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, spec.nbytes)
-            if high <= stop and crc(held[local * item + low - start : local * item + high - start]) != known[block]:
-                raise IntegrityError(
-                    f"{':'.join(key)}: bytes [{low}, {high}) are not what was saved; needed those of digest {known[block]:016x}"
-                )
 
 
 class Woven:

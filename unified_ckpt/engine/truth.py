@@ -233,7 +233,7 @@ def file_nbytes(storage: Reader, file: str) -> int | None:
 
 
 def _is_there(storage: Reader, part: str, files: Mapping[str, object]) -> bool:
-    return any(storage.size(name) is not None for name in (names.index_name(part), *files)) if files else False
+    return any(file_nbytes(storage, name) is not None for name in (names.index_name(part), *files)) if files else False
 
 
 def _keep_head(truth: Truth, file: str, record: FileRecord, bodies: Iterator[bytes]) -> None:

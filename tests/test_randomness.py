@@ -46,3 +46,19 @@ def test_another_number_of_ranks_derives_states_that_differ_by_rank_and_by_what_
         assert drawn() == first, "always the same from the same"
         found.add(first)
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_cuda_states_that_nothing_takes_are_named(devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU, too; those of as many devices are set."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
+    taken: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.append)
+    states = uc.RandomStates()
+    for saved in (1, devices):
+        states.load_state_dict({**states.state_dict(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * saved})
+    expected = f"random states: saved for 1 CUDA devices, here are {devices}: theirs stay as they are"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    assert [len(of) for of in taken] == ([2] if devices else [])

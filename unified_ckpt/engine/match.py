@@ -57,7 +57,7 @@ def match_all(
             continue
         part, name = _choose(row, options, specs)
         spec = specs[part, name]
-        if not _fits(spec.shape, row.spec.shape, pads.get((part, name), ())):
+        if spec.shape != row.spec.shape and not _fits(spec.shape, row.spec.shape, pads.get((part, name), ())):
             out.wrong.append(f"{row.part}:{row.fqn}: checkpoint has shape {spec.shape}, target has {row.spec.shape}{_remedy(row, spec)}")
         elif spec.dtype != row.spec.dtype and not cast and not _stands_in(row.part, part):
             out.wrong.append(
@@ -69,7 +69,8 @@ def match_all(
             found.append(Match(_corner(target, Row(label, row.fqn, spec, row.sharding), rank), part, name))
             if spec.shape != row.spec.shape:
                 out.padded[row.key] = f"{row.part}:{row.fqn} {spec.shape} -> {row.spec.shape}"
-    out.wrong += _left_behind(targets, out.padded)
+    if out.padded:
+        out.wrong += _left_behind(targets, out.padded)
     return found, out
 
 

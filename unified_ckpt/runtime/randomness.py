@@ -34,17 +34,11 @@ class RandomStates:
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(tuple(state_dict["numpy"]))
         torch.set_rng_state(state_dict["torch"])
-        if not torch.cuda.is_available():
-            return
-        saved = state_dict.get("cuda")
-        if saved is not None and len(saved) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(list(saved))
-        else:
-            _LOG.warning(
-                "random states: saved for %s CUDA devices, here are %d: theirs stay as they are",
-                len(saved or ()),
-                torch.cuda.device_count(),
-            )
+        saved, devices = list(state_dict.get("cuda") or ()), torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if len(saved) != devices:
+            _LOG.warning("random states: saved for %d CUDA devices, here are %d: theirs stay as they are", len(saved), devices)
+        elif saved:
+            torch.cuda.set_rng_state_all(saved)
 
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:
         """New states for rank `rank` of `world`, from those of another number of ranks: always the same from the same."""

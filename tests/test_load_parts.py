@@ -73,3 +73,44 @@ def test_a_part_without_a_target_is_an_error_not_an_empty_load(folder: Path) -> 
     net, optimizer = made(1)
     with pytest.raises(uc.LayoutError, match="'optimzer' has no target in this load; needed some of model, optimizer"):
         uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimzer",)))
+
+
+class Scheduler:
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"at": 3}
+
+
+def test_what_nobody_took_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A forgotten scheduler or average leaves no other trace."""
+    caplog.set_level("INFO")
+    net, optimizer = made(0)
+    objects = {"plan": [Scheduler()], "note": "plain"}
+    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net}, extra=objects, rank_extra={"loader": Scheduler()})
+    every = ("ema", "extra:plan[0]", "rank_extra:loader")
+    report = uc.load(tmp_path / "c", model=net, optimizer=optimizer)
+    assert (report.unused, report.extra["note"]) == (every, "plain")
+    (record,) = [one for one in caplog.records if "nothing took" in one.message]
+    assert (record.levelname, f"without {', '.join(every)}, which" in record.message) == ("WARNING", True)
+    caplog.clear()
+    assert uc.load(tmp_path / "c", model=net).unused == ("ema", "optimizer", *every[1:])
+    assert [one.levelname for one in caplog.records if "nothing took" in one.message] == ["INFO"]
+    more: dict[str, Any] = {"parts": {"ema": net}, "extra": objects, "rank_extra": {"loader": Scheduler()}}
+    assert uc.load(tmp_path / "c", model=net, optimizer=optimizer, **more).unused == ()
+    chosen = uc.LoadOptions(parts=("model",))
+    assert uc.load(tmp_path / "c", model=net, optimizer=optimizer, **more, options=chosen).unused == ("ema", "optimizer")
+    uc.convert(tmp_path / "c", tmp_path / "d")
+    assert uc.load(tmp_path / "d", model=net, optimizer=optimizer).unused == every
+
+
+def test_a_load_that_is_not_strict_warns_of_what_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"w{number}" for number in range(100)]
+    target = {"weight": torch.zeros(9, 8), **{name: torch.zeros(2) for name in names}}
+    report = uc.load(folder, model=target, strict=False)
+    assert len(report.missing) == 100
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "strict=False, which left these as they were (102)" in record.message
+    assert "model:weight: checkpoint has shape (8, 8), target has (9, 8)" in record.message
+    assert len(record.message.splitlines()) < 30

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from megatrons import Job, Tensors, megatron_classes, no_decay, stage, write
+from optimizers import FusedAdam
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
@@ -372,8 +373,9 @@ def test_optimizer_silently_wrong_after_layout_change(root: Path) -> None:
     changed(of_rank(root) / "distrib_optim.pt", turn)
     model = new_model("Llama", Job())
     uc.load(root, model=model.bfloat16())  # without the optimizer it loads
+    optimizer = FusedAdam(model.parameters(), master_weights=True)
     with pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"):
-        uc.load(root, model=model, optimizer=torch.optim.AdamW(model.parameters()), options=uc.LoadOptions(hyperparameters="current"))
+        uc.load(root, model=model, optimizer=optimizer, options=uc.LoadOptions(hyperparameters="current"))
 
 
 def test_moments_alone_are_compared_too(root: Path) -> None:

@@ -33,7 +33,10 @@ def test_a_run_that_saves_master_weights_in_place_of_the_model_is_found_again(tm
         assert manager.steps()[-1].parts == ("master_weights", "optimizer")
         assert manager.restore(**found).step == 20  # type: ignore[union-attr]
         del found["master_weights"]
-        assert manager.restore(**found).step == 20  # type: ignore[union-attr]
+        with pytest.raises(uc.MismatchError, match="master_weights: w: the checkpoint's are more precise"):
+            manager.restore(**found)
+        without = uc.LoadOptions(parts=("model", "optimizer"))
+        assert manager.restore(**found, options=without).step == 20  # type: ignore[union-attr]
     assert torch.equal(found["model"]["w"], weights(20)["model"]["w"])
 
 

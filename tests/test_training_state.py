@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from optimizers import FusedAdam
 from safetensors.torch import load_file
 from test_optimizers import MAKERS, model, same, states, step
 from torch import nn
@@ -28,7 +33,8 @@ def trained(kind: str, steps: int = 3) -> tuple[nn.Module, Optimizer]:
 def load_quietly(path: Path, module: nn.Module, optimizer: Optimizer, **more: object) -> uc.LoadReport:
     """A load during which a step is an error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(optimizer), "step", lambda *_: pytest.fail("the optimizer was stepped"))
+        stepped = functools.wraps(type(optimizer).step)(lambda *_: pytest.fail("the optimizer was stepped"))
+        patch.setattr(type(optimizer), "step", stepped)
         return uc.load(path, model=module, optimizer=optimizer, **more)
 
 
@@ -273,8 +279,8 @@ def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
         assert torch.equal(apart.state[param]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"])
 
 
-def test_state_in_the_dtype_that_it_was_saved_in(tmp_path: Path) -> None:
-    """fp32 moments of a bf16 parameter, into an optimizer that has none yet."""
+def test_moments_that_the_next_step_cannot_read(tmp_path: Path) -> None:
+    """fp32 moments of a bf16 parameter, into an optimizer that has none yet: torch's step raises, torch's load_state_dict casts."""
     module = nn.Linear(40, 30).bfloat16()
     optimizer = torch.optim.AdamW(module.parameters())
     for param in module.parameters():
@@ -282,9 +288,18 @@ def test_state_in_the_dtype_that_it_was_saved_in(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     other = nn.Linear(40, 30).bfloat16()
     fresh = torch.optim.AdamW(other.parameters())
-    load_quietly(tmp_path / "c", other, fresh)
-    assert fresh.state[other.weight]["exp_avg"].dtype == torch.float32
-    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"])
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(uc.MismatchError, match=r"bias/exp_avg: checkpoint has dtype F32, target has BF16; LoadOptions\(cast=True"):
+        uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    assert same(other.state_dict(), before)
+    assert not fresh.state
+    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(cast=True))
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"].bfloat16())
+    step(other, fresh, 0)
+    fused = FusedAdam(other.parameters())
+    uc.load(tmp_path / "c", model=other, optimizer=fused)
+    assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"])
+    step(other, fused, 0)
 
 
 @pytest.mark.parametrize("key", ["master_param", "master_weights"])
@@ -339,6 +354,199 @@ def test_masters_are_never_those_of_another_step(tmp_path: Path, holder: str) ->
     uc.save(tmp_path / "d", **what, options=uc.SaveOptions(parts=("model", "optimizer")))
     with uc.open(tmp_path / "d") as opened:
         assert "master_weights" not in opened.parts
+
+
+# masters that are made at the first step, and state of other classes
+
+
+class Lazy(torch.optim.SGD):
+    """A class that no rule knows: makes masters at its first step, like FusedAdam."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self.state[param].setdefault("master_weight", param.detach().float().clone())
+                master.sub_(param.grad.float(), alpha=group["lr"])
+                param.data.copy_(master)
+        return loss
+
+
+MASTERED: dict[str, Callable[[Any], Optimizer]] = {
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1, master_weights=True),
+    "bf16 moments": lambda params: FusedAdam(
+        params, lr=0.01, master_weights=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
+    ),
+    "remainders": lambda params: FusedAdam(params, lr=0.01, master_weights=True, store_param_remainders=True),
+    "unknown class": lambda params: Lazy(params, lr=0.01),
+}
+
+
+def mixed() -> nn.Module:
+    """bf16 parameters, and one in fp32."""
+    module = model().to(torch.bfloat16)
+    module.vector.data = module.vector.data.float()
+    return module
+
+
+@pytest.mark.parametrize("kind", MASTERED)
+@pytest.mark.parametrize("state", ["fresh", "warmed"])
+@pytest.mark.parametrize("given", ["nothing", "the optimizer", "its parts"])
+def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, state: str, given: str) -> None:
+    module, other = mixed(), mixed()
+    optimizer, target = MASTERED[kind](module.parameters()), MASTERED[kind](other.parameters())
+    for number in range(3):
+        step(module, optimizer, number)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    for number in range(2 if state == "warmed" else 0):
+        step(other, target, 7 + number)
+    more = {"master_weights": target} if given == "the optimizer" and kind != "remainders" else {}
+    parts = ("model", "optimizer") if given == "its parts" else None
+    report = load_quietly(tmp_path / "c", other, target, **more, options=uc.LoadOptions(parts=parts))
+    assert report.unused == ()
+    for number in range(3, 6):
+        step(module, optimizer, number)
+        step(other, target, number)
+    assert same(other.state_dict(), module.state_dict())
+    assert same(states(other, target), states(module, optimizer))
+    assert same(target.param_groups[0]["lr"], optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("hyperparameters", ["checkpoint", "current"])
+def test_a_step_count_of_a_group_is_state(tmp_path: Path, hyperparameters: Any) -> None:
+    module, other = mixed(), mixed()
+    optimizer, target = MASTERED["FusedAdam"](module.parameters()), MASTERED["FusedAdam"](other.parameters())
+    step(module, optimizer, 0)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    load_quietly(tmp_path / "c", other, target, options=uc.LoadOptions(hyperparameters=hyperparameters))
+    step(module, optimizer, 1)
+    step(other, target, 1)
+    assert same(other.state_dict(), module.state_dict())
+
+
+def test_masters_without_a_place_are_refused_before_a_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, other = mixed(), mixed()
+    optimizer, plain = MASTERED["FusedAdam"](module.parameters()), FusedAdam(other.parameters(), lr=0.01)
+    step(module, optimizer, 0)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(uc.MismatchError, match=r"master_weights: matrix, one, scalar: .* pass master_weights=, .* float32 .*parts=\("):
+        uc.load(tmp_path / "c", model=other, optimizer=plain)
+    assert same(other.state_dict(), before)
+    assert not plain.state
+    report = uc.load(tmp_path / "c", model=other, optimizer=plain, options=uc.LoadOptions(parts=("model", "optimizer")))
+    assert report.unused == ("master_weights",)
+    assert "without master_weights, which the checkpoint holds" not in caplog.text  # chosen
+    masters = {name: torch.empty(param.shape) for name, param in other.named_parameters() if name != "vector"}
+    assert uc.load(tmp_path / "c", model=other, optimizer=plain, master_weights=masters).unused == ()
+    assert torch.equal(masters["matrix"], optimizer.state[module.matrix]["master_param"])
+    full = model()
+    assert uc.load(tmp_path / "c", model=full, optimizer=torch.optim.AdamW(full.parameters())).unused == ()
+    assert torch.equal(full.matrix, optimizer.state[module.matrix]["master_param"])
+    step(full, torch.optim.AdamW(full.parameters()), 1)
+
+
+@pytest.mark.parametrize("first", ["AdamW", "FusedAdam", "Adam"])
+@pytest.mark.parametrize("then", ["AdamW", "FusedAdam", "Adam", "AdamW fused"])
+def test_classes_with_the_same_state_go_on(tmp_path: Path, first: str, then: str) -> None:
+    """Moments and step count arrive, wherever the class keeps them."""
+    makers = MAKERS | {"FusedAdam": lambda ps: FusedAdam(ps, lr=0.1)}
+    module, other = model(), model()
+    optimizer, target = makers[first](list(module.parameters())), makers[then](list(other.parameters()))
+    for number in range(3):
+        step(module, optimizer, number)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    load_quietly(tmp_path / "c", other, target)
+    for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(target.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+        count = target.state[ours].get("step", target.param_groups[0].get("step"))
+        assert int(count) == 3
+        assert torch.is_tensor(count) == (then != "FusedAdam")
+    step(other, target, 3)
+
+
+OTHERS = {
+    "momentum is not Adam's": ("AdamW", "SGD momentum", {}, r"the checkpoint has exp_avg, exp_avg_sq, step of torch.optim.adamw.AdamW; "),
+    "Adam's is not momentum": (
+        "SGD momentum",
+        "AdamW",
+        {},
+        r"momentum_buffer of torch.optim.sgd.SGD; torch.optim.adamw.AdamW reads",
+    ),
+    "no state at all": (
+        "SGD",
+        "AdamW",
+        {},
+        r"is torch.optim.sgd.SGD, without amsgrad, betas, .* of torch.optim.adamw.AdamW",
+    ),
+    "sums": (
+        "AdamW",
+        "Adagrad",
+        {},
+        r"of torch.optim.adamw.AdamW; torch.optim.adagrad.Adagrad reads step, sum; load into",
+    ),
+    "amsgrad": ("AdamW", "AdamW amsgrad", {"hyperparameters": "current"}, r"AdamW reads exp_avg, exp_avg_sq, max_exp_avg_sq, step"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("warmed", [False, True])
+def test_state_of_another_class_is_refused(tmp_path: Path, case: str, warmed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    first, then, options, text = OTHERS[case]
+    module, optimizer = trained(first)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    other = model()
+    target = MAKERS[then](list(other.parameters()))
+    for number in range(2 * warmed):
+        step(other, target, number)
+    before = copy.deepcopy((other.state_dict(), states(other, target), target.param_groups[0]["lr"]))
+    with pytest.raises(uc.MismatchError, match=text):
+        uc.load(tmp_path / "c", model=other, optimizer=target, options=uc.LoadOptions(**options))
+    assert same((other.state_dict(), states(other, target), target.param_groups[0]["lr"]), before)
+    report = uc.load(tmp_path / "c", model=other, optimizer=target, strict=False, options=uc.LoadOptions(**options))
+    assert same(other.state_dict(), module.state_dict())
+    assert same(states(other, target), before[1])
+    assert report.wrong
+    assert "strict=False, which left these as they were" in caplog.text
+    step(other, target, 9)
+
+
+@pytest.mark.parametrize(("first", "then"), [("SGD", "SGD momentum"), ("SGD momentum", "SGD fused"), ("AdamW amsgrad", "AdamW")])
+def test_a_class_reads_its_own_state_under_other_options(tmp_path: Path, first: str, then: str) -> None:
+    module, optimizer = trained(first)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    other = model()
+    target = MAKERS[then](list(other.parameters()))
+    load_quietly(tmp_path / "c", other, target, options=uc.LoadOptions(hyperparameters="current"))
+    step(other, target, 3)
+
+
+def test_a_parameter_of_another_shape_keeps_its_state(tmp_path: Path) -> None:
+    """A larger vocabulary with strict=False: the state of the rows that were there does not fit either."""
+    module, other = nn.Linear(4, 3), nn.Linear(4, 5)
+    optimizer, target = torch.optim.AdamW(module.parameters()), torch.optim.AdamW(other.parameters())
+    step(module, optimizer, 0)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    step(other, target, 0)
+    before = copy.deepcopy(states(other, target))
+    with pytest.raises(uc.MismatchError, match=r"optimizer:bias/exp_avg: checkpoint has shape \(3,\), target has \(5,\)"):
+        uc.load(tmp_path / "c", model=other, optimizer=target)
+    uc.load(tmp_path / "c", model=other, optimizer=target, strict=False)
+    assert same(states(other, target), before)
+    step(other, target, 1)
+    fresh = torch.optim.AdamW(other.parameters())
+    uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
+    assert not fresh.state
+    step(other, fresh, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_scales_outside_the_state_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    module = model()
+    optimizer = FusedAdam(module.parameters(), exp_avg_dtype=dtype)
+    with pytest.raises(uc.LayoutError, match="FusedAdam keeps the scales of exp_avg outside its state; use float32 or bfloat16"):
+        uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    assert not (tmp_path / "c").exists()
 
 
 def test_optimizers_whose_state_would_be_lost_are_refused(tmp_path: Path) -> None:

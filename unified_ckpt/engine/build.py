@@ -298,6 +298,7 @@ def _complete(
         indexes=indexes,
         told=together,
         extra=extra,
+        objects=job.words.objects,
         digest_file=digest_file,
         rank_extra=rank_extra,
         island=_record(job.gate.island if job.gate else None, kept),

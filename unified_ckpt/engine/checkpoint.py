@@ -20,7 +20,7 @@ from unified_ckpt.engine.source import Catalog, Location, Said, fill_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
 from unified_ckpt.format.header import Entry
-from unified_ckpt.format.manifest import DigestFile, Manifest, RankExtraFile, parse_manifest
+from unified_ckpt.format.manifest import DigestFile, Manifest, OptimizerRecord, RankExtraFile, parse_manifest
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, reader
 
@@ -138,12 +138,10 @@ class Folder:
         if manifest is None:
             return Said()
         stored = self._extra_blobs()
-        record = manifest.optimizer
-        groups = [
-            {"names": group.names, "options": self._named(group.options, stored, f"param_groups_{i}")}
-            for i, group in enumerate(record.groups if record else ())
-        ]
-        scalars = self._named(record.scalars, stored, "optimizer") if record else {}
+        record = manifest.optimizer or OptimizerRecord(groups=[])
+        named = (self._named(group.options, stored, f"param_groups_{i}") for i, group in enumerate(record.groups))
+        groups = [{**dict(group), "options": options} for group, options in zip(record.groups, named, strict=True)]
+        scalars = self._named(record.scalars, stored, "optimizer")
         for name, state in scalars.items():
             if not isinstance(state, dict):
                 raise FormatError(
@@ -160,6 +158,7 @@ class Folder:
             metrics=manifest.metrics,
             has_digests=manifest.digests is not None,
             omitted_parts=manifest.omitted_parts,
+            objects=manifest.objects,
         )
 
     def _named(self, tree: Any, stored: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.engine.objects import with_states
+from unified_ckpt.engine.objects import objects_in, with_states
 from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.manifest import NamedFile, OptimizerRecord, ParamGroup, RankExtraFile
 from unified_ckpt.runtime.files import Files
@@ -31,10 +31,11 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the caller gave beside tensors. `rank_extra`: packed, or empty."""
+    """What the caller gave beside tensors. `rank_extra`: packed, or empty. `objects`: the labels of this rank's objects."""
 
     extra: Any
     rank_extra: bytes
+    objects: tuple[str, ...] = ()
 
 
 def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words:
@@ -42,6 +43,7 @@ def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words
 
     Objects give their state on every rank, for their own calls may be collective; of `extra` only the `first` rank's is kept.
     """
+    objects = tuple(one.label for one in (*objects_in(extra, "extra"), *objects_in(rank_extra, "rank_extra")))
     extra, rank_extra = with_states(extra, "extra"), with_states(rank_extra, "rank_extra")
     if not first:
         extra = None
@@ -49,7 +51,7 @@ def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words
         extra = codec.unpack(codec.pack(extra, "extra"), "extra")
     else:
         codec.encode(extra, "extra")
-    return Words(extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"))
+    return Words(extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"), objects)
 
 
 def tell(state: State, *, with_optimizer: bool) -> bytes:
@@ -81,10 +83,11 @@ def put_together(said: Sequence[bytes]) -> Told:
         own: dict[bytes, dict[str, Any]] = {}
         for i, group in enumerate(one["groups"]):
             # Groups of one rank stay apart even where their options are equal now.
-            key = codec.pack([group["options"], sum(g["options"] == group["options"] for g in one["groups"][:i])], "options")
+            kinds = {kind: group.get(kind) for kind in ("optimizer", "masters")}
+            key = codec.pack([group["options"], kinds, sum(g["options"] == group["options"] for g in one["groups"][:i])], "options")
             own[key] = group
         for key, group in own.items():
-            known = by_options.setdefault(key, {"names": [], "options": group["options"]})
+            known = by_options.setdefault(key, {**group, "names": []})
             known["names"].extend(fqn for fqn in group["names"] if fqn not in set(known["names"]))
     told.groups = list(by_options.values())
     return told
@@ -109,7 +112,7 @@ def write_extra(storage: LocalStorage, folder: str, extra: Any, told: Told) -> E
     for i, group in enumerate(told.groups):
         options, more = codec.encode(group["options"], f"param_groups_{i}")
         found.update(more)
-        groups.append(ParamGroup(names=group["names"], options=options))
+        groups.append(ParamGroup(names=group["names"], options=options, optimizer=group.get("optimizer"), masters=group.get("masters")))
     scalars, more = codec.encode(told.scalars, "optimizer")
     found.update(more)
     record = OptimizerRecord(groups=groups, scalars=scalars) if told.has_optimizer else None

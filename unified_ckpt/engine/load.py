@@ -6,32 +6,30 @@ tensor as it was and says nothing. So all names, shapes, files and headers are c
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.plan_load import plan_reads
-from unified_ckpt.core.tables import Row, listed
-from unified_ckpt.engine.alike import check_alike, what_is_alike
-from unified_ckpt.engine.census import announce, check_rules, memberships, publish_by_machine, tell_once
+from unified_ckpt.core.tables import Row
+from unified_ckpt.engine.census import announce, memberships, publish_by_machine
+from unified_ckpt.engine.fit import misfits
 from unified_ckpt.engine.match import Differences, Match, match_all, unknown_parameters
-from unified_ckpt.engine.objects import Filling, look_up
+from unified_ckpt.engine.objects import look_up
 from unified_ckpt.engine.pieces import JointStorage
 from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Beating, Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.sharing import overlap, share_reads
-from unified_ckpt.engine.source import Catalog, Said, Source
-from unified_ckpt.errors import CheckpointError, MismatchError
-from unified_ckpt.options import LoadOptions
+from unified_ckpt.engine.source import Catalog
+from unified_ckpt.engine.verdict import LoadRequest, Verdict, compare, is_resumed, raise_differences, warn_differences
+from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.optimizers import OptimizerTarget, match_groups
+from unified_ckpt.runtime.optimizer_target import match_groups
 from unified_ckpt.runtime.staging import Wait, giving_up
-from unified_ckpt.runtime.state import MODEL, WEIGHTS, State
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.windows import Windows, exchange_number
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -44,7 +42,8 @@ class LoadReport:
 
     `rank_extra`: this rank's, where the world has as many ranks as at the save, else None. `sources`: part -> the stored parts that
     fed it. `notes`: what else to know, in sentences. `kept`: paths of objects in `rank_extra` that are as they were, on some rank, for
-    another number of ranks saved their state; `missing` has the paths of those for which the checkpoint has none.
+    another number of ranks saved their state; `missing` has the paths of those for which the checkpoint has none. `unused`: parts ("ema")
+    and states of objects ("extra:scheduler") that the checkpoint holds and no rank took; the same on every rank.
     """
 
     step: int | None
@@ -59,31 +58,7 @@ class LoadReport:
     seconds: float
     notes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class LoadRequest:
-    """What a rank wants filled. `optimizer`: state made ready for it. `extra`, `rank_extra`: trees with objects to fill."""
-
-    source: Source
-    state: State
-    said: Said
-    optimizer: OptimizerTarget | None
-    layout: Layout | None
-    matched: set[str]
-    strict: bool
-    options: LoadOptions
-    extra: Any = None
-    rank_extra: Any = None
-
-
-@dataclass(slots=True)
-class _Verdict:
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    padded: list[str] = field(default_factory=list)
+    unused: tuple[str, ...] = ()
 
 
 def load(
@@ -138,10 +113,13 @@ def _load(
         filling = look_up(request.extra, request.rank_extra, request.source, request.said, catalog.ledger, rank=comm.rank, world=comm.world)
         differences.missing += filling.missing
         groups_options = _hyperparameters(request)
+        matches = _check_optimizer(request, matches, differences)
     by_row = {match.target.row: match for match in matches}
     with meeting.phase("match"):
-        verdict = _compare(meeting, request, differences, filling)
-    _raise_differences(request, verdict)
+        verdict = compare(meeting, request, differences, filling)
+    raise_differences(request, verdict)
+    if meeting.rank == 0:
+        warn_differences(what, verdict)
     with meeting.phase("plan"):
         groups = _plan(meeting, request, by_row, catalog, machines)
     try:
@@ -159,55 +137,6 @@ def _load(
         verified += catalog.ledger.verified_nbytes
     damage = catalog.ledger.damage if catalog.ledger is not None else ()
     return _report(request, comm, fetched, verified, damage, differences, verdict, started, what, filling.rank_extra)
-
-
-def _compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: Filling) -> _Verdict:
-    """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined over all ranks."""
-    check_rules(meeting, request.layout, request.matched)
-    note = {
-        "missing": own.missing,
-        "wrong": own.wrong,
-        "used": {part: sorted(names) for part, names in own.used.items()},
-        "asked": sorted(request.state.asked),
-        "kept": filling.kept,
-        "padded": sorted(own.padded.values()),
-        "alike": what_is_alike(request.said.save_id, strict=request.strict, options=request.options),
-    }
-    told, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
-    if meeting.rank == 0:
-        notes = {name: json.loads(body) for name, body in bodies.items()}
-        check_alike([notes[name]["alike"] for name in told])
-        joined = _join(list(notes.values()), request.source)
-        meeting.put("verdict", json.dumps([joined.missing, joined.unexpected, joined.wrong, joined.kept, joined.padded]).encode())
-    return _Verdict(*json.loads(meeting.get("verdict")))
-
-
-def _join(notes: Sequence[Mapping[str, Any]], source: Source) -> _Verdict:
-    missing = sorted({name for note in notes for name in note["missing"]})
-    wrong = sorted({text for note in notes for text in note["wrong"]})
-    used: dict[str, set[str]] = {}
-    for note in notes:
-        for part, names in note["used"].items():
-            used.setdefault(part, set()).update(names)
-    asked = {part for note in notes for part in note["asked"]}
-    if MODEL in asked and MODEL not in source.parts:  # the model is what these hold between them
-        asked |= set(WEIGHTS)
-    unexpected = [f"{p}:{n}" for p in sorted(asked & set(source.parts)) for n in sorted(set(source.names(p)) - used.get(p, set()))]
-    kept = sorted({path for note in notes for path in note["kept"]})
-    padded = sorted({text for note in notes for text in note["padded"]})
-    return _Verdict(missing, unexpected, wrong, kept, padded)
-
-
-def _raise_differences(request: LoadRequest, verdict: _Verdict) -> None:
-    """One error with all of it, the same on every rank."""
-    if not request.strict or not (verdict.missing or verdict.unexpected or verdict.wrong):
-        return
-    lines = [f"{name}: is not in the checkpoint" for name in verdict.missing]
-    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in verdict.unexpected]
-    text = listed("checkpoint and target differ", [*verdict.wrong, *lines]) + "\n  pass strict=False to skip them"
-    error = MismatchError(text, missing=verdict.missing, unexpected=verdict.unexpected, wrong=verdict.wrong)
-    error.agreed = True
-    raise error
 
 
 def _plan(
@@ -255,6 +184,24 @@ def _read(
     return fetched
 
 
+def _check_optimizer(request: LoadRequest, matches: Sequence[Match], differences: Differences) -> list[Match]:
+    """Adds to the differences what the optimizer's next step could not go on from; returns the matches that are to be read.
+
+    An optimizer's state of one parameter is loaded whole or left as it is.
+    """
+    target = request.optimizer
+    if target is None:
+        return list(matches)
+    if target.wanted:
+        current = request.options.hyperparameters == "current"
+        differences.wrong += misfits(target, request.source, request.said, request.state.aliases, current=current)
+    keys = {(match.target.row.part.partition("@")[0], match.target.row.fqn) for match in matches}
+    for key in (part.row.key for part in request.state.parts if part.row.key not in keys):
+        fqn = key[1] if key[0] == MASTER else key[1].rpartition("/")[0] if key[0] == OPTIMIZER else None
+        target.left.update([fqn] if fqn is not None else [])
+    return [one for one in matches if one.part != OPTIMIZER or one.target.row.fqn.rpartition("/")[0] not in target.left]
+
+
 def _hyperparameters(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None:
     """The options for each param group of the target, None to leave them."""
     if request.optimizer is None or not request.optimizer.wanted or request.options.hyperparameters == "current" or not request.said.groups:
@@ -264,7 +211,7 @@ def _hyperparameters(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None
 
 def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> None:
     """What is not tensors: optimizer state and hyperparameters, modules' own extra state."""
-    if request.optimizer is not None and request.optimizer.wanted:
+    if request.optimizer is not None:
         names = request.optimizer.names_held()
         request.optimizer.install(scalars={n: s for n, s in request.said.scalars.items() if n in names}, groups=groups)
     for name, module in request.state.model.extra_owners.items():
@@ -279,7 +226,7 @@ def _report(
     verified: int,
     damage: Sequence[str],
     own: Differences,
-    verdict: _Verdict,
+    verdict: Verdict,
     started: float,
     what: str,
     rank_extra: Any,
@@ -292,6 +239,9 @@ def _report(
     if comm.rank == 0:
         speed = nbytes / 1e9 / max(seconds, 1e-9)
         _LOG.info("loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s", what, nbytes / 1e9, seconds, speed, "; ".join(["", *notes]))
+        if verdict.unused:  # a chosen part, or weights alone, is what the caller wanted; else a scheduler may be forgotten
+            level = logging.WARNING if is_resumed(request) else logging.INFO
+            _LOG.log(level, "loaded %s without %s, which the checkpoint holds and nothing took", what, ", ".join(verdict.unused))
     return LoadReport(
         step=request.said.step,
         extra=request.said.extra,
@@ -305,6 +255,7 @@ def _report(
         seconds=seconds,
         notes=tuple(notes),
         kept=tuple(verdict.kept),
+        unused=tuple(verdict.unused),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from unified_ckpt.core.dtypes import ITEM_BITS
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.engine.source import Said, Source
@@ -27,14 +28,19 @@ class Match:
 
 @dataclass(slots=True)
 class Differences:
-    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for. `padded`: targets
-    that are larger than what is stored, with both shapes."""
+    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for.
+
+    `padded`: targets that are larger than what is stored, with both shapes. `masters`: stored masters that are more precise than the
+    model's tensors here; `masters_read`: those that are read at full precision.
+    """
 
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     used: dict[str, set[str]] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)
     padded: dict[Key, str] = field(default_factory=dict)
+    masters: set[str] = field(default_factory=set)
+    masters_read: set[str] = field(default_factory=set)
 
 
 def match_all(
@@ -57,6 +63,11 @@ def match_all(
             continue
         part, name = _choose(row, options, specs)
         spec = specs[part, name]
+        if row.part == MODEL:
+            masters = ((name, ITEM_BITS[specs[of, name].dtype]) for of, name in options if of == MASTER)
+            out.masters.update(name for name, bits in masters if bits > ITEM_BITS[row.spec.dtype])
+        if part == MASTER and ITEM_BITS[row.spec.dtype] >= ITEM_BITS[spec.dtype]:
+            out.masters_read.add(name)
         if spec.shape != row.spec.shape and not _fits(spec.shape, row.spec.shape, pads.get((part, name), ())):
             out.wrong.append(f"{row.part}:{row.fqn}: checkpoint has shape {spec.shape}, target has {row.spec.shape}{_remedy(row, spec)}")
         elif spec.dtype != row.spec.dtype and not cast and not _stands_in(row.part, part):
@@ -153,6 +164,16 @@ def saved_state(
             grown.add(wanted)
         found[wanted] = spec.dtype, spec.shape
     return found, grown
+
+
+def saved_shapes(fqns: Collection[str], source: Source, aliases: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
+    """The stored shapes of some parameters of the model, in the target's names."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in WEIGHTS:
+        of = {fqn: [name for name in names_of(fqn, MODEL, part, source, aliases) if name in source.names(part)] for fqn in fqns}
+        specs = source.specs(part, {names[0] for names in of.values() if names})
+        shapes = {fqn: specs[names[0]].shape for fqn, names in of.items() if names} | shapes
+    return shapes
 
 
 def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -33,6 +33,12 @@ class Named:
     path: Path
     target: Any
 
+    @property
+    def label(self) -> str:
+        """`("extra", "a", 0)` -> `"extra:a[0]"`."""
+        rest = path_text(("", *self.path[1:])).removeprefix(".")
+        return f"{self.path[0]}:{rest}" if rest else str(self.path[0])
+
 
 def objects_in(value: Any, root: str) -> list[Named]:
     """The objects in a tree of dicts, lists and tuples, in the order in which they stand, but random states last: others may draw.
@@ -119,9 +125,10 @@ class _Fill:
 @dataclass(slots=True)
 class Filling:
     """What a rank's objects get, and its own entry of `rank_extra`. `missing`: paths of objects for which the checkpoint has nothing;
-    `kept`: of those that keep what they are, because the state that is there is not for them."""
+    `kept`: of those that keep what they are, because the state that is there is not for them. `labels`: of all objects."""
 
     rank_extra: Any = None
+    labels: list[str] = field(default_factory=list)
     fills: list[_Fill] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -168,8 +175,10 @@ def look_up(extra: Any, rank_extra: Any, source: Source, said: Said, ledger: Led
     """
     filling, saved_by = Filling(), said.rank_extras
     for one in _checked(extra, "extra"):
+        filling.labels.append(one.label)
         _offer(filling, one, _at(said.extra, one.path))
     objects = _checked(rank_extra, "rank_extra")
+    filling.labels += [one.label for one in objects]
     told = len(ledger.damage) if ledger is not None else 0
     entry = source.rank_extra(rank % saved_by) if saved_by and (saved_by == world or objects) else None
     lost = entry is None and ledger is not None and len(ledger.damage) > told  # with the machine that had it

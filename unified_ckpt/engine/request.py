@@ -11,20 +11,21 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.islands import FRAGMENTS
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.load import LoadRequest
-from unified_ckpt.engine.match import saved_state
+from unified_ckpt.engine.match import names_of, saved_shapes, saved_state
 from unified_ckpt.engine.positions import ByPosition
 from unified_ckpt.engine.resumable import SaveRequest
-from unified_ckpt.engine.source import Source
+from unified_ckpt.engine.source import Said, Source
+from unified_ckpt.engine.verdict import LoadRequest
 from unified_ckpt.errors import FormatError, LayoutError
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.growth import begin_grown
 from unified_ckpt.runtime.masters import check_masters
 from unified_ckpt.runtime.modules import Model
-from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, masters_of, prepare_optimizer
+from unified_ckpt.runtime.optimizer_target import OptimizerTarget, prepare_masters, prepare_optimizer
+from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, master_key, masters_of
 from unified_ckpt.runtime.placements import Placer, mesh_for_people, refuse_shared
-from unified_ckpt.runtime.state import MASTER, OPTIMIZER, State, flatten_state, place_targets
+from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, State, flatten_state, place_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,6 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     """The tensors to fill. Nothing of the caller's is changed."""
     placer, model, optimizer, master_weights = _placer(comm, what.layout), what.model, what.optimizer, what.master_weights
     objects, holders = as_list(optimizer), as_list(master_weights)
-    if master_weights is None:
-        holders = [one for one in objects if holds_masters(one)]
     state = flatten_state(
         placer,
         model=model,
@@ -115,34 +114,61 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
         further=what.parts,
         model_dtype=None,
     )
-    target = None
+    names, target = state.names(), None
+    said = Said() if isinstance(folder, ByPosition) else folder.said()
+    if master_weights is None:
+        holders = [one for one in objects if holds_masters(one) or _makes_masters(one, names, said)]
     given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if holders else [])}
     wanted = _wanted(given, options.parts)
+    if master_weights is None and OPTIMIZER not in wanted:
+        holders = [one for one in holders if holds_masters(one)]
+    if master_weights is None and holders and wanted & {MODEL, OPTIMIZER, *state.further}:
+        wanted.add(MASTER)  # else the next step would overwrite what is loaded
     objects = objects if OPTIMIZER in wanted else []
     if isinstance(folder, ByPosition):
         folder = _settled(folder, objects, state, by_name=OPTIMIZER in wanted)
-    said, holders = folder.said(), holders if MASTER in wanted else []
+        said = folder.said()
+    holders = holders if MASTER in wanted else []
     if objects or holders:
         if model is None and not what.parts:
             raise LayoutError("optimizer: parameters have no names without their model; needed `model` too")
-        of = objects or holders
-        names, leaders = state.names(), state.leaders()
-        shapes = {name: leader.at.shape for name, leader in leaders.items()}
-        pads, held = said.pads, _held(of, names) if objects else set()
-        saved, grown = saved_state(held, folder, state.aliases, pads=pads, shapes=shapes)
-        target = prepare_optimizer(of, names, saved, shapes=shapes, wanted=bool(objects))
-        begin_grown(target, grown)
+        leaders = state.leaders()
+        target = _optimizer_target(objects, holders, folder, said, state)
         if objects:
             state.asked.add(OPTIMIZER)
             state.parts += place_targets(placer, OPTIMIZER, target.tensors, leaders)
         if holders:
             state.asked.add(MASTER)
-            state.parts += place_targets(placer, MASTER, masters_of(holders, names), leaders)
+            masters = masters_of(holders, names) | {fqn: tensor for fqn, (_, tensor) in target.masters.items()}
+            state.parts += place_targets(placer, MASTER, masters, leaders)
     state.parts = [part for part in state.parts if part.row.part in wanted]
     for part in state.parts:
         refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, said, target, what.layout, placer.matched, strict, options)
+
+
+def _makes_masters(optimizer: Optimizer, names: Mapping[int, str], said: Said) -> bool:
+    """Whether the next step of an optimizer without masters makes them."""
+    params = {names.get(id(param), "") for group in optimizer.param_groups for param in group["params"]}
+    return master_key(optimizer, next((one for one in said.groups if not params.isdisjoint(one["names"])), None)) is not None
+
+
+def _optimizer_target(objects: list[Optimizer], holders: list[Optimizer], source: Source, said: Said, state: State) -> OptimizerTarget:
+    """Memory for the state of `objects` and the masters of `holders`, which are some of them where there are any."""
+    of, names = objects or holders, state.names()
+    shapes = {name: leader.at.shape for name, leader in state.leaders().items()}
+    held = _held(of, names) if objects else set()
+    saved, grown = saved_state(held, source, state.aliases, pads=said.pads, shapes=shapes)
+    differing = {key.rpartition("/")[0] for key, (_, shape) in saved.items() if shape != shapes.get(key.rpartition("/")[0])}
+    theirs = saved_shapes(differing, source, state.aliases)
+    target = prepare_optimizer(of, names, saved, shapes=shapes, saved_shapes=theirs, wanted=bool(objects))
+    begin_grown(target, grown)
+    if holders:
+        known = set(source.names(MASTER))
+        stored = {fqn for fqn in shapes if not known.isdisjoint(names_of(fqn, MASTER, MASTER, source, state.aliases))}
+        prepare_masters(target, said.groups, stored=stored, shapes=shapes, grows=bool(said.pads))
+    return target
 
 
 def _settled(source: ByPosition, optimizers: list[Optimizer], state: State, *, by_name: bool) -> Source:

@@ -103,7 +103,8 @@ def seal_anew(
     proof = _write_digests(written.blocks, output)
     output.flush()
     of_files = {"format_version": FORMAT_VERSION, "parts": parts, "digests": proof, "extra_file": extra.file, "rank_extra": rank_extra}
-    return {**of_files, "optimizer": extra.optimizer, "modules": extra.modules, "extra": extra.extra}
+    of_tree = {"modules": extra.modules, "extra": extra.extra, "objects": list(said.objects)}
+    return {**of_files, **of_tree, "optimizer": extra.optimizer}
 
 
 def write_indexes(written: Written, output: Output, part_nbytes: Mapping[str, int]) -> dict[str, IndexFile]:

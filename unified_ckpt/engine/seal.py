@@ -82,6 +82,7 @@ def make_manifest(
     indexes: Mapping[str, IndexFile],
     told: Told,
     extra: Extra,
+    objects: Sequence[str],
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
     island: IslandRecord | None,
@@ -114,6 +115,7 @@ def make_manifest(
         optimizer=extra.optimizer,
         modules=extra.modules,
         extra=extra.extra,
+        objects=list(objects),
     )
 
 

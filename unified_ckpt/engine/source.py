@@ -57,7 +57,8 @@ def fill_box(storage: Reader, location: Location, spec: TensorSpec, box: Box, in
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a source holds beside tensors. `groups`: param groups as {"names", "options"}; `scalars`: fqn -> optimizer state that is
-    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors. `pads`: tensors that
+    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors; `objects`: where
+    `extra` and `rank_extra` hold the state of an object, as "extra:scheduler". `pads`: tensors that
     may be read into larger ones -> the dims along which those may be larger."""
 
     save_id: str | None = None
@@ -71,6 +72,7 @@ class Said:
     has_digests: bool = False
     omitted_parts: Sequence[str] = ()
     pads: Mapping[tuple[str, str], Sequence[int]] = field(default_factory=dict)  # by (part, name)
+    objects: Sequence[str] = ()
 
 
 class Source(Protocol):

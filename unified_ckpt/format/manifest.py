@@ -153,10 +153,13 @@ class Part(_Record):
 
 
 class ParamGroup(_Record):
-    """One optimizer param group: parameter names, and its hyperparameters as a tree of `codec`."""
+    """One optimizer param group: parameter names, and its hyperparameters as a tree of `codec`. `optimizer`: its class; `masters`: the
+    name of master weights in its state."""
 
     names: list[str]
     options: Any
+    optimizer: str | None = None
+    masters: str | None = None
 
 
 class OptimizerRecord(_Record):
@@ -206,7 +209,8 @@ class ConvertedFrom(_Record):
 class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
     the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
-    the caller's, by which retention knows the best. `omitted_parts`: of the state that was saved, those that were left out on purpose."""
+    the caller's, by which retention knows the best; `objects`: where `extra` and `rank_extra` hold the state of an object.
+    `omitted_parts`: of the state that was saved, those that were left out on purpose."""
 
     format_version: str = FORMAT_VERSION
     save_id: Annotated[str, AfterValidator(_save_id)]
@@ -226,6 +230,7 @@ class Manifest(_Record):
     optimizer: OptimizerRecord | None = None
     modules: Any = None
     extra: Any = None
+    objects: list[str] = []
     converted_from: ConvertedFrom | None = None
 
     @model_validator(mode="after")

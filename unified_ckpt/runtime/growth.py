@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.runtime.optimizers import OptimizerTarget
+from unified_ckpt.runtime.optimizer_target import OptimizerTarget
 
 # State that the first step of torch's optimizers, and of those that are made after them, makes of zeros.
 _ZEROS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "prev", "ax")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +10,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.optimizer_rules import MASTER_KEYS, class_name, state_rule
 
-# How the optimizer runs, not what it computes: these stay as this job has them, whatever hardware the checkpoint comes from.
-_OWN = ("fused", "foreach", "capturable", "differentiable")
 _APART = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
-MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")  # apex and TransformerEngine call it so
 
 
 @dataclass(slots=True)
 class FlatOptimizer:
-    """`tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not one tensor. `groups`: names and options."""
+    """`tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not one tensor. `groups`: names and options,
+    the optimizer's class, and the name that masters have in its state."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -57,10 +54,13 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
     refuse_lost(as_list(optimizer), names)
     for one in as_list(optimizer):
         for number, group in enumerate(one.param_groups):
-            fqns = [_name(p, names, number) for p in group["params"]]
-            flat.groups.append({"names": fqns, "options": {k: v for k, v in group.items() if k not in ("params", "param_names")}})
+            fqns = [name_of(p, names, number) for p in group["params"]]
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            kinds = {"optimizer": class_name(one), "masters": master_key(one)}
+            flat.groups.append({"names": fqns, "options": options, **kinds})
             for fqn, param in zip(fqns, group["params"], strict=True):
-                _flatten_state(flat, fqn, one.state.get(param, {}))
+                _flatten_state(flat, fqn, param, one.state.get(param, {}))
+        flat.masters |= {name_of(param, names, 0): master for param, master in _masters_apart(one)}
     return flat
 
 
@@ -72,6 +72,9 @@ def refuse_lost(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
             raise LayoutError(f"optimizer holds a {type(one).__name__}; needed optimizers, or {{'fqn/state': tensor}}")
         if any(kind.__name__ in _APART for kind in type(one).__mro__):
             raise LayoutError(f"{type(one).__name__} keeps its state in a way of its own; needed FSDP2 and a plain optimizer")
+        scaled = [key for key, dtype in getattr(one, "name_to_dtype_map", {}).items() if dtype in (torch.float16, torch.uint8)]
+        if scaled and (getattr(one, "master_weights", False) or scaled != ["master_param"]):
+            raise LayoutError(f"{type(one).__name__} keeps the scales of {', '.join(scaled)} outside its state; use float32 or bfloat16")
         held = {id(param) for group in one.param_groups for param in group["params"]}
         for twice in seen & held:
             name = names.get(twice, "a parameter")
@@ -79,13 +82,14 @@ def refuse_lost(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
         seen |= held
 
 
-def _flatten_state(flat: FlatOptimizer, fqn: str, state: Mapping[str, Any]) -> None:
+def _flatten_state(flat: FlatOptimizer, fqn: str, param: torch.Tensor, state: Mapping[str, Any]) -> None:
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key or not key:
             raise LayoutError(f"{fqn}: optimizer state has the key {key!r}; needed a name without '/'")
-        if isinstance(value, torch.Tensor):
-            target = flat.masters if key in MASTER_KEYS else flat.tensors
-            target[fqn if key in MASTER_KEYS else f"{fqn}/{key}"] = value
+        if is_master(key, value, param):
+            flat.masters[fqn] = value
+        elif isinstance(value, torch.Tensor):
+            flat.tensors[f"{fqn}/{key}"] = value
         else:
             _refuse_sharded(f"{fqn}/{key}", value)
             flat.scalars.setdefault(fqn, {})[key] = value
@@ -103,7 +107,7 @@ def _refuse_sharded(where: str, value: object) -> None:
         _refuse_sharded(f"{where}[{i}]", one)
 
 
-def _name(param: torch.Tensor, names: Mapping[int, str], group: int) -> str:
+def name_of(param: torch.Tensor, names: Mapping[int, str], group: int) -> str:
     if id(param) not in names:
         shape = tuple(param.shape)
         raise LayoutError(
@@ -113,150 +117,50 @@ def _name(param: torch.Tensor, names: Mapping[int, str], group: int) -> str:
     return names[id(param)]
 
 
+def is_master(key: str, value: object, param: torch.Tensor) -> bool:
+    """Whether this state is what the parameter is rounded from. The low half of its bits, or a copy of equal precision, is plain state."""
+    if key not in MASTER_KEYS or not isinstance(value, torch.Tensor):
+        return False
+    return value.is_floating_point() and value.element_size() > param.element_size()
+
+
+def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> str | None:
+    """The name that masters have in the optimizer's state, also before its first step. None where it keeps none that is known of.
+
+    `saved`: a saved param group. An optimizer of the same class that has no state yet will make what that had.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        key = next((key for key, value in optimizer.state.get(param, {}).items() if is_master(key, value, param)), None)
+        rule = state_rule(optimizer, param, {}) if key is None else None
+        if key is not None or (rule is not None and rule.master is not None):
+            return key or (rule.master if rule is not None else None)
+    known = bool(params) and state_rule(optimizer, params[0], {}) is not None
+    if known or saved is None or saved.get("optimizer") != class_name(optimizer) or any(optimizer.state.get(param) for param in params):
+        return None
+    return saved.get("masters")
+
+
+def _masters_apart(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and masters of apex's FusedAdam, which keeps them in `param_groups_master` and uses those of float16 parameters."""
+    groups = zip(optimizer.param_groups, getattr(optimizer, "param_groups_master", ()), strict=False)
+    pairs = [pair for group, apart in groups for pair in zip(group["params"], apart["params"], strict=True)]
+    return [(param, master) for param, master in pairs if isinstance(master, torch.Tensor) and param.dtype == torch.float16]
+
+
 def holds_masters(optimizer: Optimizer) -> bool:
-    return any(key in MASTER_KEYS for state in optimizer.state.values() for key in state)
+    """Whether it has masters now."""
+    states = ((param, optimizer.state.get(param, {})) for group in optimizer.param_groups for param in group["params"])
+    return bool(_masters_apart(optimizer)) or any(is_master(key, value, param) for param, of in states for key, value in of.items())
 
 
 def masters_of(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """The master weights that they hold in their state, by the name of the parameter. LayoutError as in `flatten_optimizer`."""
+    """The master weights that they hold now, by the name of the parameter. LayoutError as in `flatten_optimizer`."""
     flat = FlatOptimizer()
     for one in optimizers:
         for number, group in enumerate(one.param_groups):
             for param in group["params"]:
-                held = {key: value for key, value in one.state.get(param, {}).items() if key in MASTER_KEYS}
-                _flatten_state(flat, _name(param, names, number), held)
+                held = {key: value for key, value in one.state.get(param, {}).items() if is_master(key, value, param)}
+                _flatten_state(flat, name_of(param, names, number), param, held)
+        flat.masters |= {name_of(param, names, 0): master for param, master in _masters_apart(one)}
     return flat.masters
-
-
-@dataclass(slots=True)
-class OptimizerTarget:
-    """State tensors made ready for a load; nothing reaches the optimizer before `install`. `wanted`: its state, not only masters."""
-
-    optimizers: list[Optimizer]
-    names: Mapping[int, str]
-    wanted: bool
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def names_held(self) -> set[str]:
-        """The parameters of these optimizers."""
-        return {self.names[id(p)] for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-
-    def install(self, *, scalars: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]] | None) -> None:
-        """Puts the loaded state in place. State that the checkpoint lacks is cleared; `groups` None keeps the hyperparameters."""
-        by_param: dict[str, dict[str, Any]] = {}
-        for key, tensor in self.tensors.items():
-            fqn, _, state = key.rpartition("/")
-            by_param.setdefault(fqn, {})[state] = tensor
-        for fqn, rest in scalars.items():
-            by_param.setdefault(fqn, {}).update(rest)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    loaded = by_param.get(self.names[id(param)], {})
-                    kept = {k: v for k, v in optimizer.state.get(param, {}).items() if k in MASTER_KEYS}
-                    if loaded or kept:
-                        optimizer.state[param] = {**loaded, **kept}
-                    else:
-                        optimizer.state.pop(param, None)
-        if groups is not None:
-            for current, options in zip((g for o in self.optimizers for g in o.param_groups), groups, strict=True):
-                _set_options(current, options)
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        current = group.get(key)
-        if key in _OWN:
-            continue
-        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
-            current.fill_(value)  # a captured graph reads this very tensor
-        else:
-            group[key] = deepcopy(value)
-
-
-def prepare_optimizer(
-    optimizers: list[Optimizer],
-    names: Mapping[int, str],
-    saved: Mapping[str, tuple[str, tuple[int, ...]]],
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    wanted: bool,
-) -> OptimizerTarget:
-    """Memory for the saved state of the optimizers' parameters.
-
-    `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint; `shapes`: fqn -> global shape of the parameter.
-
-    A tensor that the optimizer already has is filled in place when it fits. Otherwise one is made: shaped and sharded like the
-    parameter, or on the CPU for a counter unless the optimizer is fused or capturable, in the saved dtype.
-    """
-    refuse_lost(optimizers, names)
-    target = OptimizerTarget(optimizers, names, wanted)
-    states: dict[str, list[str]] = {}
-    for key in saved:
-        states.setdefault(key.rpartition("/")[0], []).append(key)
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                fqn = _name(param, names, number)
-                existing = optimizer.state.get(param, {})
-                for key in states.get(fqn, ()):
-                    dtype, shape = saved[key]
-                    target.tensors[key] = _state_tensor(
-                        key.rpartition("/")[2],
-                        existing.get(key.rpartition("/")[2]),
-                        param,
-                        group,
-                        dtype,
-                        shape,
-                        like_param=shape == shapes.get(fqn),
-                    )
-    return target
-
-
-def _state_tensor(
-    name: str, existing: object, param: torch.Tensor, group: Mapping[str, Any], dtype: str, shape: tuple[int, ...], *, like_param: bool
-) -> torch.Tensor:
-    """`shape`: global; `like_param`: the parameter's own global shape is the same."""
-    wanted = TORCH_DTYPES[dtype]
-    # As in torch's Optimizer.load_state_dict: "step" alone stays on the CPU, unless the optimizer wants it beside the parameter.
-    counts = name == "step" and not (group.get("fused") or group.get("capturable"))
-    follows = like_param and not (counts and not shape)
-    here = tuple(param.shape) if follows else shape
-    if isinstance(existing, torch.Tensor) and tuple(existing.shape) == here and existing.dtype == wanted:
-        return existing
-    if follows:
-        padded = not isinstance(param, DTensor) and tuple(param.shape) != shape  # a Layout's slice; what it has beyond it stays zero
-        make = torch.zeros_like if padded else torch.empty_like
-        return make(param, dtype=wanted, requires_grad=False, memory_format=torch.contiguous_format)
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    return torch.empty(shape, dtype=wanted, device="cpu" if counts else local.device)
-
-
-def match_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The saved options for each current param group, matched by the names of its parameters, never by position.
-
-    MismatchError where a group's parameters come from saved groups whose options differ.
-    """
-    options_of = {fqn: group["options"] for group in saved for fqn in group["names"]}
-    matched: list[Mapping[str, Any]] = []
-    for group in (g for o in optimizers for g in o.param_groups):
-        found: list[Mapping[str, Any]] = []
-        for param in group["params"]:
-            options = options_of.get(names[id(param)])
-            if options is not None and not any(options is one for one in found):
-                found.append(options)
-        if any(not _equal(found[0], other) for other in found[1:]):
-            some = names[id(group["params"][0])]
-            raise MismatchError(
-                f"the param group of {some} joins parameters whose saved hyperparameters differ; needed one saved group for each; "
-                'pass LoadOptions(hyperparameters="current") to keep those of the optimizer'
-            )
-        matched.append(found[0] if found else {})
-    return matched
-
-
-def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    a, b = ({k: v for k, v in options.items() if k not in _OWN} for options in (a, b))
-    if a.keys() != b.keys():
-        return False
-    return all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) else a[k] == b[k] for k in a)

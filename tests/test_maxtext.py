@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from tests.orbaxes import MaxText, as_numpy, job, mapped, train_state, write
+from unified_ckpt.cli.main import main
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import LoadOptions, SourceOptions
@@ -250,9 +252,24 @@ def test_converted_it_is_a_model_folder(models: dict[str, Made], written: Path, 
 # ---- which model it is
 
 
-def test_names_of_several_models_need_a_configuration(written: Path) -> None:
-    with pytest.raises(uc.FormatError, match=r"names are those of several models(.|\n)*needed the model's config.json"):
-        uc.open(written / "llama3-stacked-training")
+def test_names_of_several_models_are_shown_as_stored(
+    written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without config.json: a look takes MaxText's own names and says what others need; what is written for good needs it."""
+    path = written / "llama3-stacked-training"
+    query = "decoder.layers.self_attention.query.kernel"
+    target = {query: torch.zeros(64, 3, 4, 16)}
+    uc.load(path, model=target, strict=False)
+    with uc.open(path, options=SourceOptions(names="own")) as source:
+        assert torch.equal(target[query], source["model"][query][...])
+    assert re.search(r"several models(.|\n)*needed the model's config.json(.|\n)*its own names are shown", caplog.text)
+    assert main(["inspect", str(path)]) == 0
+    assert "self_attention" in capsys.readouterr().out
+    for to in ("huggingface", "unified"):
+        with pytest.raises(uc.FormatError, match=r"names are those of several models(.|\n)*needed the model's config.json"):
+            uc.convert(path, tmp_path / to, to=to)
+    with pytest.raises(uc.FormatError, match=r"names are those of several models"):
+        uc.open(path, options=SourceOptions(names="huggingface"))
 
 
 def test_own_names_are_as_stored(models: dict[str, Made], written: Path) -> None:

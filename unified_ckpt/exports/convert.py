@@ -35,6 +35,7 @@ from unified_ckpt.runtime.storage import LocalStorage, absolute, is_url, place_o
 from unified_ckpt.runtime.tensors import DTYPE_NAMES
 from unified_ckpt.sources.find import find_any
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_config
+from unified_ckpt.sources.orbax.maxtext import UNKNOWN, is_maxtext
 from unified_ckpt.views.chosen import Chosen
 from unified_ckpt.views.model import with_model, without_model
 
@@ -141,6 +142,7 @@ def _with_side_files(
     if isinstance(source, Exception):
         return source, SideFiles(), None
     try:
+        _check_names(source, chosen, place)
         side = side_files(place, source.format, weights_only=weights_only)
         if chosen.to not in ("unified", "huggingface"):
             check_modules(place, chosen.to)
@@ -160,6 +162,13 @@ def _compares(chosen: ConvertOptions) -> bool:
     """Whether masters are compared with the model as they pass by: always where they are all that is left of it."""
     parts = chosen.parts
     return chosen.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
+
+
+def _check_names(source: Source, chosen: ConvertOptions, place: str) -> None:
+    """Refuses MaxText's own names where nobody asked for them: opened for a look they are right, written for good they are not."""
+    names = source.names(MODEL) if source.format == "orbax" and chosen.source.names == "auto" and MODEL in source.parts else ()
+    if is_maxtext(names) and chosen.to != "maxtext":
+        raise FormatError(f"{place}: {UNKNOWN}")
 
 
 def _check_apart(place: str, target: str) -> None:

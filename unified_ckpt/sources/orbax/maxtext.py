@@ -20,6 +20,10 @@ from unified_ckpt.sources.orbax.arrays import Array, cells
 from unified_ckpt.sources.orbax.maxtext_names import LAYER_AXIS, Link, links, sizes_of
 from unified_ckpt.sources.orbax.maxtext_turns import axes_of, box_of_ours, spread, to_ours, turn_of
 
+UNKNOWN = (
+    "is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; needed the model's "
+    "config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
+)
 EMBEDDING = "token_embedder.embedding"
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _STACKED = re.compile(r"decoder\.layers\.")
@@ -31,6 +35,11 @@ def is_maxtext(names: Iterable[str]) -> bool:
     return EMBEDDING in found and any(name.startswith("decoder.") for name in found)
 
 
+def is_known(shapes: Iterable[str]) -> bool:
+    """Whether MaxText's names say which model it is."""
+    return _kind(shapes) is not None
+
+
 def config_of(path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> dict[str, Any]:
     """The model's configuration: of a file or a folder that has it, or from the names and shapes where those say which model it is.
     FormatError where they do not."""
@@ -38,10 +47,7 @@ def config_of(path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where:
         return read_config(path)
     kind = _kind(shapes)
     if kind is None:
-        raise FormatError(
-            f"{where}: is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; "
-            "needed the model's config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
-        )
+        raise FormatError(f"{where}: {UNKNOWN}")
     return _config(kind, shapes)
 
 

@@ -6,6 +6,7 @@ the name that they stand under, scalars and text are `extra`. MaxText's tensors 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,13 +23,18 @@ from unified_ckpt.runtime.state import MODEL, OPTIMIZER
 from unified_ckpt.sources.json_files import read_json
 from unified_ckpt.sources.orbax.arrays import Array, cells, open_arrays
 from unified_ckpt.sources.orbax.folders import Step, find_step, read_tree
-from unified_ckpt.sources.orbax.maxtext import config_of, huggingface, is_maxtext
+from unified_ckpt.sources.orbax.maxtext import UNKNOWN, config_of, huggingface, is_known, is_maxtext
 from unified_ckpt.sources.orbax.tree import Path, Places, places
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 def open_orbax(root: str, options: SourceOptions) -> Assembled:
-    """An item, a step, or the newest complete step of a root. FormatError where it is damaged, or where it is not known which model it
-    is; IncompleteError naming what is missing or was not finished."""
+    """An item, a step, or the newest complete step of a root. FormatError where it is damaged; IncompleteError naming what is missing or was
+    not finished.
+
+    Where it is not known which of MaxText's models it is, its own names, with a warning; FormatError where Hugging Face's are asked for.
+    """
     step = find_step(root)
     arrays, strings = _leaves(step)
     placed = places({path: one.shape for path, one in arrays.items()})
@@ -39,7 +45,11 @@ def open_orbax(root: str, options: SourceOptions) -> Assembled:
     names = {name: [name] for name in weights}
     if options.names == "huggingface" and not is_maxtext(weights):
         raise FormatError(f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'")
-    if options.names != "own" and is_maxtext(weights):
+    own = options.names == "own" or not is_maxtext(weights)
+    if not own and options.names == "auto" and options.config is None and not is_known(weights):
+        _LOG.warning("%s: %s; its own names are shown", step.path, UNKNOWN)
+        own = True
+    if not own:
         tensors, aliases, names = huggingface(held, config_of(options.config, weights, where=step.path), where=step.path)
         held = {key: one for key, one in held.items() if key[0] not in (MODEL, OPTIMIZER)}
     tensors |= {key: _own(one) for key, one in held.items()}

@@ -22,6 +22,7 @@ from test_reshard import Case, Recorded, Writes, check_folder, spans_of
 from test_reshard import save_case as save_whole
 
 import unified_ckpt as uc
+from unified_ckpt.cli.main import main
 from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.merge import Merged, MergeOptions, merge_paths
@@ -260,6 +261,39 @@ def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_the
 def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", [0], {0: [folder_of(once, 1), folder_of(once, 0)]}))
     check_target(tmp_path / "root")
+
+
+@pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])
+def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Path, to: str) -> None:
+    """In any order, from Python and on the command line; where a slice is on no machine there is an error, and nothing."""
+    folders = [folder_of(once, 1), folder_of(once, 0)]
+    assert uc.convert(folders, tmp_path / "new", to=to).format == "unified"
+    assert main(["convert", *map(str, folders), str(tmp_path / "again"), "--to", to]) == 0
+    for made in (tmp_path / "new", tmp_path / "again"):
+        with uc.open(made) as source:
+            for name, full in FULL.items():
+                assert torch.equal(source["model"][name][...], full + 3 if name in RULES else full), name
+    if to == "unified":
+        assert uc.verify(tmp_path / "new", deep=True).problems == ()
+        with uc.open(tmp_path / "new") as source:
+            assert [source.source.rank_extra(rank) for rank in range(4)] == [f"rank {rank}" for rank in range(4)]
+            assert source.source.said().extra == {"step": 3, "bytes": bytes(9000)}
+    if to != "dcp":
+        assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
+        assert not any("fragments" in entry for entry in os.listdir(tmp_path / "new"))
+    with pytest.raises(uc.IncompleteError, match=r"nobody|no machine"):
+        uc.convert(folders[:1], tmp_path / "half", to=to)
+    with pytest.raises(uc.NotFoundError, match="no path is given"):
+        uc.convert([], tmp_path / "half", to=to)
+    assert not (tmp_path / "half").exists()
+
+
+def test_convert_without_a_machine_has_the_extra_of_no_rank(twice: Path, tmp_path: Path) -> None:
+    """Each machine has a copy of every tensor, and the state of its own ranks: half of these would be given back in silence."""
+    report = uc.convert([folder_of(twice, 0)], tmp_path / "new")
+    assert re.search(r"without rank_extra, that of all 4 ranks", "".join(report.notes))
+    with uc.open(tmp_path / "new") as source:
+        assert source.source.said().rank_extras == 0
 
 
 def test_what_a_machine_has_is_read_from_its_own_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

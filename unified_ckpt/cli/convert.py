@@ -16,7 +16,7 @@ from unified_ckpt.runtime.comm import join_torchrun
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `source` and how to read it, `target`, `to`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync` and
+    """Takes `sources` and how to read them, `target`, `to`, `part`, `dtype`, `max_file_size`, `if_exists`, `no_compare`, `no_fsync` and
     `json`."""
     with ExitStack() as owned:
         first = join_torchrun(owned)
@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> int:
             bar.update(nbytes)
 
         report = convert(
-            arguments.source,
+            arguments.sources,
             arguments.target,
             progress=progress,
             to=arguments.to,

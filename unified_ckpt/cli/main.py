@@ -93,7 +93,12 @@ def _converting(verbs: Any) -> argparse.ArgumentParser:
     convert: argparse.ArgumentParser = verbs.add_parser(
         "convert", help="write a checkpoint of any format anew", description="Writes SRC to DST, and proves it."
     )
-    convert.add_argument("source", metavar="SRC", help="a checkpoint in any format that `inspect` takes")
+    convert.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC",
+        help="a checkpoint in any format that `inspect` takes; or the folders of one save, of each machine",
+    )
     convert.add_argument("target", metavar="DST", help="the folder to write; under torchrun all processes write to it")
     convert.add_argument(
         "--to",

@@ -111,6 +111,8 @@ def convert(
         except BaseException as error:
             commit.abandon_together(meeting, storage, construction, error, lead=0)
             raise
+    ledger = source.catalog(()).ledger  # of folders that are joined: damage that was read around
+    damage = ledger.damage if ledger is not None else ()
     return ConvertReport(
         path=path,
         format=source.format,
@@ -121,7 +123,7 @@ def convert(
         nbytes=record.nbytes,
         compared=record.compared,
         proved=record.proved,
-        notes=tuple(record.notes),
+        notes=tuple(dict.fromkeys((*record.notes, *damage))),
     )
 
 

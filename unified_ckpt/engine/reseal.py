@@ -129,9 +129,13 @@ def _write_rank_extra(source: Source, output: Output, *, world: int, notes: list
     None, with a word of it, where that of any rank is lost: some ranks would go on from their own state, and others from none.
     """
     sizes: list[tuple[int, int]] = []
+    ledger = source.catalog(()).ledger
+    damage = list(ledger.damage) if ledger is not None else []
     try:
         for rank in range(world):
             packed = _packed(source, rank)
+            if not packed and ledger is not None and len(ledger.damage) > len(damage):
+                raise IncompleteError(ledger.damage[-1])
             sizes.append((len(packed), digests.crc(packed)))
             output.beat(0)
     except (IncompleteError, IntegrityError) as error:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ FORMATS = ("unified", *_BARE, *_EXPORTS)
 
 
 def convert(
-    src: Path,
+    src: Path | Sequence[Path],
     dst: Path,
     *,
     group: dist.ProcessGroup | None = None,
@@ -61,33 +61,31 @@ def convert(
     **options: Any,
 ) -> ConvertReport:
     """Writes the checkpoint at `src`, of any format, to `dst`, and proves what it wrote. Every rank of a process group calls and writes its
-    share; one process needs none. In a few MiB of memory beside what the source's format costs.
+    share; one process needs none. In a few MiB of memory beside what the source's format costs. `src` may name several folders: those that
+    machines without a common folder wrote of one save.
 
     `options`: the fields of ConvertOptions. `progress(nbytes, of)`: so many more of about `of` bytes that this rank writes.
     Raises NotFoundError, FormatError, IncompleteError or MismatchError for a source that cannot be read whole, IntegrityError where a check
     fails, StorageError, RankError: the same on every rank, and nothing is then at `dst` that was not there.
     """
     chosen = ConvertOptions(**options)
-    if chosen.to not in FORMATS:
-        raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
-    if chosen.to == "torch" and not os.fspath(dst).endswith((".pt", ".pth", ".bin")):
-        raise FormatError(f"{os.fspath(dst)}: is to be a file of torch.save; needed a name that ends in .pt, .pth or .bin")
-    if chosen.to == "huggingface" and chosen.parts is not None and MODEL not in chosen.parts:
-        raise FormatError(f"huggingface: is the model alone; the parts asked for are {', '.join(chosen.parts)}")
+    _check_options(chosen, os.fspath(dst))
     bare = chosen.to in _BARE
-    comm, where = comms.from_torch(group), os.fspath(src)
-    place = absolute(where)
+    comm, sources = comms.from_torch(group), [os.fspath(one) for one in ([src] if isinstance(src, (str, os.PathLike)) else src)]
+    where, places = ", ".join(sources), [absolute(one) for one in sources]
+    place = next((one for one in places if not is_url(one) and committed_at(one) is not None), places[0] if places else "")
     parent, name = place_of(os.fspath(dst))
     storage = LocalStorage(parent, how=ALONE)
-    _check_apart(place, storage.path(name))
+    for one in places:
+        _check_apart(one, storage.path(name))
     parts = chosen.parts if chosen.parts is not None else ((MODEL,) if chosen.to == "huggingface" else None)
     timeout = chosen.timeout_seconds
     with ExitStack() as owned:
         machines = machine_numbers(comm, f"conversion of {where}", machine_id(), timeout_seconds=timeout) if comm.world > 1 else [0]
-        source = find_any(comm, where, [place], machines, owned, LoadOptions(source=chosen.source, timeout_seconds=timeout))
+        source = find_any(comm, where, places, machines, owned, LoadOptions(source=chosen.source, timeout_seconds=timeout))
         source = _with_model(source, chosen)
         how = How(
-            path=place,
+            path=", ".join(places),
             told=chosen.model_dump(mode="json", exclude_defaults=True, exclude={"timeout_seconds", "fsync", "if_exists"}),
             max_file_bytes=chosen.max_file_bytes,
             if_exists=chosen.if_exists,
@@ -98,7 +96,7 @@ def convert(
             original=None if isinstance(source, Exception) or chosen.to != "unified" else source,
             progress=progress or (lambda *_: None),
         )
-        source = _proved_first(comm, source, chosen, place)
+        source = _proved_first(comm, source, chosen, places)
         source = _chosen(source, parts, chosen, place)
         config = chosen.source.config
         if config is not None and not os.path.isfile(config_file(config)):
@@ -109,27 +107,40 @@ def convert(
         else:
             how = replace(how, attach=partial(attach, source=place, copied=side.copied, config=config, dtype=dtype))
             report = write_anew(comm, source, storage, name, how, machines=machines)
-    if side.left_out and not report.stays and comm.rank == 0:
+    if report.stays or not side.left_out:
+        return report
+    if comm.rank == 0:
         _LOG.warning(listed(f"conversion of {where}: entries of the source were neither read nor copied", side.left_out))
-    return replace(report, left_out=side.left_out) if not report.stays else report
+    return replace(report, left_out=side.left_out)
 
 
-def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, place: str) -> Source | Exception:
+def _check_options(chosen: ConvertOptions, target: str) -> None:
+    """FormatError for options that do not go together."""
+    if chosen.to not in FORMATS:
+        raise FormatError(f"{chosen.to}: is no format that is written; known are {', '.join(FORMATS)}")
+    if chosen.to == "torch" and not target.endswith((".pt", ".pth", ".bin")):
+        raise FormatError(f"{target}: is to be a file of torch.save; needed a name that ends in .pt, .pth or .bin")
+    if chosen.to == "huggingface" and chosen.parts is not None and MODEL not in chosen.parts:
+        raise FormatError(f"huggingface: is the model alone; the parts asked for are {', '.join(chosen.parts)}")
+
+
+def _proved_first(comm: comms.Comm, source: Source | Exception, chosen: ConvertOptions, places: Sequence[str]) -> Source | Exception:
     """The source, or on rank 0 what is wrong with it: of what is cast, turned or made anew on the way, and of what others' formats get, the
-    copies and the digests cannot be compared as it passes by."""
+    copies and the digests cannot be compared as it passes by. Several folders are compared with their digests as they are read."""
     how = chosen.source
     exported = chosen.to not in ("unified", "huggingface")
     made_anew = chosen.model_dtype is not None or how.rename is not None or how.layers is not None or how.conversion_fn is not None
     if comm.rank or isinstance(source, Exception) or not (exported or made_anew):
         return source
     try:
-        if not is_url(place) and committed_at(place) is not None:
+        (place, *more) = places
+        if not more and not is_url(place) and committed_at(place) is not None:
             with closing(open_path(place, hold=False)) as folder:
                 problems = verify_folder(folder, deep=True).problems
             if problems:
                 raise IntegrityError(listed(f"{place}: is damaged; nothing is written", list(problems)))
         if chosen.compare and chosen.to != "unified":
-            compare_copies(source, place)
+            compare_copies(source, ", ".join(places))
     except Exception as error:  # told to every rank in the conversion
         return error
     return source

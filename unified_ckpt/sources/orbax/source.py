@@ -30,8 +30,8 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 def open_orbax(root: str, options: SourceOptions) -> Assembled:
-    """An item, a step, or the newest complete step of a root. FormatError where it is damaged; IncompleteError naming what is missing or was
-    not finished.
+    """An item, a step, or the newest complete step of a root. FormatError where it is damaged; IncompleteError naming what is missing
+    or was not finished.
 
     Where it is not known which of MaxText's models it is, its own names, with a warning; FormatError where Hugging Face's are asked for.
     """

@@ -314,12 +314,12 @@ def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "match"),
     [
-        ({"model": {"w": [1.0]}}, uc.LayoutError, r"w: is a list; needed a torch\.Tensor"),
+        ({"model": {"w": [1.0]}}, uc.LayoutError, r"model\['w'\]: got a list, expected a torch\.Tensor"),
         ({"model": {"__metadata__": BIG}}, uc.FormatError, r"tensor name '__metadata__' is reserved"),
         ({"model": {"w": BIG}, "parts": {"model": {"w": BIG}}}, uc.LayoutError, r"this part has an argument of its own"),
         ({"model": {"w": BIG}, "parts": {"../ema": {"w": BIG}}}, uc.FormatError, r"part name '\.\./ema' is not valid"),
         ({"model": {"w": BIG}, "parts": {"extra": {"w": BIG}}}, uc.FormatError, r"part name 'extra' is taken by a file"),
-        ({"model": {"w": BIG}, "optimizer": {"w": BIG}}, uc.LayoutError, r"optimizer\['w'\].*needed \{'fqn/state': tensor\}"),
+        ({"model": {"w": BIG}, "optimizer": {"w": BIG}}, uc.LayoutError, r"optimizer: got the key 'w', expected names such as 'fqn/state'"),
         ({"model": {"w": torch.eye(3).to_sparse()}}, uc.LayoutError, r"w: is a torch\.sparse_coo tensor; needed a dense one"),
         (
             {"model": {"w": torch.zeros(2, dtype=torch.complex128)}},
@@ -331,12 +331,39 @@ def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
             uc.LayoutError,
             r"optimizer group 0 holds a parameter",
         ),
+        ({"parts": {"ema": None}}, uc.LayoutError, r"parts: got \{'ema': NoneType\}, expected"),
+        ({"parts": {3: {"w": BIG}}}, uc.LayoutError, r"parts: got \{3: dict\}, expected"),
+        ({"parts": [{"w": BIG}]}, uc.LayoutError, r"parts: got a list, expected"),
+        ({"model": 5}, uc.LayoutError, "model: got a int, expected an nn.Module"),
+        ({"model": {"w": BIG}, "optimizer": 5}, uc.LayoutError, "optimizer: got a int, expected optimizers"),
     ],
 )
 def test_state_that_cannot_be_saved(tmp_path: Path, what: dict[str, object], kind: type[uc.CheckpointError], match: str) -> None:
     with pytest.raises(kind, match=match):
         uc.save(tmp_path / "c", **what)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argument", ["model", "optimizer", "master_weights", "parts"])
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        (3, BIG, r": got the key 3, expected names of tensors"),
+        (("w",), BIG, r": got the key \('w',\), expected names of tensors"),
+        ("w/m", {"v": BIG}, r"\['w/m'\]: got a dict, expected a torch.Tensor"),
+        ("w/m", 3.0, r"\['w/m'\]: got a float, expected a torch.Tensor"),
+        ("w/m", torch.nested.nested_tensor([BIG, BIG[:1]], layout=torch.jagged), r"\['w/m'\]: got a nested tensor, expected a dense one"),
+    ],
+)
+def test_state_dict_of_other_things(folder: Path, argument: str, name: object, value: object, match: str) -> None:
+    """Of any argument, at a save and at a load: an error that names it, and nothing is written."""
+    what: dict[str, object] = {"model": {"w": BIG}, argument: {name: value}}
+    if argument == "parts":
+        what["parts"] = {"ema": {name: value}}
+    text = (r"parts\['ema'\]" if argument == "parts" else argument) + match
+    saves_fail(folder.parent, uc.LayoutError, text, what, what)
+    with pytest.raises(uc.LayoutError, match=text):
+        uc.load(folder, **what)
 
 
 # places that cannot be written to

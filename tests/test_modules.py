@@ -47,7 +47,7 @@ def test_nothing_and_plain_dicts() -> None:
     assert flatten_model(None).tensors == {}
     tensors = {"b": torch.ones(2), "a": torch.ones(3)}
     assert flatten_model(tensors).tensors == tensors
-    with pytest.raises(LayoutError, match=r"^lr: is a float; needed a torch.Tensor$"):
+    with pytest.raises(LayoutError, match=r"^model\['lr'\]: got a float, expected a torch.Tensor$"):
         flatten_model({"w": torch.ones(1), "lr": 0.1})  # type: ignore[dict-item]
 
 
@@ -69,7 +69,7 @@ def test_one_tensor_in_two_modules_is_one() -> None:
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"^model holds a Tensor; needed an nn.Module, a list of them, or a dict of tensors$"):
+    with pytest.raises(LayoutError, match=r"^model: got a Tensor, expected an nn.Module, a list of them, or a dict of tensors$"):
         flatten_model([torch.ones(2)])  # type: ignore[list-item]
 
 

@@ -557,7 +557,7 @@ def test_optimizers_whose_state_would_be_lost_are_refused(tmp_path: Path) -> Non
     uc.save(tmp_path / "c", model=module, optimizer=one)
     with pytest.raises(uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"):
         uc.load(tmp_path / "c", model=module, optimizer=[one, two])
-    with pytest.raises(uc.LayoutError, match=r"optimizer holds a str; needed optimizers"):
+    with pytest.raises(uc.LayoutError, match=r"optimizer: got a str, expected optimizers"):
         uc.save(tmp_path / "d", model=module, optimizer="adam")
 
 

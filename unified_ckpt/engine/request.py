@@ -62,7 +62,7 @@ def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise FormatError(f"step is {step!r}; needed an int of 0 or more")
     for part in what.parts or ():
-        if part.endswith(FRAGMENTS):  # its tensors would be taken for pieces of another part's
+        if isinstance(part, str) and part.endswith(FRAGMENTS):  # its tensors would be taken for pieces of another part's
             raise FormatError(f"part name {part!r} ends like those of fragments, {FRAGMENTS}; choose another name")
     placer = _placer(comm, what.layout)
     state = flatten_state(

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.tensors import check_tensors
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
@@ -36,26 +37,27 @@ class FlatModel:
         return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
 
 
-def flatten_model(model: Model | None) -> FlatModel:
-    """Every tensor of the model. LayoutError naming what cannot be told."""
+def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
+    """Every tensor of the model. LayoutError naming what cannot be told. `argument`: the caller's name for it."""
     flat = FlatModel()
     if model is None:
         return flat
     seen: dict[object, str] = {}
     if isinstance(model, Mapping):
+        check_tensors(model, argument)
         for fqn, tensor in model.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise LayoutError(f"{fqn}: is a {type(tensor).__name__}; needed a torch.Tensor")
             _add(flat, seen, fqn, tensor)
         return flat
-    for module in [model] if isinstance(model, nn.Module) else list(model):
+    modules: Sequence[object] = model if isinstance(model, Sequence) else [model]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            got = type(module).__name__
+            raise LayoutError(f"{argument}: got a {got}, expected an nn.Module, a list of them, or a dict of tensors")
         _flatten_module(flat, seen, module)
     return flat
 
 
 def _flatten_module(flat: FlatModel, seen: dict[object, str], module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise LayoutError(f"model holds a {type(module).__name__}; needed an nn.Module, a list of them, or a dict of tensors")
     # state_dict() first: it puts FSDP2's parameters back in shards after a forward pass without backward.
     state = module.state_dict(keep_vars=True)
     wrapped = _wrapped_prefixes(module)
@@ -130,6 +132,7 @@ def _memory(tensor: torch.Tensor) -> object:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if (
         local.layout is not torch.strided
+        or local.is_nested
         or local.numel() == 0
         or local.device.type == "meta"
         or type(local) not in (torch.Tensor, nn.Parameter)

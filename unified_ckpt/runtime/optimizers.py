@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.optimizer_rules import MASTER_KEYS, class_name, state_rule
+from unified_ckpt.runtime.tensors import check_tensors
 
 _APART = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 
@@ -31,10 +32,14 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | Flat
 
 
 def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
-    """The optimizers given, if they are objects."""
+    """The optimizers given, if they are objects. LayoutError for what is none."""
     if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for one in found:
+        if not hasattr(one, "param_groups"):
+            raise LayoutError(f"optimizer: got a {type(one).__name__}, expected optimizers, or {{'fqn/state': tensor}}")
+    return found
 
 
 def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
@@ -46,9 +51,10 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
         return optimizer
     flat = FlatOptimizer()
     if isinstance(optimizer, Mapping):
-        for key, tensor in optimizer.items():
-            if not isinstance(tensor, torch.Tensor) or not all(key.rpartition("/")):
-                raise LayoutError(f"optimizer[{key!r}] is a {type(tensor).__name__}; needed {{'fqn/state': tensor}}")
+        check_tensors(optimizer, "optimizer")
+        for key in optimizer:
+            if not all(key.rpartition("/")):
+                raise LayoutError(f"optimizer: got the key {key!r}, expected names such as 'fqn/state'")
         flat.tensors = dict(optimizer)
         return flat
     refuse_lost(as_list(optimizer), names)
@@ -68,8 +74,6 @@ def refuse_lost(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
     """LayoutError for optimizers whose state has no one place in a checkpoint, or is not where torch has it."""
     seen = set[int]()
     for one in optimizers:
-        if not hasattr(one, "param_groups"):
-            raise LayoutError(f"optimizer holds a {type(one).__name__}; needed optimizers, or {{'fqn/state': tensor}}")
         if any(kind.__name__ in _APART for kind in type(one).__mro__):
             raise LayoutError(f"{type(one).__name__} keeps its state in a way of its own; needed FSDP2 and a plain optimizer")
         scaled = [key for key, dtype in getattr(one, "name_to_dtype_map", {}).items() if dtype in (torch.float16, torch.uint8)]

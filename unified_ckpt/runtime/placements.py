@@ -241,8 +241,9 @@ def _check_apart(fqn: str, pattern: str, layout: Layout, tensor: DTensor) -> Non
 def _refuse_unreal(fqn: str, local: torch.Tensor) -> None:
     if local.device.type == "meta":
         raise LayoutError(f"{fqn}: is on the meta device and has no bytes; call `to_empty(device=...)` first")
-    if local.layout is not torch.strided or local.is_quantized:
-        raise LayoutError(f"{fqn}: is a {local.layout if not local.is_quantized else 'quantized'} tensor; needed a dense one")
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        kind = "quantized" if local.is_quantized else "nested" if local.is_nested else local.layout
+        raise LayoutError(f"{fqn}: is a {kind} tensor; needed a dense one")
     if local.is_conj() or local.is_neg():
         raise LayoutError(f"{fqn}: is a conjugate or negative view; needed its own values: call `resolve_conj().resolve_neg()`")
     if type(local) is not torch.Tensor:

@@ -15,7 +15,7 @@ from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
 from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, as_list, flatten_optimizer, masters_of
 from unified_ckpt.runtime.placements import Placed, Placer
-from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, dtype_name
+from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, check_tensors, dtype_name
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
 WITHOUT_MASTERS = "model_without_masters"  # of a checkpoint without the model: its tensors that no master stands for
@@ -80,11 +80,10 @@ def flatten_state(
     """Places every tensor. LayoutError or MismatchError, naming the tensor, for what cannot be described."""
     state = State()
     state.model = flatten_model(model)
-    for name, one in (further or {}).items():
-        check_part_name(name)
+    for name, one in _checked_parts(further).items():
         if name in (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS):
             raise LayoutError(f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name")
-        state.further[name] = flatten_model(one)
+        state.further[name] = flatten_model(one, f"parts[{name!r}]")
     state.placed = {part: _place_all(placer, flat) for part, flat in ((MODEL, state.model), *state.further.items())}
     placed = state.placed[MODEL]
     state.optimizer = flatten_optimizer(optimizer, state.names())
@@ -125,6 +124,7 @@ def _masters(
     if master_weights is None:
         given = state.optimizer.masters  # which would be those of another step after a load
     elif isinstance(master_weights, Mapping):
+        check_tensors(master_weights, MASTER)
         given = master_weights
     else:
         given = masters_of(as_list(master_weights), state.model.names())
@@ -136,6 +136,17 @@ def _masters(
         if at is not None:
             found[fqn] = at
     return found
+
+
+def _checked_parts(further: Mapping[str, Model] | None) -> Mapping[str, Model]:
+    """Further parts under names that files can have. LayoutError or FormatError for others."""
+    if not isinstance(further, Mapping | None):
+        raise LayoutError(f"parts: got a {type(further).__name__}, expected {{name: module or dict of tensors}}")
+    for name, one in (further or {}).items():
+        if not isinstance(name, str) or one is None:
+            raise LayoutError(f"parts: got {{{name!r}: {type(one).__name__}}}, expected {{name: module or dict of tensors}}")
+        check_part_name(name)
+    return further or {}
 
 
 def _place_all(placer: Placer, flat: FlatModel) -> dict[str, Placed]:

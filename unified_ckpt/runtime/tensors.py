@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.lines import inner_boxes
 from unified_ckpt.core.tables import Row
-from unified_ckpt.errors import MismatchError
+from unified_ckpt.errors import LayoutError, MismatchError
 
 _NAMES = {
     "BOOL": "bool",
@@ -60,6 +60,17 @@ class Part:
     def plain(self) -> bool:
         """Whether the part's memory is, byte for byte, what a file holds of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
+
+
+def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
+    """LayoutError for a key that is no name, or a value that is no tensor. `argument`: of the caller, who gave this dict."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise LayoutError(f"{argument}: got the key {name!r}, expected names of tensors")
+        if not isinstance(tensor, torch.Tensor):
+            raise LayoutError(f"{argument}[{name!r}]: got a {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.is_nested:
+            raise LayoutError(f"{argument}[{name!r}]: got a nested tensor, expected a dense one")
 
 
 def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:

@@ -8,16 +8,21 @@ import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import unified_ckpt as uc
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import parse_renames
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import checkpointer_of, run_ranks
 
 QUICK = uc.SaveOptions(fsync=False)
 
@@ -453,17 +458,70 @@ def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
         check_same(found, state_of(small, optimizer))
 
 
-def test_masters_and_averages_keep_the_rows_that_they_have(tmp_path: Path) -> None:
-    """A bfloat16 model, masters in a dict, and an average of the weights; a model of float32 takes the masters' rows."""
+KINDS = ("", "exp_avg", "exp_avg_sq", "master_param")  # the parameter, its state, its master
+
+
+def slice_of(tensor: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    pieces = tensor.chunk(world, dim)
+    return (pieces[rank] if rank < len(pieces) else tensor.narrow(dim, 0, 0)).clone()
+
+
+def sliced(wholes: dict[str, torch.Tensor], dim: int, comm: Comm) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """A rank's slices as arguments of a save or a load; without state where there is none."""
+    own = {kind: slice_of(tensor, dim, comm.rank, comm.world) for kind, tensor in wholes.items()}
+    model = nn.ParameterDict({"w": nn.Parameter(own.pop(""))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    if own:
+        optimizer.state[model["w"]] = {"step": torch.tensor(2.0), **own}
+    layout = uc.Layout(mesh={"tp": comm.world}, rules={"w": {"tp": dim}}, shapes={"w": tuple(wholes[""].shape)})
+    return {"model": model, "optimizer": optimizer, "layout": layout}, optimizer
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.tuples(*[st.integers(1, 9)] * 2), st.tuples(*[st.integers(0, 5)] * 2), st.data())
+@settings(max_examples=40)
+def test_slices_grow_over_any_ranks(saving: int, loading: int, shape: tuple[int, int], more: tuple[int, int], data: st.DataObject) -> None:
+    """A fresh optimizer, or a warm one with masters, cut along any dim: what is stored, and around it what was there."""
+    warm, dims = data.draw(st.booleans()), data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1)))
+    larger = (shape[0] + more[0], shape[1] + more[1])
+
+    def made(seed: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        return {kind: torch.rand(shape, generator=draw).to(torch.bfloat16 if warm and not kind else torch.float32) for kind in KINDS}
+
+    saved, there = made(1, shape), made(2, larger)
+    expected = {kind: tensor.clone() if warm or not kind else torch.zeros(larger) for kind, tensor in there.items()}
+    for kind in KINDS if warm else KINDS[:3]:
+        expected[kind][: shape[0], : shape[1]] = saved[kind]
+    if not warm:
+        del there["exp_avg"], there["exp_avg_sq"], there["master_param"], saved["master_param"], expected["master_param"]
+
+    def act(comm: Comm) -> None:
+        targets, optimizer = sliced(there, dims[1], comm)
+        with checkpointer_of(comm) as checkpointer:
+            options = uc.LoadOptions(source=SourceOptions(rename=[{"match": "w", "pad": [0, 1]}]))
+            checkpointer.load(f"{root}/c", **targets, options=options)
+        found = {"": targets["model"]["w"].detach(), **optimizer.state[targets["model"]["w"]]}
+        assert found.pop("step") == 2
+        check_same(found, {kind: slice_of(tensor, dims[1], comm.rank, comm.world) for kind, tensor in expected.items()})
+
+    with TemporaryDirectory() as root:
+        run_ranks(saving, lambda comm: checkpointer_of(comm).save(f"{root}/c", **sliced(saved, dims[0], comm)[0], options=QUICK))
+        run_ranks(loading, act)
+
+
+@pytest.mark.parametrize("parts", [None, ("master_weights", "ema")], ids=["all", "no model"])
+def test_masters_and_averages_keep_the_rows_that_they_have(tmp_path: Path, parts: tuple[str, ...] | None) -> None:
+    """A bfloat16 model, stored or made from its masters, masters in a dict, and an average of the weights."""
     saved = {"emb.weight": torch.randn(7, 4)}
     half = {name: tensor.bfloat16() for name, tensor in saved.items()}
-    path = save(tmp_path / "c", model=half, master_weights=saved, parts={"ema": {"emb.weight": saved["emb.weight"] * 2}})
+    path, ema = tmp_path / "c", {"emb.weight": saved["emb.weight"] * 2}
+    uc.save(path, model=half, master_weights=saved, parts={"ema": ema}, options=uc.SaveOptions(fsync=False, parts=parts))
     targets = {part: {"emb.weight": torch.randn(9, 5)} for part in ("master_weights", "ema")}
     model = {"emb.weight": targets["master_weights"]["emb.weight"].bfloat16()}
     before = {part: copy.deepcopy(of["emb.weight"]) for part, of in (*targets.items(), ("model", model))}
     rules = [{"match": "emb.*", "pad": [0, -1]}]
     padded_load(path, rules, model=model, master_weights=targets["master_weights"], parts={"ema": targets["ema"]})
-    stored = {"model": half["emb.weight"], "master_weights": saved["emb.weight"], "ema": saved["emb.weight"] * 2}
+    stored = {"model": half["emb.weight"], "master_weights": saved["emb.weight"], "ema": ema["emb.weight"]}
     for part, tensor in before.items():
         tensor[:7, :4] = stored[part]
         assert torch.equal({"model": model, **targets}[part]["emb.weight"], tensor)
@@ -523,13 +581,13 @@ def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
     path = save(tmp_path / "c", model={"a.w": torch.ones(2)})
     rules = [{"match": "{x}.w", "to": "{x}.v", "pad": 0}]
     (tmp_path / "r.json").write_text(json.dumps({"rules": rules}))
-    for given in (rules, tmp_path / "r.json", SourceOptions(rename=rules).rename):
+    for form in (rules, tmp_path / "r.json", SourceOptions(rename=rules).rename):
         target = {"a.v": torch.zeros(3)}
-        report = padded_load(path, given, model=target)
+        report = padded_load(path, form, model=target)
         assert target["a.v"].tolist() == [1, 1, 0]
         assert report.notes == ("padded, and the target keeps what the checkpoint lacks: model:a.v (2,) -> (3,)",)
         with pytest.raises(FormatError, match="a conversion has no target"):
-            uc.convert(path, tmp_path / "d", source=SourceOptions(rename=given), fsync=False)
+            uc.convert(path, tmp_path / "d", source=SourceOptions(rename=form), fsync=False)
     for wrong, text in ((True, "rules.0.pad"), ([0, "x"], r"rules.0.pad.1")):
         with pytest.raises(FormatError, match=rf"SourceOptions\(rename=...\): {text}: Input should be"):
             SourceOptions(rename=[{"match": "w", "pad": wrong}])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from managing import check_state, flip, manager_of, put, state, warnings_of
+from optimizers import FusedAdam
 
 import unified_ckpt as uc
 from unified_ckpt.manager.foreign import from_paddle
@@ -90,3 +91,51 @@ def test_what_targets_need() -> None:
     assert needs({"master_weights": {}, "model": {}, "optimizer": {}}, plain) == [either, optimizer]
     assert needs({"model": {}, "optimizer": {}, "parts": {"ema": {}}}, plain) == [ema, either, optimizer]
     assert needs({"model": {}, "optimizer": {}, "parts": {"ema": {}}}, uc.LoadOptions(parts=("ema", "optimizer"))) == [ema, optimizer]
+
+
+@pytest.mark.parametrize("stored", ["masters", "model"])
+@pytest.mark.parametrize("holder", ["optimizer", "dict", "lazy"])
+def test_masters_of_a_run_that_starts_from_weights(tmp_path: Path, stored: str, holder: str) -> None:
+    """Masters that stayed at random values: the next step overwrote the weights with them."""
+    model, masters = torch.nn.Linear(4, 3).bfloat16(), torch.nn.Linear(4, 3)
+    masters.load_state_dict({name: tensor.float() + 1e-4 for name, tensor in model.state_dict().items()})
+    more = {"master_weights": masters.state_dict()} if stored == "masters" else {}
+    uc.save(tmp_path / "weights", model=model, **more)
+    other = torch.nn.Linear(4, 3).bfloat16()
+    optimizer = FusedAdam(other.parameters(), master_weights=holder != "dict")
+    targets: dict[str, Any] = {"model": other, "optimizer": optimizer}
+    if holder == "dict":
+        targets["master_weights"] = {name: torch.zeros(tensor.shape) for name, tensor in other.state_dict().items()}
+    if holder == "optimizer":
+        for parameter in other.parameters():
+            optimizer.initialize_state(parameter, False)
+    with manager_of(None, tmp_path / "run", load_parameters_path=str(tmp_path / "weights")) as manager:
+        report = manager.restore(**targets)
+    assert report is not None
+    assert torch.equal(other.weight, model.weight)
+    if holder == "lazy":
+        assert not optimizer.state
+        return
+    found = targets["master_weights"]["weight"] if holder == "dict" else optimizer.state[other.weight]["master_param"]
+    assert torch.equal(found, masters.weight if stored == "masters" else model.weight.float())
+
+
+def test_further_parts_of_a_run_that_starts_from_weights(tmp_path: Path) -> None:
+    """Adapters and averages: nothing was read, and the restore reported success."""
+    saved, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    uc.save(tmp_path / "weights", parts={"adapter_model": saved})
+    with manager_of(None, tmp_path / "run", load_parameters_path=str(tmp_path / "weights")) as manager:
+        report = manager.restore(parts={"adapter_model": other}, optimizer=torch.optim.AdamW(other.parameters()))
+        assert report is not None
+        assert report.bytes_read > 0
+        assert torch.equal(other.weight, saved.weight)
+        with pytest.raises(uc.MismatchError, match=r"ema:weight: is not in the checkpoint"):
+            manager.restore(parts={"ema": other})
+        with pytest.raises(uc.LayoutError, match="got no model and no parts to fill, expected one of them; pass `model`"):
+            manager.restore(optimizer={"w/exp_avg": torch.zeros(2)})
+        low = torch.nn.Linear(4, 3).bfloat16()
+        optimizer = FusedAdam(low.parameters(), master_weights=True)
+        for parameter in low.parameters():
+            optimizer.initialize_state(parameter, False)
+        manager.restore(parts={"adapter_model": low}, optimizer=optimizer, options=uc.LoadOptions(cast=True))
+        assert torch.equal(optimizer.state[low.weight]["master_param"], saved.weight)

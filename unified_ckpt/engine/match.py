@@ -128,7 +128,8 @@ def _candidates(row: Row, source: Source, aliases: Mapping[str, Mapping[str, str
     fqn, state = (row.fqn.rpartition("/")[0], "/" + row.fqn.rpartition("/")[2]) if row.part == OPTIMIZER else (row.fqn, "")
     parts = (row.part, *_STAND_INS.get(row.part, ()))
     named = ((part, name + state) for part in parts for name in names_of(fqn, row.part, part, source, aliases))
-    return list(dict.fromkeys((part, name) for part, name in named if name in source.names(part)))
+    led = ((part, fqn.removeprefix(f"{part}.")) for part in source.parts if row.part == MASTER and fqn.startswith(f"{part}."))
+    return list(dict.fromkeys((part, name) for part, name in (*named, *led) if name in source.names(part)))
 
 
 def names_of(fqn: str, asked: str, part: str, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:

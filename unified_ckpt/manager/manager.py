@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LOG = logging.getLogger("unified_ckpt")
-_OF_PARAMETERS = ("model", "layout", "strict")  # what `load_parameters_path` fills: the optimizer stays fresh
+_OF_PARAMETERS = ("model", "optimizer", "master_weights", "parts", "layout", "strict")  # the optimizer: masters that it has
 # What a load of a step may fail with where an older one may serve. Of an own step a FormatError is the caller's: the step was looked at.
 _OF_OWN = (IntegrityError, IncompleteError, StorageError, NotFoundError)
 _OF_FOREIGN = (IntegrityError, IncompleteError, FormatError)
@@ -138,10 +138,10 @@ class CheckpointManager:
         """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
         Of `model` and `master_weights` either will do, and with strict=False any of the parts where no step has them all.
 
-        Where there is none: from the newest that another engine wrote there, in its own naming; from `load_parameters_path` (the
-        model only; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not whole is
-        passed over with a warning, and stays. IncompleteError where there are steps, none can be used and no path is set; with
-        `allow_fresh` that is a warning, and None.
+        Where there is none: from the newest that another engine wrote there, in its own naming; from `load_parameters_path` (all but the
+        optimizer, whose masters follow; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step
+        that is not whole is passed over with a warning, and stays. IncompleteError where there are steps, none can be used and no path is
+        set; with `allow_fresh` that is a warning, and None.
         """
         self.wait()
         failed: dict[str, str] = {}
@@ -328,7 +328,8 @@ class CheckpointManager:
         options = targets.get("options") or self._load_options
         if found.kind == "parameters":
             wanted = {name: targets[name] for name in _OF_PARAMETERS if name in targets}
-            return replace(self._checkpointer.load(found.path, **wanted, options=options), step=None, extra=None, rank_extra=None)
+            weights = options.model_copy(update={"parts": origin.weights(found.path, targets, options)})
+            return replace(self._checkpointer.load(found.path, **wanted, options=weights), step=None, extra=None, rank_extra=None)
         report = self._checkpointer.load(found.path, **{**targets, "options": options})
         if found.kind == "foreign" and report.step is None:
             return replace(report, step=found.step)  # the folder's name is all that says it

@@ -15,7 +15,7 @@ from unified_ckpt.engine.checkpoint import open_path
 from unified_ckpt.engine.inventory import take_inventory
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.engine.whole import choose as gathered
-from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.errors import CheckpointError, IncompleteError, LayoutError, NotFoundError
 from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, foreign_steps, step_name
 from unified_ckpt.manager.survey import Survey
 from unified_ckpt.options import LoadOptions, ManagerOptions
@@ -75,6 +75,15 @@ class Request:
     strict: bool
     allow_fresh: bool
     options: LoadOptions
+
+
+def weights(path: str, targets: Mapping[str, Any], options: LoadOptions) -> tuple[str, ...]:
+    """The parts that `load_parameters_path` fills: all but the optimizer. LayoutError where no target is one of them."""
+    given = [part for part in ("model", "master_weights") if targets.get(part) is not None] + list(targets.get("parts") or ())
+    wanted = tuple(part for part in given if options.parts is None or part in options.parts)
+    if not wanted:
+        raise LayoutError(f"load_parameters_path {path}: got no model and no parts to fill, expected one of them; pass `model`")
+    return wanted
 
 
 def choose(

@@ -428,16 +428,17 @@ def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
-    """The folder has the hub's names, the optimizer the model's own: each is loaded by its own, and a conversion would mix them."""
+    """The folder has the hub's names, the optimizer the model's own: one load fills both, and a conversion would mix them."""
     made = trainer(tmp_path, stock=True, net=mixtral(), max_steps=1, save_steps=1)
     made.train()
     folder, net = tmp_path / "checkpoint-1", mixtral()
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
-    with open_model_names(folder, model=net) as source:
-        uc.load(source, model=net)
     optimizer = torch.optim.AdamW(net.parameters())
-    uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimizer",)))
+    with open_model_names(folder, model=net) as source:
+        report = uc.load(source, model=net, optimizer=optimizer)
+    assert report.step == 1
+    assert report.rank_extra is not None
     check_equal(dict(net.state_dict()), dict(made.model.state_dict()))
     check_equal(state_of(net, optimizer), state_of(made.model, plain(made)))
     with pytest.raises(uc.FormatError, match=r"under other names, or in other shapes(.|\n)*experts"):

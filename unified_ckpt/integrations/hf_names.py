@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.positions import ByPosition, Order
+from unified_ckpt.engine.source import Source
 from unified_ckpt.engine.view import SourceView
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.state import WEIGHTS
@@ -32,21 +34,33 @@ def open_hub_names(path: str | os.PathLike[str], *, model: torch.nn.Module | Non
     `model`: the one that was saved; None: made without memory from the folder's config.json. FormatError for a tensor that the hub has
     in another order of bytes, not only cut otherwise.
     """
-    return _view(path, lambda: hub_tensors(model if model is not None else model_of(path)))
+    return _view(path, lambda source: recut(source, hub_tensors(model if model is not None else model_of(path)), parts=WEIGHTS))
 
 
 def open_model_names(path: str | os.PathLike[str], *, model: torch.nn.Module) -> SourceView:
-    """A checkpoint in the hub's names, or in the model's own, with those that the model has in memory: `uc.load` takes it."""
-    return _view(path, lambda: model_tensors(model))
+    """A checkpoint in the hub's names, or in the model's own, with those that the model has in memory: `uc.load` takes it, with the
+    model, its optimizer and all else that the checkpoint has."""
+    return _view(path, lambda source: _in_model_names(source, model_tensors(model)))
 
 
-def _view(path: str | os.PathLike[str], made: Callable[[], Mapping[str, Made]]) -> SourceView:
+def _view(path: str | os.PathLike[str], make: Callable[[Source], Source]) -> SourceView:
     opened = open_source(path)
     try:
-        return SourceView(recut(opened.source, made(), parts=WEIGHTS))
+        return SourceView(make(opened.source))
     except BaseException:
         opened.close()
         raise
+
+
+def _in_model_names(source: Source, made: Mapping[str, Made]) -> Source:
+    """The weights under the model's names; the optimizer's state is of the model in memory, and has these already."""
+    if not isinstance(source, ByPosition):
+        return recut(source, made, parts=WEIGHTS, unchanged=set(source.parts) - set(WEIGHTS))
+
+    def named(order: Order | None) -> Source:
+        return _in_model_names(source.whole if order is None else source.named_for(order), made)
+
+    return ByPosition(_in_model_names(source.without_optimizer(), made), named)
 
 
 def hub_tensors(model: torch.nn.Module) -> dict[str, Made]:

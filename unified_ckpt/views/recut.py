@@ -95,9 +95,11 @@ class _Pieces:
         return reshaped(joined(found, 0), self.made.shape)
 
 
-def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str], refused: Collection[str] = ()) -> Recut:
-    """`made`: the view's tensors by name, the same in each of `parts`; the other parts are not in it. `refused`: parts whose names the
-    source does not tell, and nor does the view.
+def recut(
+    source: Source, made: Mapping[str, Made], *, parts: Collection[str], unchanged: Collection[str] = (), refused: Collection[str] = ()
+) -> Recut:
+    """`made`: the view's tensors by name, the same in each of `parts`. `unchanged`: parts that the view has as they are; others are not in
+    it. `refused`: parts whose names the source does not tell, and nor does the view.
 
     A tensor of which not all is stored has no name in the view. A stored tensor that no made one is cut from keeps its name.
     """
@@ -109,6 +111,9 @@ def recut(source: Source, made: Mapping[str, Made], *, parts: Collection[str], r
         found[part] = {name: one.of(part) for name, one in there.items()} | {name: Renamed((part, name)) for name in sorted(stored - used)}
     renamed = {one.pieces[0].stored: name for name, one in made.items() if len(one.pieces) == 1 and one.pieces[0].first == 0}
     aliases = {part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()} for part in found}
+    for part in [part for part in source.parts if part in unchanged]:
+        found[part] = {name: Renamed((part, name)) for name in source.names(part)}
+        aliases[part] = dict(source.aliases(part))
     return Recut(source, found, aliases=aliases, refused=refused)
 
 

@@ -128,6 +128,19 @@ def test_auto_resume_passes_over_what_is_not_whole(tmp_path: Path, whole: Traine
     check_same(resumed, whole)
 
 
+def test_auto_resume_with_nothing_whole_raises(tmp_path: Path) -> None:
+    """The stock Trainer would go on from the weights of what is left, with a fresh optimizer."""
+    trainer(tmp_path, max_steps=4).train()
+    (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
+    os.truncate(tmp_path / "checkpoint-4" / "optimizer.safetensors", 100)
+    with pytest.raises(
+        uc.IncompleteError, match=r"none can be resumed from \(2\):\n  checkpoint-4: optimizer.*\n  checkpoint-2: it has no"
+    ):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(uc.NotFoundError, match="has no valid manifest"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def test_a_checkpoint_of_the_stock_trainer_is_resumed_by_it(tmp_path: Path, whole: Trainer) -> None:
     trainer(tmp_path, StopAt(4), stock=True).train()
     resumed = trainer(tmp_path)
@@ -172,7 +185,7 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "cut")
     for name in ("unified_checkpoint.json", "trainer_state.json"):
         (tmp_path / "cut" / name).unlink()
-    with pytest.raises(uc.NotFoundError, match="it is unfinished, or no checkpoint"):
+    with pytest.raises(uc.NotFoundError, match="it is unfinished, or damaged"):
         made.train(resume_from_checkpoint=str(tmp_path / "cut"))
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="No valid checkpoint found"):

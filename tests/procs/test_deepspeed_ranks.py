@@ -95,6 +95,25 @@ def test_the_classes_that_were_meant_have_written_them(two: Path) -> None:
     assert starts == {"2": b"PK", "2-unzipped": b"\x80\x02"}
 
 
+def test_restore_takes_the_step_that_latest_names(two: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A newer one is there; then the named one is cut off; then both are."""
+    truth = {key: one for key, one in torch.load(two / "2.pt").items() if isinstance(one, torch.Tensor)}
+    with uc.open(folder) as source:
+        targets: Any = {part: {name: torch.zeros_like(view[...]) for name, view in source[part].items()} for part in source.parts}
+    with uc.CheckpointManager(folder, options=uc.ManagerOptions(on_preemption=False)) as manager:
+        assert manager.restore(**targets).step == 3  # type: ignore[union-attr]
+        held = {f"{part}:{name}": one for part, those in targets.items() for name, one in those.items()}
+        assert all(torch.equal(one, truth[key]) for key, one in held.items() if key in truth)
+        assert f"{folder}/global_step6 is skipped: latest names global_step3, which is taken; restore(6) takes it" in caplog.text
+        assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
+        os.truncate(folder / "global_step3" / MODEL, 1000)
+        assert manager.restore(**targets).step == 6  # type: ignore[union-attr]
+        assert f"{folder}/global_step3 is skipped: files are missing or end early" in caplog.text
+        shutil.rmtree(folder / "global_step6")
+        with pytest.raises(uc.IncompleteError, match=r"none can be used \(1\):\n  global_step3: "):
+            manager.restore(**targets)
+
+
 @pytest.mark.parametrize("case", ["2", "3"])
 def test_universal_checkpoints(two: Path, case: str) -> None:
     check_equal(two / f"{case}-universal", two / f"{case}.pt")

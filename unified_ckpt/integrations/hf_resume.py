@@ -8,12 +8,14 @@ import os
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unified_ckpt.api import Checkpointer
+from unified_ckpt.core.tables import listed
 from unified_ckpt.engine import commit
-from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.steps import scan
+from unified_ckpt.errors import IncompleteError, NotFoundError
+from unified_ckpt.manager.steps import foreign_steps, scan
+from unified_ckpt.manager.steps import is_ours as has_traces
 from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.sources import problem_of
-from unified_ckpt.sources.marks import find_format
+from unified_ckpt.sources.marks import TRAINER_STATE
+from unified_ckpt.sources.steps import list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 _ANNOUNCED = "checkpoint-is-incomplete.txt"
@@ -21,21 +23,43 @@ PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
 def newest(checkpointer: Checkpointer, run: str, *, timeout_seconds: float) -> str | bool:
-    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank; True, where there is none."""
+    """The newest whole checkpoint of the run, ours or the Trainer's own, the same on every rank; True where there is none.
+
+    IncompleteError where there are some and none is whole: the stock Trainer would take what is left of one, without its optimizer.
+    """
     comm = checkpointer._ranks()
     meeting = comm.meet(f"resume in {run}", same=False, timeout_seconds=timeout_seconds)
     with meeting.phase("newest"):
         if meeting.rank == 0:
-            found = scan(LocalStorage(os.path.abspath(run)), PREFIX)
-            good = [one.name for one in found.complete if os.path.isfile(os.path.join(run, one.name, "trainer_state.json"))]
-            stock = [one.name for one in found.steps if one.status == "incomplete" and not one.ours and _is_stock(one.path)]
-            name = max([*good, *stock], key=_number, default="")
-            for one in found.steps:
-                if one.status != "complete" and one.name not in stock and (not name or _number(one.name) > _number(name)):
-                    _LOG.warning("%s/%s is passed over: %s", run, one.name, one.why)
+            name, passed = _choose(os.path.abspath(run))
+            if passed and not name:
+                text = listed(f"{run}: has checkpoints, and none can be resumed from", [f"{one}: {why}" for one, why in passed.items()])
+                raise IncompleteError(f"{text}\nRepair one, or start fresh with resume_from_checkpoint=False")
+            for one, why in passed.items():
+                _LOG.warning("%s/%s is passed over: %s", run, one, why)
             meeting.put("newest", f".{name}".encode())
     name = meeting.get("newest").decode()[1:]
     return os.path.join(run, name) if name else True
+
+
+def _choose(run: str) -> tuple[str, dict[str, str]]:
+    """The newest whole checkpoint, empty for none; and by name, why those that are newer, or all, are not."""
+    found = scan(LocalStorage(run), PREFIX)
+    stock = {entry.path: entry for entry in foreign_steps(found, list_steps(run, prefix=PREFIX))}
+    passed: dict[str, str] = {}
+    for one in sorted(found.steps, key=lambda one: _number(one.name), reverse=True):
+        if one.path in stock:
+            why = read_step(stock[one.path]).problem
+        elif one.status == "complete" or one.ours or one.unread:
+            why = one.why
+        else:
+            continue  # nothing is in it
+        if not why and not os.path.isfile(os.path.join(one.path, TRAINER_STATE)):
+            why = f"it has no {TRAINER_STATE}"
+        if not why:
+            return one.name, passed
+        passed[one.name] = why
+    return "", passed
 
 
 def check_path(path: str) -> None:
@@ -44,7 +68,12 @@ def check_path(path: str) -> None:
         raise NotFoundError(
             f"resume_from_checkpoint {path}: is {'a file' if os.path.exists(path) else 'not there'}; needed a checkpoint folder"
         )
-    if is_ours(path) or os.path.isfile(os.path.join(path, "trainer_state.json")):
+    if is_ours(path):
+        return
+    entries = dict.fromkeys(os.listdir(path), 0)
+    if has_traces(entries):
+        raise NotFoundError(f"resume_from_checkpoint {path}: has no valid manifest: it is unfinished, or damaged; pass a whole one")
+    if TRAINER_STATE in entries:
         return
     inside = [one.name for one in scan(LocalStorage(os.path.abspath(path)), PREFIX).complete]
     if inside:
@@ -58,11 +87,6 @@ def drop_announcement(path: str) -> None:
     if os.path.isdir(path) and os.listdir(path) == [_ANNOUNCED]:
         os.remove(os.path.join(path, _ANNOUNCED))
         os.rmdir(path)
-
-
-def _is_stock(path: str) -> bool:
-    """Whether it is a whole checkpoint of the Trainer's own."""
-    return os.path.isfile(os.path.join(path, "trainer_state.json")) and find_format(path, told=None) is not None and not problem_of(path)
 
 
 def _number(name: str) -> int:

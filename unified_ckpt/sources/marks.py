@@ -156,9 +156,13 @@ def find_format(path: str, *, told: str | None) -> Format | None:
             known = ["unified", "huggingface", *(one.name for one in FORMATS)]
             raise FormatError(listed(f"{told}: is no format that is read; known are", known))
         return found
-    at = look(path)
+    return format_at(look(path))
+
+
+def format_at(at: Looked) -> Format | None:
+    """The format of what was looked at; None as of `find_format`."""
     ours = {names.MANIFEST, names.DIGESTS, PROBE}
-    if at.entries & ours or names.is_staging(os.path.split(os.path.abspath(path))[1]):  # or what is left of one of ours
+    if at.entries & ours or names.is_staging(os.path.split(os.path.abspath(at.path))[1]):  # or what is left of one of ours
         return None
     return next((one for one in FORMATS if one.known(at)), None)
 

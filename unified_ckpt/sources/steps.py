@@ -15,7 +15,7 @@ from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.regular import open_file
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import open_any, problem_of
 from unified_ckpt.sources.marks import (
     DCP_METADATA,
     DEEPSPEED_LATEST,
@@ -25,11 +25,12 @@ from unified_ckpt.sources.marks import (
     ORBAX_STEP,
     ORBAX_TREE,
     TRAINER_STATE,
-    find_format,
+    format_at,
     has_safetensors,
     look,
     orbax_items,
 )
+from unified_ckpt.sources.orbax.folders import COMMITTED
 
 UNIFIED, WEIGHTS = "unified", "huggingface"
 JIT_MARKER = "checkpoint-is-incomplete.txt"  # by which the Trainer announces a folder, before it writes into it
@@ -111,10 +112,12 @@ def newest_first(steps: list[StepEntry]) -> list[StepEntry]:
         folder = os.path.dirname(one.path)
         highest[folder] = max(highest.get(folder, -1), -1 if one.number is None else one.number)
 
-    def order(one: StepEntry) -> tuple[int, bool, int, bool, int, str]:
+    def order(one: StepEntry) -> tuple[int, bool, int, bool, bool, int, str]:
         number = -1 if one.number is None else one.number
         rank = highest[os.path.dirname(one.path)] if one.pointer else number
-        return rank, bool(one.pointer), number, not one.name.endswith(_CONVERTED), len(one.name), one.name  # `…-v1.ckpt` is a later one
+        # of one number: ours, not what was made of another, and Lightning's `…-v1.ckpt`, which is later
+        same = (one.format == UNIFIED, not one.name.endswith(_CONVERTED), len(one.name), one.name)
+        return rank, bool(one.pointer), number, *same
 
     return sorted(steps, key=order, reverse=True)
 
@@ -146,13 +149,13 @@ def _entries(path: str) -> list[str]:
 def _steps_in(root: str, folder: str, namings: tuple[Naming, ...]) -> list[StepEntry]:
     here = os.path.join(root, folder) if folder else root
     entries = _entries(here)
-    pointed = _pointed(here, entries)
+    pointed, of_orbax = _pointed(here, entries), ORBAX_ROOT in entries
     found: list[StepEntry] = []
     for name in entries:
         naming = next((one for one in namings if one.pattern.fullmatch(name)), None)
         if naming is None and name not in pointed:
             continue
-        certain = naming is not None and (naming.distinct or name in pointed or ORBAX_ROOT in entries)
+        certain = naming is not None and (naming.distinct or name in pointed or of_orbax)
         kind = _format_in(os.path.join(here, name), naming, certain=certain)
         if kind is not None:
             number = None if naming is None else naming.number(name)
@@ -187,7 +190,7 @@ def _format_in(path: str, naming: Naming | None, *, certain: bool) -> str | None
     """
     try:
         at = look(path)
-        kind = find_format(path, told=None)
+        kind = format_at(at)
     except OSError:
         return "" if certain else None  # who opens it says why
     entries = at.entries - {JIT_MARKER}
@@ -200,7 +203,7 @@ def _format_in(path: str, naming: Naming | None, *, certain: bool) -> str | None
         found = ""  # a folder of steps, not a step
     if found and (not naming.formats or found in naming.formats):
         return found
-    traces = {DCP_METADATA, ORBAX_STEP, NANOTRON_META, names.MANIFEST, names.DIGESTS}
+    traces = {DCP_METADATA, ORBAX_STEP, COMMITTED, NANOTRON_META, names.MANIFEST, names.DIGESTS}
     broken = entries & traces or any(name.endswith(".distcp") for name in entries)
     return "" if certain or broken else None
 
@@ -218,7 +221,7 @@ class StepContents:
 def read_step(entry: StepEntry, options: SourceOptions = SourceOptions()) -> StepContents:  # noqa: B008  # it is frozen
     """Opens a step as a load does, which reads no tensor."""
     if not entry.readable:
-        return StepContents(entry.number, problem=_why_unread(entry))
+        return StepContents(entry.number, problem=_sentence(_why_unread(entry), entry))
     last = _WRITTEN_LAST.get(entry.format)
     if last is not None and not os.path.isfile(os.path.join(entry.path, last)):
         return StepContents(entry.number, problem=f"it is half-written: {last}, which comes last, is missing")
@@ -226,10 +229,15 @@ def read_step(entry: StepEntry, options: SourceOptions = SourceOptions()) -> Ste
         with closing(open_any(entry.path, options)) as source:
             said, parts = source.said(), set(source.parts)
     except CheckpointError as error:
-        return StepContents(entry.number, problem=" ".join(str(error).split()))
+        return StepContents(entry.number, problem=_sentence(str(error), entry))
     if said.groups or said.scalars:
         parts.add("optimizer")  # SGD's has no tensors
     return StepContents(entry.number if said.step is None else said.step, frozenset(parts))
+
+
+def _sentence(problem: str, entry: StepEntry) -> str:
+    """On one line, without the path: who shows it names the step."""
+    return " ".join(problem.split()).removeprefix(f"{entry.path}: ").removeprefix(f"{entry.path}/")
 
 
 def _why_unread(entry: StepEntry) -> str:
@@ -237,4 +245,4 @@ def _why_unread(entry: StepEntry) -> str:
         return f"it is not there, and {entry.pointer} names it"
     if entry.format == WEIGHTS:
         return "it has weights alone: it is half-written, or was saved without training state; load_parameters_path reads it"
-    return "it is half-written, damaged, or of no format that is read"
+    return problem_of(entry.path) or "it is half-written, damaged, or of another format than its name says"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import FusedAdam
 from torch import nn
 
 import unified_ckpt as uc
@@ -456,6 +457,35 @@ def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
     for model, one in ((large, other), (again, back)):
         found = {name: tensor[:7] if tensor.dim() else tensor for name, tensor in state_of(model, one).items()}
         check_same(found, state_of(small, optimizer))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize(
+    ("dtype", "remainders"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+    ids=["masters", "remainders", "copies"],
+)
+def test_masters_in_the_optimizer_grow_with_the_model(tmp_path: Path, dtype: torch.dtype, remainders: bool, warm: bool) -> None:
+    """The new rows of a fresh optimizer's masters are the model's: the next step does not wipe them."""
+    make = partial(FusedAdam, lr=0.02, master_weights=True, store_param_remainders=remainders)
+    old, new = Small(7, dtype=dtype), Small(9, dtype=dtype)
+    optimizer, other = make(old.parameters()), make(new.parameters())
+    train(old, optimizer, 0, 2)
+    uc.save(tmp_path / "c", model=old, optimizer=optimizer, options=QUICK)
+    if warm:
+        train(new, other, 20, 1)
+    expected = []
+    for param, small in zip(new.parameters(), old.parameters(), strict=True):
+        whole = param.detach().clone()
+        master = torch.zeros_like(whole, dtype=torch.int16) if remainders else whole.float()
+        fresh = {"exp_avg": torch.zeros(9, 4), "exp_avg_sq": torch.zeros(9, 4), "master_param": master}
+        rows = {"": whole, **(other.state[param] if warm else fresh)}
+        stored = {"": small.detach(), **optimizer.state[small]}
+        expected.append({key: torch.cat([stored[key], value[7:]]) for key, value in rows.items()})
+    padded_load(tmp_path / "c", model=new, optimizer=other)
+    for param, state in zip(new.parameters(), expected, strict=True):
+        check_same({"": param.detach(), **other.state[param]}, state)
+    train(new, other, 2, 1)
 
 
 KINDS = ("", "exp_avg", "exp_avg_sq", "master_param")  # the parameter, its state, its master

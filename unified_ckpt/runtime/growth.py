@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unified_ckpt.errors import MismatchError
+from unified_ckpt.runtime.optimizer_rules import MASTER_KEYS
 from unified_ckpt.runtime.optimizer_target import OptimizerTarget
 
 # State that the first step of torch's optimizers, and of those that are made after them, makes of zeros.
@@ -29,7 +30,9 @@ def begin_grown(target: OptimizerTarget, grown: Collection[str]) -> None:
             continue
         if isinstance(existing, torch.Tensor) and existing.shape == tensor.shape:
             _local(tensor).copy_(_local(existing))
-        elif name in _ZEROS:
+        elif name in MASTER_KEYS and tensor.is_floating_point():
+            _local(tensor).copy_(_local(param))
+        elif name in _ZEROS or name in MASTER_KEYS:  # which as integers are what the parameter's rounding took off
             _local(tensor).zero_()
         else:
             unknown.append(key)

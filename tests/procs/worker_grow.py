@@ -21,7 +21,11 @@ from worker import started
 
 import unified_ckpt as uc
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from optimizers import FusedAdam
+
 SMALL, LARGE = 13, 18  # neither divides by 2 twice
+PADDED = uc.LoadOptions(source=uc.SourceOptions(rename=[{"match": ["emb.weight", "head.weight"], "pad": 0}]))
 
 
 class Model(nn.Module):
@@ -88,6 +92,24 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sam
     assert [name for name, tensor in expected.items() if not same(found[name], tensor)] == []
 
 
+def masters_grow(root: Path) -> None:
+    """The new rows of masters that a fresh optimizer would make at its first step are the model's."""
+    small, larger = (sharded(Model(vocabulary).bfloat16()) for vocabulary in (SMALL, LARGE))
+    first, optimizer = (FusedAdam(model.parameters(), lr=0.05, master_weights=True) for model in (small, larger))
+    train(small, first, 0, 2, SMALL)
+    uc.save(root / "m", model=small, optimizer=first)
+    saved, expected = state_of(small, first), {name: whole(parameter.detach()).clone() for name, parameter in larger.named_parameters()}
+    for name in list(expected):
+        zeros = torch.zeros_like(expected[name], dtype=torch.float32)
+        fresh = {"exp_avg": zeros.clone(), "exp_avg_sq": zeros, "master_param": expected[name].float()}
+        expected |= {f"{name}/{key}": value for key, value in fresh.items()}
+    for name, tensor in expected.items():
+        tensor[: len(saved[name])] = saved[name]
+    uc.load(root / "m", model=larger, optimizer=optimizer, options=PADDED)
+    check(state_of(larger, optimizer), expected, torch.equal)
+    train(larger, optimizer, 2, 1, LARGE)
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     small = sharded(Model(SMALL))
@@ -99,10 +121,8 @@ def main() -> None:
     larger, oracle = sharded(Model(LARGE)), Model(LARGE)
     optimizer, theirs = adamw(larger), adamw(oracle)
     grow_by_hand(copy.deepcopy(saved), oracle, theirs)
-    rules = [{"match": ["emb.weight", "head.weight"], "pad": 0}]
-    options = uc.LoadOptions(source=uc.SourceOptions(rename=rules))
     assert [placement.dim for placement in larger.emb.weight.placements] == [0, 0]
-    report = uc.load(root / "c", model=larger, optimizer=optimizer, options=options)
+    report = uc.load(root / "c", model=larger, optimizer=optimizer, options=PADDED)
     check(state_of(larger, optimizer), state_of(oracle, theirs), torch.equal)
     assert [note.count("(13, 6) -> (18, 6)") for note in report.notes] == [8]
     read = torch.tensor([report.bytes_read, report.verified_bytes])
@@ -113,8 +133,9 @@ def main() -> None:
     losses = train(larger, optimizer, 3, 3, LARGE)
     torch.testing.assert_close(losses, train(oracle, theirs, 3, 3, LARGE), rtol=1e-12, atol=0)
     check(state_of(larger, optimizer), state_of(oracle, theirs), lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-15))
+    masters_grow(root)
     uc.save(root / "d", model=larger, optimizer=optimizer)
-    again = uc.load(root / "d", model=larger, optimizer=optimizer, options=options)
+    again = uc.load(root / "d", model=larger, optimizer=optimizer, options=PADDED)
     assert not again.notes
 
 

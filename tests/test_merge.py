@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import NAME, SAVE, SECONDS, Paths, fine, folder_of, gaps, on_machine, once, save_case, states, twice
 from refusals import same_error
+from safetensors.torch import load_file
 from test_machines import scattered
 from test_reshard import Case, Recorded, Writes, check_folder, spans_of
 from test_reshard import save_case as save_whole
@@ -261,6 +262,37 @@ def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_the
 def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", [0], {0: [folder_of(once, 1), folder_of(once, 0)]}))
     check_target(tmp_path / "root")
+
+
+def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
+    """Saved over two machines, by rows: loaded, mended, joined and exported, from masters and the tensors beside them."""
+    whole = {"w": torch.randn(6, 5).bfloat16(), "frozen": torch.randn(4, 3).bfloat16(), "count": torch.tensor(3)}
+    layout, options = uc.Layout({"dp": 2}, {"w": {"dp": 0}, "frozen": {"dp": 0}}), SAVE.model_copy(update={"machine_copies": 2})
+    half = {"w": slice(3), "frozen": slice(2)}, {"w": slice(3, 6), "frozen": slice(2, 4)}
+
+    def act(comm: Comm) -> None:
+        model = {name: tensor[half[comm.rank][name]] if name in half[0] else tensor for name, tensor in whole.items()}
+        with on_machine(comm, [0, 1]) as made:
+            path, masters = folder_of(tmp_path, comm.rank), {"w": model["w"].float()}
+            chosen = options.model_copy(update={"parts": ("master_weights",)})
+            made.save(path, model=model, master_weights=masters, layout=layout, options=chosen)
+
+    run_ranks(2, act)
+    folders = [folder_of(tmp_path, 0), folder_of(tmp_path, 1)]
+    with uc.open(folders[0]) as source:
+        assert "model_without_masters_fragments" in source.parts
+    shutil.copytree(folders[1], tmp_path / "copy")
+    folders[1].joinpath("model_without_masters_fragments.safetensors").unlink()
+    report = uc.repair(folders[1], [tmp_path / "copy"])
+    assert report.ok, report
+    for paths in (folders, folders[:1]):
+        found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        uc.load(paths, model=found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    uc.convert(folders, tmp_path / "joined")
+    uc.convert(tmp_path / "joined", tmp_path / "hf", to="huggingface", model_dtype="bfloat16")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])

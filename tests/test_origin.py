@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def test_a_run_that_saves_master_weights_in_place_of_the_model_is_found_again(tm
         without = uc.LoadOptions(parts=("model", "optimizer"))
         assert manager.restore(**found, options=without).step == 20  # type: ignore[union-attr]
     assert torch.equal(found["model"]["w"], weights(20)["model"]["w"])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_skips_the_model_without_masters_is_refused(tmp_path: Path, asynchronous: bool) -> None:
+    """At once, not after some failures in a row: trying again does not help."""
+    named = from_paddle(f"skip_save_model_weight {'async_save' if asynchronous else ''}")
+    with manager_of(None, tmp_path, save_options=named.save, interval_steps=10, asynchronous=asynchronous) as manager:
+        with pytest.raises(uc.FormatError, match="leaves out the model, and this state has no master weights"):
+            manager.save(10, model=weights(10)["model"], optimizer={"w/exp_avg": torch.zeros(4, 4)})
+        manager.save(20, **weights(20))
+    assert os.listdir(tmp_path) == ["checkpoint-20"]
 
 
 def test_parts_that_the_options_leave_out_are_not_asked_for(tmp_path: Path) -> None:

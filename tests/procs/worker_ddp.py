@@ -1,6 +1,7 @@
 """torchrun script: running statistics of BatchNorm under DistributedDataParallel, which differ from rank to rank.
 
-ROOT/plain and ROOT/masters are checkpoints; ROOT/rank0.pt has what rank 0 holds.
+ROOT/plain, ROOT/masters and ROOT/without, whose masters are sharded, are checkpoints; ROOT/rank0.pt has what rank 0 holds. Ranks that call
+with different steps, or one to save and one to load, get one error.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from worker import started
 
@@ -41,7 +45,20 @@ def main() -> None:
     uc.save(root / "plain", **save)
     uc.save_async(root / "masters", **save | {"options": uc.SaveOptions(model_dtype="bfloat16", check_replicas="always")}).result()
 
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    masters = {name: distribute_tensor(param.detach().double(), mesh, [Shard(0)]) for name, param in model.module.named_parameters()}
+    skip = uc.SaveOptions(parts=("master_weights", "optimizer"), fsync=False)
+    uc.save(root / "without", model=model, optimizer=optimizer, master_weights=masters, options=skip)
+    for call in (lambda: uc.save(root / "mixed", model=model, step=rank), lambda: (uc.save, uc.load)[rank](root / "plain", model=model)):
+        with pytest.raises(uc.RankError, match=r"rank\(s\) 0: .*, rank\(s\) 1: .*; expected the same"):
+            call()
+    assert not (root / "mixed").exists()
+
     other = DistributedDataParallel(build())
+    report = uc.load(root / "without", model=other)
+    assert report.sources == {"model": ("master_weights", "model_without_masters")}
+    stored = other.module.state_dict()
+    assert all(torch.equal(stored[name], param) for name, param in model.module.named_parameters())
     uc.load(root / "plain", model=other)
     dist.all_gather(means, other.module.state_dict()["1.running_mean"])
     assert torch.equal(means[0], means[1]), "a load gives every rank what was stored"

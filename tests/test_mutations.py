@@ -1,0 +1,309 @@
+"""Every JSON file and header of a checkpoint, changed at random: a load gives what was saved, or an error of ours, never other state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from machines import SAVE, folder_of, on_machine
+from manifests import IndexFile, sealed
+
+import unified_ckpt as uc
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import run_ranks
+
+SEED = 20
+OPTIONS = uc.SaveOptions(fsync=False, max_file_bytes=150, model_dtype="bfloat16")
+UNTOUCHED = -7.0
+MANIFEST = "unified_checkpoint.json"
+EXTRA = {"seen": bytes(range(256)) * 8, "lr": 0.125, "of": (1, 2.5, "a")}
+
+
+class Net(torch.nn.Module):
+    """Two names of one tensor, a buffer, and parameters of several shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 3)
+        self.inner = torch.nn.Linear(3, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def filled(net: Net) -> tuple[Net, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    for tensor in net.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(5))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+    return net, optimizer, {"embed.weight": torch.randn(7, 3), "scale": torch.randn(())}
+
+
+def as_bits(tree: Any) -> Any:
+    """A tree whose tensors compare by dtype, shape and bits."""
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype, tuple(tree.shape), tree.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
+    if isinstance(tree, dict):
+        return {key: as_bits(value) for key, value in tree.items()}
+    return [as_bits(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+@contextlib.contextmanager
+def untouched_on_error(before: Any, state: Callable[[], Any]) -> Iterator[None]:
+    """An error that comes before the first byte leaves the target as it was; one in mid-load says that it does not."""
+    failed = ""
+    try:
+        yield
+    except uc.CheckpointError as error:
+        failed = str(error)
+        raise
+    finally:
+        if failed and "is unusable" not in failed:
+            assert as_bits(state()) == before, f"the target was touched: {failed}"
+
+
+# the checkpoints: how each is loaded and opened
+
+
+def load_one(root: Path) -> Any:
+    net = Net()
+    for tensor in net.state_dict().values():
+        tensor.fill_(UNTOUCHED)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=9.0)
+    ema = {"embed.weight": torch.full((7, 3), UNTOUCHED), "scale": torch.tensor(UNTOUCHED)}
+    before = as_bits([net.state_dict(), optimizer.state_dict(), ema])
+    with untouched_on_error(before, lambda: [net.state_dict(), optimizer.state_dict(), ema]):
+        report = uc.load(root, model=net, optimizer=optimizer, parts={"ema": ema})
+    return as_bits([net.state_dict(), optimizer.state_dict(), ema, report.step, report.extra, report.rank_extra])
+
+
+def load_both(root: Path) -> Any:
+    model = {"w": torch.full((6, 4), UNTOUCHED), "n": torch.full((3,), UNTOUCHED)}
+    before = as_bits(model)
+    with untouched_on_error(before, lambda: model):
+        report = uc.load([folder_of(root, 0), folder_of(root, 1)], model=model)
+    return as_bits([model, report.step, report.extra])
+
+
+def opened(folder: Path) -> Any:
+    with uc.open(folder) as source:
+        tensors = {part: {name: tensor[...] for name, tensor in source[part].items()} for part in source.parts}
+        return as_bits([tensors, source.step, source.extra, list(source.rank_extra)])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint under test: `bodies` of its files, and the actions that read it."""
+
+    root: Path
+    acts: Mapping[str, Callable[[], Any]]
+    right: dict[str, Any] = field(default_factory=dict)
+    bodies: dict[Path, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.right.update({name: act() for name, act in self.acts.items()})
+        self.bodies.update({path: path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()})
+
+
+def one_folder(root: Path) -> Subject:
+    folder = root / "checkpoint-4"
+    net, optimizer, ema = filled(Net())
+    uc.save(folder, model=net, optimizer=optimizer, parts={"ema": ema}, step=4, extra=EXTRA, rank_extra=[b"r" * 2000, 3], options=OPTIONS)
+    assert len(list(folder.glob("optimizer-*"))) > 1
+    assert len(list(folder.glob("master_weights*"))) > 1
+    return Subject(folder, {"load": partial(load_one, folder), "open": partial(opened, folder)})
+
+
+def node_groups(root: Path) -> Subject:
+    """Two folders, each of which holds a copy of the other."""
+    options = SAVE.model_copy(update={"machine_copies": 2})
+
+    def act(comm: Comm) -> None:
+        with on_machine(comm, [0, 1]) as made:
+            rows = torch.arange(24.0).reshape(6, 4).chunk(2)[comm.rank].clone()
+            layout = uc.Layout({"dp": 2}, {"w": {"dp": 0}})
+            model = {"w": rows, "n": torch.arange(3.0)}
+            made.save(folder_of(root, comm.rank), model=model, layout=layout, step=4, extra=EXTRA, rank_extra=comm.rank, options=options)
+
+    run_ranks(2, act)
+    return Subject(root, {"load": partial(load_both, root), "open": partial(opened, folder_of(root, 0))})
+
+
+CASES = [(one_folder, 800), (node_groups, 200)]
+
+
+# mutations: of the JSON of a file, of a header's as of an index's
+
+
+def flipped_bits(draw: random.Random, text: bytes) -> bytes:
+    body = bytearray(text)
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
+    return bytes(body)
+
+
+def other_digit(draw: random.Random, text: bytes) -> bytes:
+    at = draw.choice([at for at, byte in enumerate(text) if chr(byte).isdigit()] or [0])
+    return text[:at] + draw.choice((b"0", b"1", b"9", b"99999999999", b"-1", b"1e9", b"")) + text[at + 1 :]
+
+
+def truncated(draw: random.Random, text: bytes) -> bytes:
+    return text[: draw.randrange(len(text))]
+
+
+def renamed(draw: random.Random, text: bytes) -> bytes:
+    """A string in place of another: as a key it may then occur twice."""
+    strings = _strings(text)
+    (low, high), (first, stop) = draw.choice(strings), draw.choice(strings)
+    return text[:low] + text[first:stop] + text[high:]
+
+
+def swapped_strings(draw: random.Random, text: bytes) -> bytes:
+    (low, high), (first, stop) = sorted(draw.sample(_strings(text), 2))
+    return text[:low] + text[first:stop] + text[high:first] + text[low:high] + text[stop:]
+
+
+def _strings(text: bytes) -> list[tuple[int, int]]:
+    quotes = [at for at, byte in enumerate(text) if byte == ord('"')]
+    return list(zip(quotes[::2], [at + 1 for at in quotes[1::2]], strict=False))
+
+
+def edited(draw: random.Random, text: bytes) -> bytes:
+    """A key dropped, or what two keys have swapped: the offsets of two tensors, the files of two names, two parts."""
+    tree = json.loads(text)
+    place = draw.choice([node for node in _objects(tree) if len(node) > 1])
+    one, other = draw.sample(sorted(place), 2)
+    if draw.random() < 0.5:
+        del place[one]
+    elif isinstance(place[one], dict) and isinstance(place[other], dict) and place[one].keys() & place[other].keys():
+        inner = draw.choice(sorted(place[one].keys() & place[other].keys()))
+        place[one][inner], place[other][inner] = place[other][inner], place[one][inner]
+    else:
+        place[one], place[other] = place[other], place[one]
+    return json.dumps(tree).encode()
+
+
+def _objects(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _objects(value)
+
+
+CHANGES = (flipped_bits, flipped_bits, other_digit, truncated, renamed, swapped_strings, edited, edited)
+
+
+def changed_file(draw: random.Random, path: Path, body: bytes, bodies: Mapping[Path, bytes]) -> tuple[str, bytes]:
+    """What was done, and the bytes of the file after it."""
+    if draw.random() < 0.1:
+        other = draw.choice([one for one in bodies if one.suffix == path.suffix])
+        return f"is now {other.name}", bodies[other]
+    change = draw.choice(CHANGES)
+    if path.suffix == ".json":
+        return change.__name__, change(draw, body)
+    if draw.random() < 0.1:
+        return "length of the header", flipped_bits(draw, body[:8]) + body[8:]
+    size = int.from_bytes(body[:8], "little")
+    text = change(draw, body[8 : 8 + size].rstrip(b" "))
+    text = text.ljust(size) if len(text) <= size else text + b" " * (-len(text) % 8)
+    return f"header: {change.__name__}", struct.pack("<Q", len(text)) + text + body[8 + size :]
+
+
+# the properties
+
+
+@contextlib.contextmanager
+def ending(what: str) -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise AssertionError(f"did not end: {what}")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 20)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(("make", "cases"), [*CASES, *(pytest.param(make, 50 * cases, marks=pytest.mark.long) for make, cases in CASES)])
+def test_a_changed_checkpoint_gives_its_state_or_an_error(make: Callable[[Path], Subject], cases: int, tmp_path: Path) -> None:
+    subject, draw, refused = make(tmp_path), random.Random(SEED), 0
+    for case in range(cases):
+        path = draw.choice(list(subject.bodies))
+        done, body = changed_file(draw, path, subject.bodies[path], subject.bodies)
+        what = f"case {case}: {path.relative_to(subject.root)}: {done}"
+        path.write_bytes(body)
+        for name, act in subject.acts.items() if case % 4 == 0 else list(subject.acts.items())[:1]:
+            with ending(f"{name}: {what}"):
+                try:
+                    assert act() == subject.right[name], f"{name} gave other state: {what}"
+                except uc.CheckpointError:
+                    refused += name == "load"
+        path.write_bytes(subject.bodies[path])
+    assert refused > cases // 2 or make is node_groups  # of which each has the other's copy
+
+
+@pytest.mark.parametrize("cases", [300, pytest.param(15_000, marks=pytest.mark.long)])
+def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, cases: int) -> None:
+    """With its digest, as if it had been written so: no action hangs, takes all memory or raises anything else. Indexes, headers and the
+    tensors' digests prove each other: a load still gives the state that was saved."""
+    subject = one_folder(tmp_path)
+    draw, manifest = random.Random(SEED), subject.root / MANIFEST
+    for case in range(cases):
+        path = draw.choice([one for one in subject.bodies if one.name not in ("extra.safetensors", "rank_extra.safetensors")])
+        done, body = changed_file(draw, path, subject.bodies[path], subject.bodies)
+        what = f"case {case}: {path.name}: {done}"
+        told = json.loads(subject.bodies[manifest])
+        path.write_bytes(body)
+        try:
+            manifest.write_bytes(sealed(json.loads(body) if path == manifest else _resealed(told, path.name, body)))
+        except (ValueError, TypeError, AttributeError):
+            pass  # no JSON object: as it is
+        for name, act in (*subject.acts.items(), ("verify", partial(uc.verify, subject.root, deep=True))):
+            with ending(f"{name}: {what}"), contextlib.suppress(uc.CheckpointError):
+                found = act()
+                if path != manifest and name == "load":
+                    assert found == subject.right[name], f"{name} gave other state: {what}"
+        path.write_bytes(subject.bodies[path])
+        manifest.write_bytes(subject.bodies[manifest])
+
+
+def _resealed(told: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
+    """The manifest that says what the file is by now."""
+    record = IndexFile.of(body).model_dump()
+    size = 8 + int.from_bytes(body[:8], "little")
+    for part, of in told["parts"].items():
+        if file == f"{part}.safetensors.index.json":
+            of["index"] = record
+        if file in of["files"]:
+            of["files"][file] = {"nbytes": len(body), "header_crc": IndexFile.of(body[:size]).crc}
+    if file == told["digests"]["file"]:
+        told["digests"] |= record
+    return told
+
+
+def test_files_that_are_swapped_are_found(tmp_path: Path) -> None:
+    subject = one_folder(tmp_path)
+    pairs = [(one, other) for one, other in combinations(subject.bodies, 2) if one.suffix == other.suffix]
+    for one, other in pairs:
+        one.write_bytes(subject.bodies[other])
+        other.write_bytes(subject.bodies[one])
+        with contextlib.suppress(uc.CheckpointError):
+            assert subject.acts["load"]() == subject.right["load"], f"{one.name} and {other.name}"
+        one.write_bytes(subject.bodies[one])
+        other.write_bytes(subject.bodies[other])

@@ -809,11 +809,11 @@ def within(seconds: float, act: Callable[[], object]) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", PLACED)
 def test_what_is_no_regular_file_is_not_opened(sound: Path, tmp_path: Path, kind: str, verb: str) -> None:
-    """In place of each file of a checkpoint in turn. To open a FIFO waits for a writer, a device may never end."""
-    for file in sorted(path.name for path in sound.iterdir()):
+    """In place of each file of a checkpoint in turn, and of one of the trainer. A FIFO waits for a writer, a device may never end."""
+    for file in (*sorted(path.name for path in sound.iterdir()), "notes.txt"):
         root = tmp_path / file
         folder = Path(shutil.copytree(sound, root / sound.name))
-        (folder / file).unlink()
+        (folder / file).unlink(missing_ok=True)
         PLACED[kind](folder / file)
         within(10, partial(VERBS[verb], folder))
 

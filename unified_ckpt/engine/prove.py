@@ -250,12 +250,11 @@ def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
     for record in (manifest.digests, manifest.rank_extra):
         if record is None:
             continue
-        size = folder.storage.size(record.file)
-        if size != record.nbytes:
-            yield f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; the manifest says {record.nbytes} bytes"
-            continue
         try:
-            if deep or record is manifest.digests:
+            size = folder.storage.size(record.file)
+            if size != record.nbytes:
+                yield f"{record.file}: {'is missing' if size is None else f'has {size} bytes'}; the manifest says {record.nbytes} bytes"
+            elif deep or record is manifest.digests:
                 if f"{digests.crc(folder.storage.read(record.file)):016x}" != record.crc:
                     yield f"{record.file}: is not the file that was written; needed CRC {record.crc}"
             else:

@@ -19,7 +19,7 @@ from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.engine.commit import PROBE, committed_at
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
-from unified_ckpt.runtime.regular import open_file
+from unified_ckpt.runtime.regular import check_files, open_file
 from unified_ckpt.sources.json_files import CONFIG, config_file, read_json
 from unified_ckpt.sources.marks import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
 
@@ -101,8 +101,12 @@ def attach(folder: str, *, source: str, copied: Sequence[str], config: str | Non
     """Copies to `folder`. `config`: where a Hugging Face config is, if not in the source. `dtype`: of the weights, for config.json."""
     for name in copied:
         there = os.path.join(source, name)
-        copy = shutil.copytree if os.path.isdir(there) else shutil.copyfile
-        copy(there, os.path.join(folder, name))
+        if os.path.isdir(there):
+            check_files(there)
+            shutil.copytree(there, os.path.join(folder, name))
+        else:
+            with open_file(there) as read, open(os.path.join(folder, name), "wb") as written_file:
+                shutil.copyfileobj(read, written_file)
     written = os.path.join(folder, CONFIG)
     if config is not None and not os.path.exists(written):
         shutil.copyfile(config_file(config), written)

@@ -43,8 +43,8 @@ def open_file(path: str) -> BinaryIO:
 
 
 def check_files(root: str) -> None:
-    """StorageError for the first entry in a folder, at any depth, that is neither a file nor a folder nor a link to one: for libraries
-    that open files themselves."""
+    """StorageError for the first entry of a folder, at any depth, that is neither a regular file nor a folder nor a link to one: for
+    libraries that open files themselves."""
     try:
         with os.scandir(root) as entries:
             for entry in entries:

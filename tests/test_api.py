@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -221,8 +222,27 @@ def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> N
     model.head.weight.data = model.embed.weight.data.clone()
     uc.save(tmp_path / "c", model=model)
     other = Net(tied=True, seed=1)
-    uc.load(tmp_path / "c", model=other)
+    report = uc.load(tmp_path / "c", model=other)
     assert same_state(other, model)
+    assert report.notes == ("tied in the target, and stored as tensors that are equal: model:embed.weight",)
+
+
+@pytest.mark.parametrize("verify", ["read", "off"])
+def test_untied_weights_that_differ_do_not_load_into_tied(tmp_path: Path, verify: str) -> None:
+    """One of the two was kept and the other lost without a word. Compared by digest, or by bytes where digests are off."""
+    model, other = Net(), Net(tied=True, seed=1)
+    model.head.weight.data = model.embed.weight.data.clone()
+    model.head.weight.data[-1, -1] += 1
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer)
+    before = copy.deepcopy(other.state_dict())
+    options = uc.LoadOptions(verify=verify)
+    with pytest.raises(uc.MismatchError, match=r"as embed.weight and head.weight, which differ; .*'drop': True"):
+        uc.load(tmp_path / "c", model=other, options=options)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    dropped = uc.SourceOptions(rename=[{"match": "head.weight", "drop": True}])
+    uc.load(tmp_path / "c", model=other, options=uc.LoadOptions(verify=verify, source=dropped))
+    assert torch.equal(other.head.weight, model.embed.weight)
 
 
 # lists, parts, masters

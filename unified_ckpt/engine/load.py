@@ -23,6 +23,7 @@ from unified_ckpt.engine.prove import saved_digests, verify_read
 from unified_ckpt.engine.read import Beating, Fetched, ReadGroup, Targets, read_extents, read_tiles
 from unified_ckpt.engine.sharing import overlap, share_reads
 from unified_ckpt.engine.source import Catalog
+from unified_ckpt.engine.tied import compare_tied
 from unified_ckpt.engine.verdict import LoadRequest, Verdict, compare, is_resumed, raise_differences, warn_differences
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.comm import Comm
@@ -101,6 +102,7 @@ def _load(
             pads=request.said.pads,
             rank=comm.rank,
         )
+        matches = _check_tied(request, matches, differences, rank=comm.rank)
         if request.optimizer is not None and request.optimizer.wanted:
             differences.missing += unknown_parameters(
                 set(request.optimizer.names_held()), request.source, request.said, request.state.aliases
@@ -184,6 +186,17 @@ def _read(
     return fetched
 
 
+def _check_tied(request: LoadRequest, matches: Sequence[Match], differences: Differences, *, rank: int) -> list[Match]:
+    """Adds to the differences what the target ties and the checkpoint has as two that differ; returns the other matches."""
+    digests = request.options.verify != "off"
+    differing, equal = compare_tied(matches, differences.tied, request.source, rank=rank, digests=digests)
+    differences.wrong += differing.values()
+    if equal:
+        more = f", and {len(equal) - 3} more" if len(equal) > 3 else ""
+        differences.notes.append(f"tied in the target, and stored as tensors that are equal: {', '.join(equal[:3])}{more}")
+    return [match for match in matches if (match.target.row.part.partition("@")[0], match.target.row.fqn) not in differing]
+
+
 def _check_optimizer(request: LoadRequest, matches: Sequence[Match], differences: Differences) -> list[Match]:
     """Adds to the differences what the optimizer's next step could not go on from; returns the matches that are to be read.
 
@@ -232,7 +245,13 @@ def _report(
     rank_extra: Any,
 ) -> LoadReport:
     saved_by = request.said.rank_extras
-    notes = [*damage, *_kept_note(verdict.kept, saved_by, comm), *_padded_note(verdict.padded), *_unproved_note(request, fetched)]
+    notes = [
+        *damage,
+        *_kept_note(verdict.kept, saved_by, comm),
+        *_padded_note(verdict.padded),
+        *_unproved_note(request, fetched),
+        *own.notes,
+    ]
     if saved_by not in (0, comm.world):
         notes.append(f"rank_extra is not given back: {saved_by} ranks saved, {comm.world} load; `uc.open(path).rank_extra` has all of it")
     nbytes, seconds = sum(f.nbytes for f in fetched), time.monotonic() - started

@@ -31,7 +31,8 @@ class Differences:
     """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for.
 
     `padded`: targets that are larger than what is stored, with both shapes. `masters`: stored masters that are more precise than the
-    model's tensors here; `masters_read`: those that are read at full precision.
+    model's tensors here; `masters_read`: those that are read at full precision. `tied`: by target, further
+    stored names for it, in the part that feeds it.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -41,6 +42,8 @@ class Differences:
     padded: dict[Key, str] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
     masters_read: set[str] = field(default_factory=set)
+    tied: dict[Key, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def match_all(
@@ -77,6 +80,9 @@ def match_all(
         else:
             out.sources.setdefault(row.part, set()).add(part)
             label = row.part if part == row.part else f"{row.part}@{part}"
+            others = [other for of, other in options if of == part and other != name]
+            if others:
+                out.tied[row.key] = others
             found.append(Match(_corner(target, Row(label, row.fqn, spec, row.sharding), rank), part, name))
             if spec.shape != row.spec.shape:
                 out.padded[row.key] = f"{row.part}:{row.fqn} {spec.shape} -> {row.spec.shape}"

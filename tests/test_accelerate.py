@@ -16,6 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
+from unified_ckpt.integrations.acc_folders import is_stock
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
@@ -325,7 +326,7 @@ def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
     attach(resumed.accelerator)
     resumed.accelerator.load_state(str(tmp_path / "latest"))
     assert same(resumed, stopped)
-    with pytest.raises(uc.StorageError, match="holds a checkpoint that Accelerate wrote itself; needed a folder of its own"):
+    with pytest.raises(uc.StorageError, match=r"stock: holds other files \(.*\), expected a checkpoint"):
         resumed.accelerator.save_state(str(tmp_path / "stock"))
     with pytest.raises(uc.NotFoundError, match=r"wrote itself; needed accelerator.load_state, or attach"):
         load_state(resumed.accelerator, tmp_path / "stock")
@@ -342,6 +343,12 @@ def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) ->
     job.accelerator.save_state("not used")
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
     assert os.listdir(tmp_path / "checkpoints/checkpoint_0") != [], "what is not ours is not rotated"
+    job.accelerator.project_configuration.iteration = 0
+    job.accelerator.save_state("not used")
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_0-before-1", "checkpoint_1"], "what has the name is kept"
+    assert is_stock(str(tmp_path / "checkpoints/checkpoint_0-before-1"))
+    shutil.rmtree(tmp_path / "checkpoints/checkpoint_0")
+    (tmp_path / "checkpoints/checkpoint_0-before-1").rename(tmp_path / "checkpoints/checkpoint_0")
     again = Job(seed=8, project=tmp_path)
     attach(again.accelerator)
     again.accelerator.load_state()
@@ -398,7 +405,7 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     save_state(job.accelerator, tmp_path / "mine", options=FAST)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "log.txt").write_text("kept")
-    with pytest.raises(uc.StorageError, match=r"holds other files \(log.txt\); needed a folder of its own"):
+    with pytest.raises(uc.StorageError, match=r"holds other files \(log.txt\), expected a checkpoint"):
         save_state(job.accelerator, tmp_path / "logs")
     assert sorted(os.listdir(tmp_path)) == ["cut", "logs", "mine", "run"]
     with pytest.raises(uc.NotFoundError, match="has no checkpoint to load"):

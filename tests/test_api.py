@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -712,15 +712,71 @@ def test_a_checkpoint_that_came_meanwhile_is_not_overwritten(tmp_path: Path, if_
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
 
 
-@pytest.mark.parametrize("if_exists", ["error", "keep", "replace"])
-def test_a_folder_without_a_manifest_is_moved_aside(tmp_path: Path, if_exists: str) -> None:
+FOLDERS = {  # what the caller's path holds -> what the refusal says
+    "files": (("notes.txt", "src/a.py"), r"holds other files \(notes.txt, src\)"),
+    "weights": (("model.safetensors",), r"holds other files \(model.safetensors\)"),
+    "our run": (("checkpoint-2/", "checkpoint-10/", "notes.txt"), r"holds checkpoints, .* did you mean .*/c/checkpoint-10\?"),
+    "stock run": (("checkpoint-500/optimizer.pt", "checkpoint-60/optimizer.pt"), r"did you mean .*/c/checkpoint-500\?"),
+    "DeepSpeed's run": (("latest", "global_step3/mp_rank_00_model_states.pt"), r"did you mean .*/c/global_step3\?"),
+    "checkpoint with checkpoints in it": ((".", "checkpoint-2/"), r"holds checkpoints|holds a committed checkpoint"),
+}
+
+
+def fill(folder: Path, entries: Sequence[str]) -> dict[str, bytes]:
+    """Files by name; a name that ends in a slash, or is a dot, is a checkpoint of ours."""
+    for name in entries:
+        if name == "." or name.endswith("/"):
+            uc.save(folder / name, model=Net(), step=int(name[11:-1] or 0) if len(name) > 1 else 7)
+        else:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(name.encode())
+    return tree(folder)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("if_exists", ["error", "keep", "keep_complete", "replace"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_save_refuses_a_folder_that_is_not_ours(tmp_path: Path, kind: str, if_exists: str) -> None:
+    """Before the first byte, in the foreground and in the background; nothing changes."""
+    entries, says = FOLDERS[kind]
+    before = fill(tmp_path / "c", entries)
+    options = uc.SaveOptions(if_exists=if_exists)
+    if kind.startswith("checkpoint") and if_exists == "keep":
+        assert uc.save(tmp_path / "c", model=Net(), options=options).existed
+        return
+    with pytest.raises(uc.StorageError, match=says):
+        uc.save(tmp_path / "c", model=Net(), options=options)
+    with pytest.raises(uc.StorageError, match=says):
+        uc.save_async(tmp_path / "c", model=Net(), options=options).result()
+    assert tree(tmp_path / "c") == before
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("entries", [(), ("checkpoint-is-incomplete.txt",)])
+def test_an_empty_folder_gives_way_to_a_save(tmp_path: Path, entries: tuple[str, ...]) -> None:
+    """So does one with nothing but the file by which transformers announces a checkpoint."""
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "results.csv").write_text("mine")
-    uc.save(tmp_path / "c", model=Net(), options=uc.SaveOptions(if_exists=if_exists))
-    (aside,) = tmp_path.glob(".replaced-*-c")
-    assert (aside / "results.csv").read_text() == "mine"
-    assert not (tmp_path / "c" / "results.csv").exists()
+    fill(tmp_path / "c", entries)
+    uc.save(tmp_path / "c", model=Net())
     assert uc.verify(tmp_path / "c", deep=True).ok
+    assert os.listdir(tmp_path) == ["c"]
+    assert not set(entries) & set(os.listdir(tmp_path / "c"))
+
+
+def test_an_unfinished_checkpoint_of_ours_is_renamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged manifest shows that it is ours. It stays, under a name that anybody sees."""
+    uc.save(tmp_path / "c", model=Net())
+    (tmp_path / "c" / "unified_checkpoint.json").write_bytes(b"{")
+    (tmp_path / "c" / "results.csv").write_text("mine")
+    before = tree(tmp_path / "c")
+    uc.save(tmp_path / "c", model=Net())
+    assert uc.verify(tmp_path / "c", deep=True).ok
+    assert tree(tmp_path / "c-before-1") == before
+    assert sorted(os.listdir(tmp_path)) == ["c", "c-before-1"]
+    assert "c-before-1" in caplog.text
 
 
 # loads that need not fit

@@ -217,7 +217,7 @@ def test_what_is_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert f"unified-ckpt {verb}: {folder}: is an unfinished save" in refused(capsys, verb, folder)
         assert "there is no such folder" in refused(capsys, verb, tmp_path / "nothing")
         assert "is a file" in refused(capsys, verb, folder / "model.safetensors")
-        assert "holds no checkpoint" in refused(capsys, verb, folder.parent)
+        assert f"did you mean {folder}?" in refused(capsys, verb, folder.parent)
         assert "Protocol not known: nowhere" in refused(capsys, verb, "nowhere://a/b")
     folder.rename(tmp_path / f".replaced-0a-{folder.name}")
     assert f"an interrupted replacement left a copy at {tmp_path}/.replaced-0a-checkpoint-7" in refused(capsys, "inspect", folder)

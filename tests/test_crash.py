@@ -341,10 +341,11 @@ def test_all_is_on_the_disk_before_it_is_published(
     touched = max(i for i, what in enumerate(done[:published]) if what[0] in ("write_at", "resize", "remove_file", "make_folder"))
     assert ["sync_folder", folder] in done[touched + 1 : published]
     assert not any(what[0] in ("write_at", "resize", "make_folder") for what in done[published:])
-    renamed = max(i for i, what in enumerate(done) if what[0] in ("rename", "exchange"))
+    renamed = max(i for i, what in enumerate(done) if what[0] in ("rename", "exchange") and "-gone_" not in what[-1])
     assert ["sync_folder", ""] in done[renamed + 1 :]
-    removed = [i for i, what in enumerate(done) if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".replaced-")]
+    removed = [i for i, what in enumerate(done) if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-gone_")]
     assert bool(removed) == replace
+    removed += [i for i, what in enumerate(done) if what[0] == "rename" and "-gone_" in what[-1]]
     assert all(["sync_folder", ""] in done[renamed + 1 : i] for i in removed)
 
 

@@ -126,7 +126,7 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
 def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: str) -> None:
     uc.save(tmp_path / "c", model={"a": torch.ones(3), "b": torch.ones(3)}, options=QUICK)
     (tmp_path / "there.pt").write_text("mine")
-    with pytest.raises(uc.StorageError, match=r"there.pt: is there; needed a free name"):
+    with pytest.raises(uc.StorageError, match=r"there.pt: is a file; needed"):
         uc.convert(tmp_path / "c", tmp_path / "there.pt", to=to)
     file = next((tmp_path / "c").glob("model*.safetensors"))
     with uc.open(tmp_path / "c") as opened:

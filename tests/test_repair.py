@@ -329,7 +329,7 @@ def test_what_cannot_be_repaired_at_all(folder: Path, good: Path, tmp_path: Path
         uc.repair(folder, [tmp_path / "absent"])
     with pytest.raises(uc.StorageError, match="is the folder that is to be mended"):
         uc.repair(folder, [folder])
-    with pytest.raises(uc.StorageError, match="URLs are read, not written"):
+    with pytest.raises(uc.StorageError, match="is a URL, expected a local folder"):
         uc.repair("memory://x", [good])
     (folder / "probe").write_text("x")
     with pytest.raises(uc.FormatError, match="is an unfinished save"):

@@ -119,13 +119,12 @@ def test_what_an_unfinished_repair_has_left_is_not_copied(source: Path, tmp_path
     assert body(tmp_path / "root" / NAME) == right
 
 
-def test_what_is_in_the_way_and_no_checkpoint_is_moved_aside(source: Path, tmp_path: Path) -> None:
+def test_what_is_in_the_way_of_a_copy_is_renamed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "root" / NAME).mkdir()
     (tmp_path / "root" / NAME / "mine.txt").write_text("mine")
     copy(source, there(tmp_path))
     assert uc.verify(tmp_path / "root" / NAME, deep=True).ok
-    (aside,) = (path for path in (tmp_path / "root").iterdir() if path.name.startswith(".replaced-"))
-    assert (aside / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "root" / f"{NAME}-before-1" / "mine.txt").read_text() == "mine"
 
 
 def test_whatever_file_is_damaged_it_is_not_copied_as_good(source: Path, tmp_path: Path) -> None:

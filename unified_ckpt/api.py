@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.layout import Layout
 from unified_ckpt.engine.build import Kept, SaveReport
 from unified_ckpt.engine.checkpoint import open_path
+from unified_ckpt.engine.commit import StepPath
 from unified_ckpt.engine.gather import machine_numbers
 from unified_ckpt.engine.lands import Found, Land, find_land, look
 from unified_ckpt.engine.load import LoadReport
@@ -57,7 +59,8 @@ class Checkpointer:
         options: SaveOptions | None = None,
         machine: str | None = None,
     ) -> None:
-        self._root, self._group, self._options, self._machine = root, group, options or SaveOptions(), machine
+        self._root = absolute(os.fspath(root)) if root is not None else ""
+        self._group, self._options, self._machine = group, options or SaveOptions(), machine
         self._comm: comms.Comm | None = None
         self._lands: dict[str, tuple[Found, Land | None]] = {}  # by the folder that saves are made in
         self._machines: list[int] | None = None
@@ -248,7 +251,7 @@ class Checkpointer:
         storage, name = LocalStorage("/"), ""
         try:
             storage, name = self._place(path, how)
-            return storage, name, save_request(self._ranks(), what, options)
+            return storage, name, replace(save_request(self._ranks(), what, options), step_name=isinstance(path, StepPath))
         except Exception as error:
             return storage, name, error
 
@@ -275,7 +278,7 @@ class Checkpointer:
         return self._comm
 
     def _resolve(self, path: Path) -> str:
-        return absolute(os.fspath(path), root=os.fspath(self._root or ""))
+        return absolute(os.fspath(path), root=self._root)
 
     def _place(self, path: Path, how: Calls) -> tuple[LocalStorage, str]:
         parent, name = place_of(self._resolve(path))

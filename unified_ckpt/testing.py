@@ -175,6 +175,10 @@ class FaultyStorage(LocalStorage):
         self.fuse.check()
         super().remove_folder(name)
 
+    def remove_empty(self, name: str) -> bool:
+        self._step("remove_empty", name)
+        return super().remove_empty(name)
+
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         self.fuse.check()
         super().read_at(name, start, into)

@@ -21,7 +21,7 @@ from unified_ckpt.manager.lineage import ids, read, strangers
 from unified_ckpt.manager.policies import local_rules
 from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, foreign_steps, scan, sizes_of
 from unified_ckpt.options import ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import LocalStorage, writable
 from unified_ckpt.sources.marks import title_of
 from unified_ckpt.sources.steps import UNIFIED, StepEntry, list_steps, read_step
 
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
     if (wrong := problem(arguments)) is not None:
         print(f"unified-ckpt list: {wrong}", file=sys.stderr)
         return 2
-    root = os.path.realpath(arguments.root)
+    root = os.path.realpath(writable(arguments.root))
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: there is no such folder")
     if arguments.local is None:
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
         folders = _folders(root, _DEPTH, arguments.prefix, listed)
         runs = [_run(path, arguments.prefix, rules_of(arguments), listed) for path in folders]
     else:
-        runs = [_two_tiers(root, os.path.realpath(arguments.local), arguments)]
+        runs = [_two_tiers(root, os.path.realpath(writable(arguments.local)), arguments)]
     runs = [one for one in runs if one.found.steps or one.found.leftovers]
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(one) for one in runs]}, indent=2))

@@ -18,7 +18,7 @@ from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.manager.removal import clear, remove, remove_broken
 from unified_ckpt.manager.rotation import condemned, damaged
 from unified_ckpt.manager.steps import Scan, StepRecord, foreign_steps, scan
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import LocalStorage, writable
 from unified_ckpt.sources.marks import title_of
 from unified_ckpt.sources.steps import list_steps
 
@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> int:
             "unified-ckpt prune: nothing is asked for: needed a rule such as --keep-latest, or --incomplete or --leftovers", file=sys.stderr
         )
         return 2
-    root = os.path.realpath(arguments.root)
+    root = os.path.realpath(writable(arguments.root))
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: there is no such folder")
     storage = LocalStorage(root)

@@ -9,11 +9,11 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unified_ckpt.core.islands import FRAGMENTS, Island
-from unified_ckpt.engine import commit, extras, seal
+from unified_ckpt.engine import aside, commit, extras, seal
 from unified_ckpt.engine.copies import Orders, take_copies
 from unified_ckpt.engine.fill import sync_parts, write_parts
 from unified_ckpt.engine.islands import Gate, Rules, Totals, telling
@@ -92,6 +92,11 @@ class Job:
     told: bytes | None = None
     gate: Gate | None = None
     post: Post | None = None
+    present: frozenset[str] = frozenset()  # of `commit.check_way`, on the rank that publishes
+
+    def target(self) -> commit.Target:
+        """The name of the checkpoint, and what may be in its way, on the rank that publishes it."""
+        return commit.Target(self.name, self.request.options.if_exists, self.names(), self.request.step_name)
 
     def names(self) -> set[str]:
         """The parts of this save, on the rank that knows them all."""
@@ -132,8 +137,8 @@ def _finish(job: Job, kept: Kept, snapshot: Snapshot | None) -> SaveReport:
                 job.post.shut(construction.save_id)
     seconds, nbytes = time.monotonic() - job.started, job.plan.nbytes
     if meeting.rank == 0:
-        speed = nbytes / 1e9 / max(seconds, 1e-9)
-        _LOG.info("saved %s: %.3f GB in %.2f s, %.2f GB/s; %s", storage.path(job.name), nbytes / 1e9, seconds, speed, kept.slowest)
+        path, gb = storage.path(job.name), nbytes / 1e9
+        _LOG.info("saved %s: %.3f GB in %.2f s, %.2f GB/s; %s", path, gb, seconds, gb / max(seconds, 1e-9), kept.slowest)
     return SaveReport(storage.path(job.name), request.step, construction.save_id, nbytes, seconds)
 
 
@@ -147,14 +152,15 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
             if meeting.rank == 0:
                 stays = _stays(job)
                 if stays is None:
-                    construction = commit.begin(storage, name, save_id=job.gate.save_id if job.gate else None)
+                    construction = commit.begin(storage, name, save_id=job.gate.save_id if job.gate else None, present=job.present)
                     said |= {"folder": construction.folder, "id": construction.save_id}
                 else:
                     said |= {"id": stays.save_id, "step": stays.step}
                 meeting.put("begun", json.dumps(said).encode())
         with meeting.phase("see"):
             told = json.loads(meeting.get("begun", of=0))
-            construction = commit.Construction(told["name"], told["folder"], told["id"]) if "folder" in told else None
+            if "folder" in told:
+                construction = construction or commit.Construction(told["name"], told["folder"], told["id"])
             if told["name"] != name:
                 raise RankError(f"rank {meeting.rank} saves with name {name!r}, rank 0 with {told['name']!r}; needed the same")
             if construction is not None:
@@ -162,7 +168,7 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
                 if job.post is not None:
                     job.post.open(construction.save_id, storage, construction.folder)
                 if job.plan.book is not None:
-                    commit.check_room(storage, construction, job.plan.book.nbytes)
+                    commit.check_room(storage, construction, job.plan.book.nbytes, text_nbytes=job.plan.book.index_nbytes)
     except BaseException as error:
         _abandon(job, construction, error)
         raise
@@ -171,20 +177,18 @@ def _begin(job: Job) -> tuple[commit.Construction | None, dict[str, Any]]:
 
 def _stays(job: Job) -> Manifest | None:
     """Rank 0 of each island: the checkpoint that is there and stays. One that is not on every island is none."""
-    if_exists = job.request.options.if_exists
+    target = job.target()
     if job.gate is None:
-        return commit.check_target(job.storage, job.name, if_exists=if_exists, parts=job.names())
-    lenient = if_exists if if_exists == "keep_complete" else "keep"
-    found = commit.check_target(job.storage, job.name, if_exists=lenient, parts=job.names())
+        return commit.check_target(job.storage, target)
+    lenient = target if target.if_exists == "keep_complete" else replace(target, if_exists="keep")
+    found = commit.check_target(job.storage, lenient)
     ids = job.gate.share("there", found.save_id.encode() if found else b"")
-    if found is None or set(ids) != {found.save_id.encode()}:
-        if found is not None and if_exists == "error":
-            raise StorageError(
-                f"{job.storage.path(job.name)}: holds a folder of save {found.save_id}, which is not on every machine; needed a "
-                'free name, or if_exists="replace"'
-            )
-        return None
-    return commit.check_target(job.storage, job.name, if_exists=if_exists, parts=job.names())
+    if found is not None and set(ids) == {found.save_id.encode()}:
+        return commit.check_target(job.storage, target)
+    if found is not None and target.if_exists == "error":
+        what = f"{job.storage.path(job.name)}: holds a folder of save {found.save_id}, which is not on every machine"
+        raise StorageError(f'{what}; needed a free name, or if_exists="replace"')
+    return None
 
 
 def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Snapshot | None) -> None:
@@ -213,8 +217,9 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
             _complete(job, construction, kept, said, digest_file, rank_extra, since=job.started)
     if job.gate is None:
         with meeting.phase("publish"):
-            if plan.book is not None and (aside := _publish(job, construction)) is not None:
-                commit.discard(storage, aside, fsync=request.options.fsync)
+            if plan.book is not None:
+                published = _publish(job, construction)
+                aside.clean_up(storage, published, fsync=request.options.fsync)
     else:
         if kept.orders is not None:
             take_copies(job.gate, meeting, storage, construction, kept.orders, fsync=request.options.fsync)
@@ -223,21 +228,20 @@ def _build(job: Job, construction: commit.Construction, kept: Kept, snapshot: Sn
 
 def _publish_together(job: Job, gate: Gate, construction: commit.Construction) -> None:
     """Collective over all islands: each gives its folder the name once all have theirs complete, and takes it back where one cannot."""
-    aside, renamed = None, False
+    published: aside.Published | None = None
     try:
-        with gate.together("written"):
-            pass
+        gate.wait("written")
         with job.meeting.phase("publish"):
             if job.plan.book is not None:
-                aside, renamed = _publish(job, construction), True
-        with gate.together("committed"):
-            pass
+                published = _publish(job, construction)
+        gate.wait("committed")
     except BaseException as error:
-        if renamed and isinstance(error, CheckpointError):
-            commit.withdraw(job.storage, construction, aside)
+        if published is not None and isinstance(error, CheckpointError):
+            aside.withdraw(job.storage, published)
         raise
-    if aside is not None:
-        commit.discard(job.storage, aside, fsync=job.request.options.fsync)
+    with gate.together("cleaned"):
+        if published is not None:
+            aside.clean_up(job.storage, published, fsync=job.request.options.fsync)
 
 
 def tell(job: Job) -> bytes:
@@ -306,12 +310,12 @@ def _complete(
     seal.write_manifest(storage, folder, manifest, fsync=fsync)
 
 
-def _publish(job: Job, construction: commit.Construction) -> str | None:
-    """Rank 0 only: the rename. Returns what has been moved aside."""
-    if_exists = job.request.options.if_exists
-    if job.gate is not None and if_exists in ("keep", "keep_complete"):  # what is there is not whole on every island, as they have agreed
-        if_exists = "replace"
-    return commit.publish(job.storage, construction, fsync=job.request.options.fsync, if_exists=if_exists, parts=job.names())
+def _publish(job: Job, construction: commit.Construction) -> aside.Published:
+    """Rank 0 only: the rename."""
+    target = job.target()
+    if job.gate is not None and target.if_exists in ("keep", "keep_complete"):
+        target = replace(target, if_exists="replace")  # what is there is not whole on every island, as they have agreed
+    return commit.publish(job.storage, construction, target, fsync=job.request.options.fsync)
 
 
 def _abandon(job: Job, construction: commit.Construction | None, error: BaseException) -> None:

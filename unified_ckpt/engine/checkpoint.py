@@ -14,7 +14,7 @@ from unified_ckpt.core.ranges import coalesce
 from unified_ckpt.core.sharding import TensorSpec
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.blocks import check_blocks, has_whole_blocks
-from unified_ckpt.engine.commit import PROBE
+from unified_ckpt.engine.commit import PROBE, refuse_run
 from unified_ckpt.engine.part_index import read_index
 from unified_ckpt.engine.source import Catalog, Location, Said, fill_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
@@ -320,6 +320,7 @@ def open_folder(storage: Reader) -> Folder:
         bare = Folder(storage, None, {})
         bare.check_files([single])
         return Folder(storage, None, {_MODEL: dict.fromkeys(bare._headers[single], single)})
+    refuse_run(storage)
     raise NotFoundError(f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}")
 
 

@@ -20,11 +20,13 @@ from functools import partial
 
 from unified_ckpt.core.tables import Key, listed
 from unified_ckpt.engine import commit
+from unified_ckpt.engine.aside import clean_up
 from unified_ckpt.engine.reseal import seal_anew, write_indexes
 from unified_ckpt.engine.rewrite import (
     Output,
     Rewrite,
     Written,
+    check_room,
     check_sizes,
     plan_files,
     sizes_of,
@@ -99,15 +101,15 @@ def convert(
             if isinstance(source, Exception):
                 raise source
             sizes = _agreed(meeting, source, how.path)
-        told = commit.begin_together(meeting, storage, name, partial(_stays, storage, name, how), lead=0)
-        if "folder" not in told:
+        target = commit.Target(name, "error" if how.bare else how.if_exists)
+        construction, told = commit.begin_together(meeting, storage, target, partial(commit.check_target, storage, target), lead=0)
+        if construction is None:
             return ConvertReport(path, source.format, told["id"], told["step"], time.monotonic() - began, stays=True)
-        construction = commit.Construction(name, told["folder"], told["id"])
         try:
             writers = who_sees(meeting, storage, construction, machines, lead=0)
             files = plan_files(meeting, sizes, {}, writers=writers, max_file_bytes=how.max_file_bytes, lead=0)
             work = Rewrite(meeting, source, storage, construction, 0, tuple(machines), files, sizes)
-            record = _build(work, how, began)
+            record = _build(work, target, how, began)
         except BaseException as error:
             commit.abandon_together(meeting, storage, construction, error, lead=0)
             raise
@@ -148,14 +150,7 @@ def _names_crc(source: Source, sizes: Mapping[Key, int]) -> int:
     return crc
 
 
-def _stays(storage: LocalStorage, name: str, how: How) -> Manifest | None:
-    """Rank 0 only: the checkpoint that is there and stays."""
-    if how.bare and storage.kind(name) is not None:
-        raise StorageError(f"{storage.path(name)}: is there; needed a free name")
-    return commit.check_target(storage, name, if_exists=how.if_exists)
-
-
-def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:
+def _build(work: Rewrite, target: commit.Target, how: How, began: float) -> ConvertedFrom:
     """Collective. Fills the folder, proves it and publishes it; what there is to say of it."""
     meeting, storage, construction = work.meeting, work.storage, work.construction
     own = sum(stop - start for _, _, start, stop in work.share())
@@ -167,7 +162,7 @@ def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:
     output = Output(storage, construction.folder, fsync=how.fsync, beat=beaten)
     with meeting.phase("room"):
         if meeting.rank == 0:
-            commit.check_room(storage, construction, sum(work.sizes.values()))
+            check_room(work)
         witness = Witness(how.original or work.source) if how.compare else None
     with meeting.phase("write"):
         written = write_tensors(work, output, witness.look if witness is not None else None)
@@ -179,9 +174,8 @@ def _build(work: Rewrite, how: How, began: float) -> ConvertedFrom:
             meeting.put("record", record.model_dump_json().encode())
     with meeting.phase("publish"):
         if meeting.rank == 0:
-            aside = commit.publish(storage, construction, fsync=how.fsync, if_exists=how.if_exists)
-            if aside is not None:
-                commit.discard(storage, aside, fsync=how.fsync)
+            published = commit.publish(storage, construction, target, fsync=how.fsync)
+            clean_up(storage, published, fsync=how.fsync)
     return ConvertedFrom.model_validate_json(meeting.get("record"))
 
 

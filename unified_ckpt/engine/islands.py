@@ -41,6 +41,11 @@ class Gate:
         """A step that every island gets through, or none."""
         return self.meeting.phase(name)
 
+    def wait(self, name: str) -> None:
+        """Returns once every island has come here; raises the error of one that has not."""
+        with self.together(name):
+            pass
+
     def share(self, key: str, value: bytes) -> list[bytes]:
         """For one rank of each island, inside a phase of the island: what each of them says, by number."""
         try:

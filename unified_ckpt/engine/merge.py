@@ -25,6 +25,7 @@ from functools import partial
 
 from unified_ckpt.core.tables import Key
 from unified_ckpt.engine import commit
+from unified_ckpt.engine.aside import clean_up
 from unified_ckpt.engine.gather import gather, open_folders
 from unified_ckpt.engine.joint import Joint
 from unified_ckpt.engine.reseal import reseal
@@ -33,6 +34,7 @@ from unified_ckpt.engine.rewrite import (
     Output,
     Rewrite,
     Written,
+    check_room,
     check_sizes,
     plan_files,
     sizes_of,
@@ -94,15 +96,15 @@ def merge(
     meeting = comm.meet(f"merge to {storage.path(name)}", same=False, timeout_seconds=options.timeout_seconds)
     with storage, meeting.telling():
         lead, held = _survey(meeting, joint, machines)
-        told = commit.begin_together(meeting, storage, name, partial(_stays, joint, storage, name, options), lead=lead)
-        if "folder" not in told:
+        target = commit.Target(name, options.if_exists, joint.parts, step_name=True)  # only a manager merges
+        construction, told = commit.begin_together(meeting, storage, target, partial(_stays, joint, storage, target), lead=lead)
+        if construction is None:
             return Merged(told["id"], 0, (), other=told["id"] != joint.save_id)
-        construction = commit.Construction(name, told["folder"], told["id"])
         try:
             writers, sizes = who_sees(meeting, storage, construction, machines, lead=lead), sizes_of(joint)
             files = plan_files(meeting, sizes, held, writers=writers, max_file_bytes=options.max_file_bytes, lead=lead)
             work = Rewrite(meeting, joint, storage, construction, lead, tuple(machines), files, sizes)
-            nbytes = _build(work, joint, options, beat)
+            nbytes = _build(work, joint, target, options, beat)
         except BaseException as error:
             commit.abandon_together(meeting, storage, construction, error, lead=lead)
             raise
@@ -131,10 +133,10 @@ def _survey(meeting: Meeting, joint: Joint, machines: Sequence[int]) -> tuple[in
     return lead, held
 
 
-def _stays(joint: Joint, storage: LocalStorage, name: str, options: MergeOptions) -> Manifest | None:
+def _stays(joint: Joint, storage: LocalStorage, target: commit.Target) -> Manifest | None:
     """The lead only: the checkpoint that is there and stays, this save's own too."""
     _check_proofs(joint)
-    return commit.check_copy_target(storage, name, save_id=joint.save_id, if_exists=options.if_exists, parts=joint.parts)
+    return commit.check_copy_target(storage, target, save_id=joint.save_id)
 
 
 def _check_proofs(joint: Joint) -> None:
@@ -144,7 +146,7 @@ def _check_proofs(joint: Joint) -> None:
             raise IntegrityError(f"save {one.save_id}: a folder has no digests that this version knows; needed those of every block")
 
 
-def _build(work: Rewrite, joint: Joint, options: MergeOptions, beat: Beat) -> int:
+def _build(work: Rewrite, joint: Joint, target: commit.Target, options: MergeOptions, beat: Beat) -> int:
     """Collective. Fills the folder and publishes it; returns the bytes that this rank wrote."""
     meeting, storage, construction, fsync = work.meeting, work.storage, work.construction, options.fsync
 
@@ -155,7 +157,7 @@ def _build(work: Rewrite, joint: Joint, options: MergeOptions, beat: Beat) -> in
     output = Output(storage, construction.folder, fsync=fsync, beat=beaten)
     with meeting.phase("room"):
         if meeting.rank == work.lead:
-            commit.check_room(storage, construction, sum(work.sizes.values()))
+            check_room(work)
     with meeting.phase("write"):
         written = write_tensors(work, output)
     with meeting.phase("complete"):
@@ -163,9 +165,8 @@ def _build(work: Rewrite, joint: Joint, options: MergeOptions, beat: Beat) -> in
             _complete(work, joint, output, written, fsync=fsync)
     with meeting.phase("publish"):
         if meeting.rank == work.lead:
-            aside = commit.publish(storage, construction, fsync=fsync, if_exists=options.if_exists, parts=joint.parts)
-            if aside is not None:
-                commit.discard(storage, aside, fsync=fsync)
+            published = commit.publish(storage, construction, target, fsync=fsync)
+            clean_up(storage, published, fsync=fsync)
     return output.nbytes
 
 

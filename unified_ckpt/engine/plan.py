@@ -69,6 +69,11 @@ class Book:
         files = sum(record.nbytes for records in self.records.values() for record in records.values())
         return files + len(self.digest_head) + sum(nbytes for _, nbytes in self.sections)
 
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of all indexes, for ASCII names."""
+        return sum(len(name) + len(file) + 12 for weight_map in self.weight_maps.values() for name, file in weight_map.items())
+
 
 @dataclass(slots=True)
 class SavePlan:

@@ -33,7 +33,7 @@ from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, Stor
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.locks import mending, reading
-from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, is_url, local, reader
+from unified_ckpt.runtime.storage import LocalStorage, Reader, absolute, reader, writable
 
 Path = str | os.PathLike[str]
 
@@ -68,10 +68,7 @@ def repair(path: Path, sources: Sequence[Path] = (), *, progress: Progress | Non
     NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or IncompleteError where nothing was changed; after a
     StorageError files may have been mended, and none is worse than it was.
     """
-    path = os.fspath(path)
-    if is_url(path):
-        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
-    storage = LocalStorage(os.path.realpath(local(path)))
+    storage = LocalStorage(os.path.realpath(writable(os.fspath(path))))
     _check_folder(storage)
     with ExitStack() as held:
         held.callback(storage.close)

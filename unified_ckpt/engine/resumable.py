@@ -32,7 +32,7 @@ class StoredParts:
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """What a rank wants saved. `matched`: the Layout rules that applied here; `mesh`: for people. `masters`: where the model is left out,
-    whether masters stand for it here; `agreed`: what all ranks store."""
+    whether masters stand for it here; `agreed`: what all ranks store. `step_name`: a manager or a trainer chose the checkpoint's name."""
 
     state: State
     extra: Any
@@ -46,6 +46,7 @@ class SaveRequest:
     options: SaveOptions
     masters: MasterCheck = field(default_factory=MasterCheck)
     agreed: StoredParts = field(default_factory=StoredParts)
+    step_name: bool = False
 
     @property
     def model_left_out(self) -> list[Part]:

@@ -109,6 +109,15 @@ class Rewrite:
         return [rank for rank, one in enumerate(self.machines) if one == machine]
 
 
+_ENTRY_NBYTES = 300  # of a tensor in headers, indexes and digests, beside its name
+
+
+def check_room(work: Rewrite) -> None:
+    """StorageError where the disk has no room for what is written."""
+    text = sum(3 * len(name) + _ENTRY_NBYTES for _, name in work.sizes)
+    commit.check_room(work.storage, work.construction, sum(work.sizes.values()), text_nbytes=text)
+
+
 def sizes_of(source: Source) -> dict[Key, int]:
     return {(part, name): spec.nbytes for part in source.parts for name, spec in source.specs(part, source.names(part)).items()}
 

@@ -167,10 +167,12 @@ def _arrive(
         if isinstance(request, Exception):
             raise request
         words = extras.words_of(request.extra, request.rank_extra, first=meeting.rank == 0, freeze=background)
-        if (
-            meeting.rank == 0 and not background and (land is None or land.island is None)
-        ):  # again when it begins; here before any work is done
-            commit.check_target(storage, name, if_exists=request.options.if_exists)
+        present, island = frozenset[str](), land.island if land is not None else None
+        if meeting.rank == (island.ranks[0] if island is not None else 0):
+            target = commit.Target(name, request.options.if_exists, step_name=request.step_name)
+            present = commit.check_way(storage, target)
+            if island is None and not background:  # again when it begins; here before any work is done
+                commit.check_target(storage, target)
         if not same:
             kept.parts = agree_parts(meeting, request)
         request = request.storing(kept.parts)
@@ -178,7 +180,8 @@ def _arrive(
     if land is None or land.island is None:
         with meeting.phase("plan") if not same else nullcontext():
             plan = _plan(meeting, request.parts(), request, kept, mark, same=same, layout=request.layout)
-        return _checked(Job(meeting, storage, name, request, plan, _held(plan, request.parts()), words, started, post=post))
+        held = _held(plan, request.parts())
+        return _checked(Job(meeting, storage, name, request, plan, held, words, started, post=post, present=present))
     gate = open_gate(meeting, land.island)
     with telling(gate):
         parts, words = _landed(gate, land.comm, request, kept, same=same), spread_extra(gate, words)
@@ -190,7 +193,8 @@ def _arrive(
                 plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
             if not same or kept.orders is None:
                 kept.orders = plan_copies(gate, plan.book, copies=request.options.machine_copies)
-            return _checked(Job(own, storage, name, request, plan, _held(plan, parts), words, started, gate=gate, post=post))
+            held = _held(plan, parts)
+            return _checked(Job(own, storage, name, request, plan, held, words, started, gate=gate, post=post, present=present))
         except BaseException:
             own.leave()
             raise

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from unified_ckpt.engine.aside import attached_files
 from unified_ckpt.engine.extras import Extra, Told
 from unified_ckpt.engine.plan import Book, GroupPlan
 from unified_ckpt.engine.write import Digested
@@ -120,6 +121,8 @@ def make_manifest(
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
+    """The last file. It names the files that the engine did not write: what appears later is the user's."""
+    manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from unified_ckpt.engine import commit
+from unified_ckpt.engine.aside import clean_up, own_files
 from unified_ckpt.engine.checkpoint import Folder, open_path
 from unified_ckpt.engine.prove import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
@@ -44,20 +45,21 @@ def transfer(source: str, storage: LocalStorage, name: str, *, if_exists: str, f
     folder = open_path(source, hold=True)
     try:
         manifest, written = _check_source(folder)
-        stays = commit.check_copy_target(storage, name, save_id=manifest.save_id, if_exists=if_exists, parts=manifest.parts)
+        target = commit.Target(name, if_exists, manifest.parts, step_name=True)  # only a manager copies
+        present = commit.check_way(storage, target)
+        stays = commit.check_copy_target(storage, target, save_id=manifest.save_id)
         if stays is not None:
             return Transferred(stays.save_id, 0, other=stays.save_id != manifest.save_id)
-        construction = commit.begin(storage, name, save_id=None)  # an id of its own: a copy that was cut off may lie there
+        construction = commit.begin(storage, name, save_id=None, present=present)  # an id of its own: a copy that was cut off may lie there
         try:
             commit.check_room(storage, construction, sum(_sizes(source)))
             nbytes = _fill(folder, manifest, storage, construction.folder, fsync=fsync, beat=beat)
             storage.put(f"{construction.folder}/{names.MANIFEST}", written, fsync=fsync)
-            aside = commit.publish(storage, construction, fsync=fsync, if_exists=if_exists, parts=manifest.parts)
+            published = commit.publish(storage, construction, target, fsync=fsync)
         except BaseException:
             commit.abandon(storage, construction)
             raise
-        if aside is not None:
-            commit.discard(storage, aside, fsync=fsync)
+        clean_up(storage, published, fsync=fsync)
         return Transferred(manifest.save_id, nbytes)
     finally:
         folder.close()
@@ -89,7 +91,7 @@ def _fill(folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, 
             copy.single(names.index_name(part), record.nbytes, record.crc)
         for file, of in manifest.parts[part].files.items():
             copy.tensors(part, file, of.header_crc)
-    copy.others("", {names.MANIFEST, commit.PROBE, *manifest.files()})
+    copy.others("", own_files(manifest) - {names.REPLICAS})
     storage.remove_file(f"{into}/{commit.PROBE}")
     return copy.nbytes
 

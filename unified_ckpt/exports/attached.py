@@ -16,7 +16,8 @@ from math import prod
 from typing import Any
 
 from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.engine.commit import PROBE, committed_at
+from unified_ckpt.engine.aside import own_files
+from unified_ckpt.engine.commit import committed_at
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
 from unified_ckpt.runtime.regular import check_files, open_file
@@ -70,7 +71,7 @@ def side_files(source: str, source_format: str, *, weights_only: bool) -> SideFi
     entries = sorted(os.listdir(source))
     manifest = committed_at(source)
     if manifest is not None:
-        ours = {names.MANIFEST, names.REPLICAS, PROBE, *manifest.files()}
+        ours = own_files(manifest)
         return SideFiles(tuple(name for name in entries if name not in ours and not (weights_only and name in _OF_TRAINING)))
     wanted = (*_HUGGING_FACE, *(_OF_MODELS if source_format in _MODEL_FOLDERS else ()))
     modules = _module_folders(source)

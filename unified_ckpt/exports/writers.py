@@ -17,6 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from unified_ckpt.core.tables import listed
+from unified_ckpt.engine import commit
 from unified_ckpt.engine.source import Catalog, Location, Said, Source
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.archives import Tensor, write_archive
@@ -26,6 +27,7 @@ from unified_ckpt.format.names import staging_name
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.calls import ALONE
 from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.sources.dcp import open_dcp
 from unified_ckpt.sources.torch_files import open_torch_file
@@ -79,14 +81,19 @@ EXPORTS: Mapping[str, Callable[[Source, str, Asked], None]] = {"torch": write_to
 
 
 def export(source: Source, to: str, path: str, asked: Asked) -> None:
-    """StorageError where something has the name already, or it cannot be written; nothing is then there that was not."""
-    if os.path.lexists(path):
-        raise StorageError(f"{path}: is there; needed a free name")
-    folder, name = os.path.split(os.path.abspath(path))
-    begun = os.path.join(folder, staging_name(name, token_hex(8)))
+    """`path`: absolute. StorageError where something but an empty folder has the name, or it cannot be written; nothing is then there that
+    was not.
+    """
+    folder, name = os.path.split(path)
+    storage, target = LocalStorage(folder), commit.Target(name, "error")
+    commit.check_way(storage, target)
+    commit.check_target(storage, target)
+    staging = staging_name(name, token_hex(8))
+    begun = storage.path(staging)
     try:
         EXPORTS[to](source, begun, asked)
-        os.rename(begun, path)
+        if not commit.give_free_name(storage, staging, name):
+            raise StorageError(f"{path}: came while it was written; needed a free name")
     except OSError as error:
         _remove(begun)
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

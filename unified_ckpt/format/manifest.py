@@ -210,7 +210,8 @@ class Manifest(_Record):
     """The commit record. `created` is ISO 8601 in UTC; `extra` is a tree of `codec`, `modules` one of
     the modules' own extra state by name; `mesh` is for people and never needed to load; `seconds`: from call to commit; `metrics`:
     the caller's, by which retention knows the best; `objects`: where `extra` and `rank_extra` hold the state of an object.
-    `omitted_parts`: of the state that was saved, those that were left out on purpose."""
+    `omitted_parts`: of the state that was saved, those that were left out on purpose.
+    `attached`: paths of the files that were in the folder at the commit and are not the engine's."""
 
     format_version: str = FORMAT_VERSION
     save_id: Annotated[str, AfterValidator(_save_id)]
@@ -232,6 +233,7 @@ class Manifest(_Record):
     extra: Any = None
     objects: list[str] = []
     converted_from: ConvertedFrom | None = None
+    attached: list[str] = []
 
     @model_validator(mode="after")
     def _files_once(self) -> Manifest:

@@ -10,6 +10,7 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
+PROBE = "probe"  # in the folder under construction: by it the other ranks see that it is the same folder
 REPLICAS = "replicas"  # a folder: what this machine keeps of others', by their numbers
 
 # Files of the folder that a part of this name would overwrite.
@@ -75,6 +76,12 @@ def replaced_name(name: str, save_id: str) -> str:
     """The sibling to which an old folder `name` is moved aside. Raises FormatError for a bad id."""
     check_save_id(save_id)
     return f"{_REPLACED}{save_id}-{name}"
+
+
+def before_name(name: str, number: int, *, is_file: bool) -> str:
+    """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A file keeps its suffix."""
+    stem, dot, suffix = name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
+    return f"{stem}-before-{number}{dot}{suffix}"
 
 
 def is_staging(entry: str) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine import commit
+from unified_ckpt.engine.commit import StepPath
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
-from unified_ckpt.manager.rotation import rotate
-from unified_ckpt.manager.steps import is_ours, is_step, scan
+from unified_ckpt.manager.rotation import keep as keep_by_rules
+from unified_ckpt.manager.steps import is_step, scan
 from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import LocalStorage, writable
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"
@@ -24,41 +25,25 @@ def project_root(accelerator: Any) -> str | None:
         return None
     if accelerator.project_dir is None:
         raise LayoutError("automatic_checkpoint_naming has no folder to name checkpoints in; needed ProjectConfiguration(project_dir=...)")
-    return os.path.abspath(os.path.join(os.path.expanduser(accelerator.project_dir), "checkpoints"))
+    return writable(os.path.join(os.path.expanduser(accelerator.project_dir), "checkpoints"))
 
 
-def place_save(accelerator: Any, path: str | os.PathLike[str] | None, *, if_exists: str) -> str:
-    """Where a save goes: the path, or the project's next name. StorageError for what is in the way and must not go."""
+def place_save(accelerator: Any, path: str | os.PathLike[str] | None, *, if_exists: str) -> str | StepPath:
+    """Where a save goes: the path, or the project's next name. StorageError for a checkpoint that is in the way and must not go."""
     if path is not None:
-        found = os.path.abspath(os.path.expanduser(os.fspath(path)))
-    else:
-        root, number = project_root(accelerator), accelerator.project_configuration.iteration
-        if root is None:
-            raise StorageError("save_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)")
-        found = os.path.join(root, f"{PREFIX}{number}")
-        if if_exists == "error" and is_committed(found):
-            raise StorageError(
-                f"{found}: is there already; needed load_state first, which counts on from the last, or ProjectConfiguration(iteration=...)"
-            )
-    _check_free(found)
-    return found
-
-
-def _check_free(path: str) -> None:
-    """StorageError where a folder is in the way that holds other things than a checkpoint of ours."""
-    if not os.path.isdir(path):
-        return
-    inside = sorted(os.listdir(path))
-    if not inside or is_ours(dict.fromkeys(inside, 0)):
-        return
-    what = "a checkpoint that Accelerate wrote itself" if is_stock(path) else f"other files ({', '.join(inside[:3])})"
-    raise StorageError(f"{path}: holds {what}; needed a folder of its own for the checkpoint")
-
-
-def remove_empty(path: str) -> None:
-    """A folder that the script has made for the checkpoint gives way to it."""
-    if os.path.isdir(path) and not os.listdir(path):
-        os.rmdir(path)
+        found = writable(os.path.expanduser(os.fspath(path)))
+        parent, name = os.path.split(found)
+        commit.check_way(LocalStorage(parent), commit.Target(name, if_exists))  # again in the save; here before hooks write files
+        return found
+    root, number = project_root(accelerator), accelerator.project_configuration.iteration
+    if root is None:
+        raise StorageError("save_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+    found = os.path.join(root, f"{PREFIX}{number}")
+    if if_exists == "error" and is_committed(found):
+        raise StorageError(
+            f"{found}: is there already; needed load_state first, which counts on from the last, or ProjectConfiguration(iteration=...)"
+        )
+    return StepPath(found)
 
 
 def is_committed(path: str) -> bool:
@@ -129,4 +114,4 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
     if root is None or configuration.total_limit is None or not may or os.path.dirname(path) != root:
         return
     keep = (LatestN(max(configuration.total_limit, 1)),)
-    rotate(LocalStorage(root), PREFIX, Rules(full=keep, model_only=keep), protected=lambda: {number})
+    keep_by_rules(LocalStorage(root), PREFIX, Rules(full=keep, model_only=keep), protected=lambda: {number})

@@ -59,7 +59,7 @@ def save_state(
     path, number, what = _begin_save(accelerator, path, step, attach, options)
     report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **what)
     accelerator.project_configuration.iteration += 1
-    folders.rotate_project(accelerator, path, number)
+    folders.rotate_project(accelerator, os.fspath(path), number)
     return report
 
 
@@ -76,7 +76,7 @@ def save_state_async(
     path, number, what = _begin_save(accelerator, path, step, attach, options)
 
     def after(_: SaveReport) -> None:
-        folders.rotate_project(accelerator, path, number)
+        folders.rotate_project(accelerator, os.fspath(path), number)
 
     pending = _checkpointer(accelerator).save_async(path, metrics=metrics, options=options, after_commit=after, **what)
     accelerator.project_configuration.iteration += 1
@@ -143,7 +143,7 @@ def _checkpointer(accelerator: Any) -> Checkpointer:
 
 def _begin_save(
     accelerator: Any, path: _Path | None, step: int | None, attach: Callable[[str], object] | None, options: SaveOptions | None
-) -> tuple[str, int, dict[str, Any]]:
+) -> tuple[_Path, int, dict[str, Any]]:
     """Collective. Where to, the number of the save, and what: arguments of `Checkpointer.save`."""
     options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
     checkpointer.wait()
@@ -155,10 +155,7 @@ def _begin_save(
             raise LayoutError("save_state: the step of an automatically named checkpoint is its number; needed a path, or no step")
         place = folders.place_save(accelerator, path, if_exists=options.if_exists)
         held, extra, rank_extra = states.held(accelerator), states.extra_of(accelerator), states.rank_extra_of(accelerator)
-    files = hooks.run_save_hooks(meeting, accelerator, place)
-    with meeting.phase("folder"):
-        if meeting.rank == 0:
-            folders.remove_empty(place)
+    files = hooks.run_save_hooks(meeting, accelerator, os.fspath(place))
     return (
         place,
         number,

@@ -17,6 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME, Trainer
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
 from unified_ckpt.core.retention import LatestN, Rules
+from unified_ckpt.engine.commit import StepPath
 from unified_ckpt.engine.load import LoadReport
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.hf_adapters import adapter_parts, has_adapters, link_adapters, parameter_names, whole_files, write_configs
@@ -30,13 +31,13 @@ from unified_ckpt.integrations.hf_origin import (
     optimizer_kind,
 )
 from unified_ckpt.integrations.hf_position import Position
-from unified_ckpt.integrations.hf_resume import PREFIX, check_path, drop_announcement, is_ours, newest
+from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
 from unified_ckpt.integrations.hf_scheduler import regrouped
-from unified_ckpt.manager.rotation import rotate
+from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.steps import scan
 from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.randomness import RandomStates
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import LocalStorage, writable
 
 _LOG = logging.getLogger("unified_ckpt")
 _FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small files until they are attached
@@ -50,6 +51,7 @@ class Bound:
     ) -> None:
         _refuse(trainer, async_save)
         _tell_left_out(type(trainer))
+        writable(trainer.args.output_dir)
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
         self._files: str | None = None  # the folder of the small files of the save in flight
@@ -80,8 +82,6 @@ class Bound:
         if state.best_global_step and os.path.isdir(best):
             state.best_model_checkpoint = best
         small = os.path.join(self._files, f"{PREFIX}{state.global_step}")
-        if trainer.args.should_save:
-            drop_announcement(path)
         try:
             self._save_small(model, trial)
             if best == path:  # the stock one has found it where its small files are
@@ -90,9 +90,9 @@ class Bound:
                     state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
             what, steps = self._what(small), (state.global_step, state.best_global_step)
             if self._async_save:
-                self._checkpointer.save_async(path, **what, after_commit=lambda _: self._rotate(run, *steps))
+                self._checkpointer.save_async(StepPath(path), **what, after_commit=lambda _: self._rotate(run, *steps))
                 return
-            self._checkpointer.save(path, **what)
+            self._checkpointer.save(StepPath(path), **what)
         except BaseException:
             self._clear()
             raise
@@ -193,7 +193,7 @@ class Bound:
         newest = sorted(found)[-limit:]
         count = max(limit - (1 if best in found and best not in newest else 0), 1)
         rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        rotate(LocalStorage(run), PREFIX, rules, protected=lambda: {saved, *([best] if best else [])})
+        keep(LocalStorage(run), PREFIX, rules, protected=lambda: {saved, *([best] if best else [])})
 
     # loading
 

@@ -18,7 +18,6 @@ from unified_ckpt.sources.marks import TRAINER_STATE
 from unified_ckpt.sources.steps import list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
-_ANNOUNCED = "checkpoint-is-incomplete.txt"
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 
 
@@ -80,13 +79,6 @@ def check_path(path: str) -> None:
         raise NotFoundError(f"resume_from_checkpoint {path}: is a run's folder; needed one of its checkpoints, the newest is {inside[-1]}")
     why = "has neither a manifest nor a trainer_state.json: it is unfinished, or no checkpoint"
     raise NotFoundError(f"resume_from_checkpoint {path}: {why}")
-
-
-def drop_announcement(path: str) -> None:
-    """Removes a checkpoint folder in which there is no more than the file by which `enable_jit_checkpoint` announces it."""
-    if os.path.isdir(path) and os.listdir(path) == [_ANNOUNCED]:
-        os.remove(os.path.join(path, _ANNOUNCED))
-        os.rmdir(path)
 
 
 def _number(name: str) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.commit import StepPath
 from unified_ckpt.errors import CheckpointError, FormatError, LayoutError, MismatchError, NotFoundError, StorageError
 from unified_ckpt.integrations.lightning_paths import bind_links, check_path, remove_checkpoint, requeued, way_cleared
 from unified_ckpt.integrations.lightning_place import Place
@@ -95,7 +96,7 @@ class Bound:
         with way_cleared(path) if rank == 0 else contextlib.nullcontext():
             try:
                 self._checkpointer.save(
-                    path,
+                    StepPath(path),
                     model=model,
                     optimizer=optimizer,
                     parts=parts or None,

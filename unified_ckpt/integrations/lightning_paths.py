@@ -88,12 +88,11 @@ def requeued(path: str) -> str:
 
 @contextlib.contextmanager
 def way_cleared(path: str) -> Iterator[None]:
-    """For the time of a save, what is no folder has another name: a link, which goes after the commit, or a file of stock Lightning, which
-    stays. Their new names begin as before, so that `ckpt_path="last"` still finds them. One rank calls.
+    """For the time of a save, a link has another name; it goes after the commit. Its new name begins as before, so that `ckpt_path="last"`
+    still finds it. One rank calls.
     """
     folder, name = os.path.split(path)
-    kind = LocalStorage(folder).kind(name)
-    if kind in (None, "folder"):
+    if LocalStorage(folder).kind(name) != "link":
         yield
         return
     stem, suffix = os.path.splitext(path)
@@ -105,10 +104,10 @@ def way_cleared(path: str) -> Iterator[None]:
         if not os.path.lexists(path):
             os.rename(aside, path)
         raise
-    if kind == "link":
+    try:
         os.unlink(aside)
-    else:
-        _LOG.warning("%s: was a file that this library did not write; it is kept as %s", path, aside)
+    except OSError as error:
+        _LOG.warning("%s is left, a link to the checkpoint before: %s", aside, error)
 
 
 def link(target: str, path: str) -> None:

@@ -33,7 +33,7 @@ from unified_ckpt.manager.tiers import Place, Tiers
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
 from unified_ckpt.runtime.locks import reading
 from unified_ckpt.runtime.probe import first_ranks
-from unified_ckpt.runtime.storage import LocalStorage, local
+from unified_ckpt.runtime.storage import LocalStorage, writable
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,8 +62,8 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         machine: str | None = None,
     ) -> None:
-        self.root = os.path.realpath(local(os.fspath(root)))
-        self.options, self._load_options = options or ManagerOptions(), load_options or LoadOptions()
+        self.root = os.path.realpath(writable(os.fspath(root)))
+        self.options, self._load_options = origin.resolved(options or ManagerOptions()), load_options or LoadOptions()
         self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep_complete")
         self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
         self._tiers: Tiers | None = None

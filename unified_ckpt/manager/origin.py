@@ -19,6 +19,7 @@ from unified_ckpt.errors import CheckpointError, IncompleteError, LayoutError, N
 from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, foreign_steps, step_name
 from unified_ckpt.manager.survey import Survey
 from unified_ckpt.options import LoadOptions, ManagerOptions
+from unified_ckpt.runtime.storage import absolute, writable
 from unified_ckpt.sources.steps import StepContents, StepEntry, list_steps, newest_first, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -294,3 +295,10 @@ def damage(path: str) -> str:
 
 def _warn(path: str, why: str) -> None:
     _LOG.warning("%s is skipped: %s", path, " ".join(why.split()))
+
+
+def resolved(options: ManagerOptions) -> ManagerOptions:
+    """The options with paths that no later change of the working directory moves. StorageError for a local tier that is a URL."""
+    reads = {name: absolute(path) for name in ("load_parameters_path", "load_full_state_path") if (path := getattr(options, name))}
+    tier = {} if options.local_directory is None else {"local_directory": writable(options.local_directory)}
+    return options.model_copy(update={**reads, **tier})

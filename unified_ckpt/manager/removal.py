@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import secrets
 
-from unified_ckpt.engine.commit import committed
+from unified_ckpt.engine import commit
+from unified_ckpt.engine.aside import clear as clear_folder
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import StepRecord, look
@@ -23,7 +24,7 @@ def remove(storage: LocalStorage, name: str, *, save_id: str) -> bool:
     StorageError where it cannot be removed whole; what is left is no checkpoint then.
     """
     with removing(storage.path(name)) as alone:
-        found = committed(storage, name) if alone else None
+        found = commit.committed(storage, name) if alone else None
         if found is None or found.save_id != save_id:
             return False
         aside = names.removed_name(name, save_id)
@@ -58,11 +59,8 @@ def remove_broken(storage: LocalStorage, seen: StepRecord, prefix: str) -> bool:
 
 
 def clear(storage: LocalStorage, name: str) -> None:
-    """Removes a folder that holds no checkpoint, or a copy of one that is elsewhere, its manifest first."""
-    if storage.kind(f"{name}/{names.MANIFEST}") not in (None, "folder"):
-        storage.remove_file(f"{name}/{names.MANIFEST}")
-        storage.sync_folder(name)
-    storage.remove_folder(name)
+    """Removes a folder that holds no checkpoint, or a copy of one that is elsewhere."""
+    clear_folder(storage, name, fsync=True)
 
 
 def removed_all(storage: LocalStorage, chosen: dict[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.engine.build import SaveReport
+from unified_ckpt.engine.commit import StepPath
 from unified_ckpt.engine.pending import PendingSave
 from unified_ckpt.manager import policies
 from unified_ckpt.manager.failures import Failures, may_pass
@@ -92,7 +93,7 @@ class Saves:
         wanted = self._replacing(wanted) if final else wanted
 
         def save(place: Place) -> SaveReport:
-            return self._checkpointer.save(place.path, **wanted.at(place))
+            return self._checkpointer.save(StepPath(place.path), **wanted.at(place))
 
         found = self._try(wanted, save, retried=False, final=final)
         if found is None:
@@ -123,7 +124,7 @@ class Saves:
 
         def begin(place: Place) -> PendingSave:
             return self._checkpointer.save_async(
-                place.path, lazy=self._options.lazy, after_commit=lambda report: after(place, report), **wanted.at(place)
+                StepPath(place.path), lazy=self._options.lazy, after_commit=lambda report: after(place, report), **wanted.at(place)
             )
 
         self._begin(wanted)

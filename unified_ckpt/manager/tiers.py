@@ -250,26 +250,26 @@ class Tiers:
         return opened
 
     def committed(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
-        """After the commit of a save, on every rank: leads have it copied where it is due, and remove what the rules do not keep."""
-        rank = self._ranks().rank
+        """After the commit, on every rank: leads have it copied where it is due, and apply the rules. What fails is a warning."""
+        try:
+            self._after_commit(place, step, due=due, options=options)
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("%s: step %d is saved; old checkpoints stay for now: %s", self.directory, step, error)
+
+    def _after_commit(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
         if not place.local:
             self._in_root.saved(step)
-            if rank == 0:
+            if self._ranks().rank == 0:
                 self._keep_root()
-        elif rank in self._leads:
+        elif self._ranks().rank in self._leads:
             self._due += due
             if due and self._convoy is not None:
                 self._convoy.due(self._due)
-            if due and rank == 0:
+            if due and self._ranks().rank == 0:
                 name = os.path.relpath(place.path, self.directory)
                 self._copies.order(Order(step, name, options.if_exists, options.fsync, options.max_file_bytes, self._due))
             self._newest = {step}
-            try:
-                agreed = None if self._convoy is None else self._convoy.agree(self._copies.owed())
-            except CheckpointError as error:
-                _LOG.warning("%s: old checkpoints stay for now: %s", self.directory, error)
-                return
-            self._keep_local(agreed)
+            self._keep_local(None if self._convoy is None else self._convoy.agree(self._copies.owed()))
 
     def _after_copy(self, order: Order) -> None:
         self._in_root.copied(order.number)

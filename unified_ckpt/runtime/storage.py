@@ -1,4 +1,4 @@
-"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches files, and the only fsspec import.
+"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches local files.
 
 Names are relative to a root folder, with `/` between folder and file. Local folders are written and read; fsspec URLs are read.
 """
@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -18,10 +19,12 @@ from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.calls import WAITED_FOR, Calls, after, calls, can_be_uncached, write_uncached
 from unified_ckpt.runtime.descriptors import READERS, OpenFiles
 from unified_ckpt.runtime.places import Place
+from unified_ckpt.runtime.remote import RemoteStorage
 
 Buffer = memoryview
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
+_SHORTENED_URL = re.compile(r"(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")  # as pathlib.Path("s3://bucket/run") gives it
 _Result = TypeVar("_Result")
 
 
@@ -189,10 +192,14 @@ class LocalStorage:
         self._call("fsync", name, sync)
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a folder another name in one step. StorageError where the new name is taken."""
+        """Gives a file or folder another name in one step. StorageError where the new name is taken."""
         if os.path.lexists(self.path(new)):
             raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
-        self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
+        number = self._rename_flags(old, new, _RENAME_NOREPLACE)  # os.rename replaces a file that appears after the check
+        if number == errno.EEXIST:
+            raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
+        if number:
+            self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
         """Gives a file of the root folder the name of another one there, in one step. StorageError where the root's name is another
@@ -212,21 +219,36 @@ class LocalStorage:
 
     def exchange(self, old: str, new: str) -> bool:
         """Swaps two names in one step; False where the system cannot."""
-        swap = _libc_function("renameat2")
-        if swap is None:
-            return False
-        if swap(_AT_FDCWD, os.fsencode(self.path(old)), _AT_FDCWD, os.fsencode(self.path(new)), _RENAME_EXCHANGE) == 0:
-            return True
-        number = ctypes.get_errno()
+        number = self._rename_flags(old, new, _RENAME_EXCHANGE)
         if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
             return False
-        raise StorageError(f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(number)}")
+        if number:
+            raise StorageError(f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(number)}")
+        return True
+
+    def _rename_flags(self, old: str, new: str, flags: int) -> int:
+        """`renameat2`. Returns its errno, 0 for success."""
+        rename = _libc_function("renameat2")
+        if rename is None:
+            return errno.ENOSYS
+        done = rename(_AT_FDCWD, os.fsencode(self.path(old)), _AT_FDCWD, os.fsencode(self.path(new)), flags) == 0
+        return 0 if done else ctypes.get_errno()
 
     def remove_file(self, name: str) -> None:
         self._call("remove", name, lambda: os.unlink(self.path(name)))
 
     def remove_folder(self, name: str) -> None:
         self._call("remove", name, lambda: shutil.rmtree(self.path(name)))
+
+    def remove_empty(self, name: str) -> bool:
+        """Removes a folder that has no entries; False where it has some."""
+        try:
+            self._call("remove", name, lambda: os.rmdir(self.path(name)))
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        return True
 
     def free_nbytes(self) -> int:
         """Bytes that an ordinary user may still write here."""
@@ -259,52 +281,6 @@ class LocalStorage:
             raise StorageError(f"{self.path(name)}: {what} failed: {error.strerror or error}") from error
 
 
-class RemoteStorage:
-    """A folder behind an fsspec URL, for reading."""
-
-    def __init__(self, url: str) -> None:
-        import fsspec  # opened lazily: a local job never pays for it
-
-        self.root = url.rstrip("/")
-        try:
-            self._files, self._prefix = fsspec.core.url_to_fs(self.root)
-        except (ValueError, ImportError, OSError) as error:
-            raise StorageError(f"{self.root}: cannot be opened: {error}") from error
-
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        found = self._call("read", name, lambda: self._files.cat_file(self._path(name), start=start, end=start + len(into)))
-        if len(found) != len(into):
-            raise StorageError(f"{self.root}/{name}: got {len(found)} bytes from byte {start}; needed {len(into)}")
-        into[:] = found
-
-    def read(self, name: str) -> bytes:
-        return bytes(self._call("read", name, lambda: self._files.cat_file(self._path(name))))
-
-    def size(self, name: str) -> int | None:
-        try:
-            return int(self._call("stat", name, lambda: self._files.info(self._path(name)))["size"])
-        except NotFoundError:
-            return None
-
-    def names(self) -> list[str]:
-        entries = self._call("list", "", lambda: self._files.ls(self._prefix, detail=False))
-        return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-    def _path(self, name: str) -> str:
-        return f"{self._prefix.rstrip('/')}/{name}" if name else self._prefix
-
-    def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
-        try:
-            return call()
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{self.root}/{name}: {what}: no such file") from error
-        except OSError as error:
-            raise StorageError(f"{self.root}/{name}: {what} failed: {error}") from error
-
-
 def is_url(path: str) -> bool:
     """Whether a path names an fsspec file system other than the local one."""
     return "://" in path and not path.startswith("file://")
@@ -315,16 +291,25 @@ def local(path: str) -> str:
     return path.removeprefix("file://")
 
 
+def writable(path: str) -> str:
+    """The absolute path of a local folder to write to or to list. StorageError for a URL."""
+    found = absolute(path)
+    if is_url(found):
+        raise StorageError(f"{found}: is a URL, expected a local folder; this version reads fsspec URLs, and does not write or list them")
+    return found
+
+
 def absolute(path: str, *, root: str = "") -> str:
-    """A URL as it is; any other path from `root`, the working directory as it is now without it."""
-    return path if is_url(path) else os.path.abspath(os.path.join(root, local(path)))
+    """A URL as it is, with both slashes; any other path from `root`, the working directory as it is now without it."""
+    path, root = (_SHORTENED_URL.sub(r"\1/", one, count=1) if _SHORTENED_URL.match(one) else one for one in (path, root))
+    if is_url(root) and not is_url(path) and not os.path.isabs(local(path)):
+        return f"{root.rstrip('/')}/{path}"
+    return path if is_url(path) else os.path.abspath(os.path.join(local(root), local(path)))
 
 
 def place_of(path: str) -> tuple[str, str]:
     """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
-    if is_url(path):
-        raise StorageError(f"{path}: fsspec URLs are read, not written, by this version; needed a local folder")
-    parent, name = os.path.split(absolute(path))
+    parent, name = os.path.split(writable(path))
     if not name:
         raise StorageError(f"{path}: is no name for a checkpoint; needed a folder name")
     try:

@@ -180,18 +180,17 @@ def of_nanotron(top: Path) -> Path:
 
 @dataclass(frozen=True)
 class Engine:
-    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text; `parts`: that say themselves whose
-    they are."""
+    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text; `without`: a part by position."""
 
     write: Callable[[Path], Path]
     name: str
     pointer: tuple[str, str] | None = None
-    parts: tuple[str, ...] = ("model", "optimizer")
+    without: tuple[str, ...] = ()
 
 
 ENGINES = {
     "trainer": Engine(of_trainer, "checkpoint-{}"),
-    "accelerate": Engine(of_accelerate, "checkpoints/checkpoint_{}", parts=("model",)),
+    "accelerate": Engine(of_accelerate, "checkpoints/checkpoint_{}", without=("optimizer",)),
     "lightning": Engine(of_lightning, "lightning_logs/version_0/checkpoints/epoch=1-step={}.ckpt"),
     "dcp": Engine(of_dcp, "{}"),
     "megatron": Engine(of_megatron, "iter_{:0>7}", ("latest_checkpointed_iteration.txt", "{}")),
@@ -222,8 +221,9 @@ def cut(path: Path) -> None:
     os.truncate(largest, largest.stat().st_size // 2)
 
 
-def targets_of(path: Path, parts: tuple[str, ...] = ("model", "optimizer")) -> dict[str, dict[str, torch.Tensor]]:
+def targets_of(path: Path, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, torch.Tensor]]:
     with uc.open(path) as source:
+        parts = [part for part in source.parts if part not in without]
         return {part: {name: torch.zeros_like(view[...]) for name, view in source[part].items()} for part in parts}
 
 
@@ -233,7 +233,7 @@ def test_restore_takes_the_newest_usable_step_of_an_engine(
 ) -> None:
     """Healthy, then the newest is broken, then both are."""
     whole = whole_of(kind)
-    targets = targets_of(whole, ENGINES[kind].parts)
+    targets = targets_of(whole, without=ENGINES[kind].without)
     older, newer = put_step(tmp_path, kind, whole, 8), put_step(tmp_path, kind, whole, 9)
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**targets) is not None

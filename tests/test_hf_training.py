@@ -390,6 +390,26 @@ def save_sharded(folder: Path, number: int, net: nn.Module, optimizer: torch.opt
             torch.save(inner, folder / f"{name}_rank0.bin")
 
 
+@pytest.mark.parametrize("pattern", ["pytorch_model_fsdp_*", "optimizer_*", "random_states_*"])
+def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
+    """Of two models of one shape, or of two ranks: every name fits, and the values are the other's."""
+    for number in range(2):
+        net = nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        save_sharded(tmp_path, number, net, optimizer, "files")
+        torch.save({"torch_manual_seed": torch.get_rng_state()}, tmp_path / f"random_states_{number}.pkl")
+    with uc.open(tmp_path) as source:
+        assert source.rank_extra[0] is not None
+    one, other = sorted(tmp_path.glob(pattern))
+    held = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+    with pytest.raises(uc.FormatError, match=rf"{one.name}: was written as {other.name}: files were swapped"), uc.open(tmp_path) as source:
+        source.rank_extra[0]
+
+
 @pytest.mark.parametrize("form", ["folders", "files"])
 def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> None:
     """Symptom: the state of the second optimizer in place of the first one's, whose parameters have the same names."""

@@ -113,6 +113,7 @@ def packed(path: Path) -> bytes:
         ("rng_state_1.pth", "rng_state_0.pth", False),
         ("optimizer.bin", "optimizer_1.bin", False),
         ("model.pt", "renamed_1.pt", True),  # by its user: no other number of the same name
+        ("optimizer_500.pt", "optimizer.pt", True),  # as well
         ("rng_state_0.pth.tmp", "rng_state_0.pth", True),  # written aside, then renamed
         (None, "rng_state_0.pth", True),  # written to a stream, whose archive has no name
     ],

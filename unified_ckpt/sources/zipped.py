@@ -48,7 +48,8 @@ def check_archive_name(path: str) -> None:
     """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or renamed to rank 0's place.
 
     torch.save calls the root folder of an archive as the file, without its suffix. Only a root that differs from the file's name in its
-    numbers alone is proof: written to a stream, an archive's root is `archive`. FormatError; zipfile.BadZipFile where the archive is cut.
+    numbers alone is proof: written to a stream, an archive's root is `archive`. A file whose name has no number may be renamed.
+    Raises FormatError; zipfile.BadZipFile where the archive is cut.
     """
     with open_file(path) as file:
         if file.read(4) != b"PK\x03\x04":
@@ -56,7 +57,7 @@ def check_archive_name(path: str) -> None:
         with zipfile.ZipFile(file) as archive:
             root = next(iter(archive.namelist()), "").partition("/")[0]
     stem, suffix = os.path.splitext(os.path.split(path)[1])
-    if root != stem and _NUMBER.sub("", root) == _NUMBER.sub("", stem):
+    if root != stem and _NUMBER.search(stem) and _NUMBER.sub("", root) == _NUMBER.sub("", stem):
         raise FormatError(f"{path}: was written as {root}{suffix}: files were swapped or copied; put each file back under its own name")
 
 

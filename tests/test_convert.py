@@ -529,6 +529,15 @@ def test_modules_beside_the_model_are_copied(tmp_path: Path, to: str) -> None:
         assert (tmp_path / NAME / file).read_bytes() == (tmp_path / "st" / file).read_bytes()
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp", "paddle"])
+def test_export_lists_what_does_not_go_along(tmp_path: Path, to: str) -> None:
+    llama().save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    report = uc.convert(tmp_path / "hf", tmp_path / ("new.pt" if to == "torch" else "new"), to=to)
+    config = () if to == "paddle" else ("config.json",)
+    assert report.left_out == (*config, "generation_config.json", "tokenizer.json")
+
+
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_modules_that_a_format_has_no_place_for_are_refused(tmp_path: Path, to: str) -> None:
     sentence_transformer(tmp_path / "st")

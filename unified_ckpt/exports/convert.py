@@ -98,14 +98,12 @@ def convert(
         )
         source = _proved_first(comm, source, chosen, places)
         source = _chosen(source, parts, chosen, place)
-        config = chosen.source.config
-        if config is not None and not os.path.isfile(config_file(config)):
-            source = NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
         source, side, dtype = _with_side_files(source, chosen, place, weights_only=bare)
         if chosen.to in _EXPORTS:
             report = _export(comm, source, chosen, storage.path(name), how, place)
+            side = _not_exported(side, chosen.to)
         else:
-            how = replace(how, attach=partial(attach, source=place, copied=side.copied, config=config, dtype=dtype))
+            how = replace(how, attach=partial(attach, source=place, copied=side.copied, config=chosen.source.config, dtype=dtype))
             report = write_anew(comm, source, storage, name, how, machines=machines)
     if report.stays or not side.left_out:
         return report
@@ -152,7 +150,10 @@ def _with_side_files(
     """The files beside the weights, and the model's dtype; or in place of the source, why these cannot go along."""
     if isinstance(source, Exception):
         return source, SideFiles(), None
+    config = chosen.source.config
     try:
+        if config is not None and not os.path.isfile(config_file(config)):
+            raise NotFoundError(f"{config}: is not there; needed a config.json, or a folder that has one")
         _check_names(source, chosen, place)
         side = side_files(place, source.format, weights_only=weights_only)
         if chosen.to not in ("unified", "huggingface"):
@@ -173,6 +174,12 @@ def _compares(chosen: ConvertOptions) -> bool:
     """Whether masters are compared with the model as they pass by: always where they are all that is left of it."""
     parts = chosen.parts
     return chosen.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
+
+
+def _not_exported(side: SideFiles, to: str) -> SideFiles:
+    """Nothing goes along with these formats, but for the config.json that PaddleNLP's has."""
+    rest = [name for name in side.copied if not (to == "paddle" and name == CONFIG)]
+    return SideFiles(left_out=tuple(sorted({*rest, *side.left_out})))
 
 
 def _check_names(source: Source, chosen: ConvertOptions, place: str) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.prove import VerifyReport
     from unified_ckpt.engine.repair import RepairReport, repair
     from unified_ckpt.exports.convert import convert
+    from unified_ckpt.manager.foreign import from_maxtext, from_paddle
     from unified_ckpt.manager.manager import CheckpointManager
     from unified_ckpt.options import ConvertOptions, LoadOptions, ManagerOptions, SaveOptions, SourceOptions
     from unified_ckpt.runtime.randomness import RandomStates
@@ -55,6 +56,8 @@ _LAZY = {
     "Strided": "core.layout",
     "VerifyReport": "engine.prove",
     "convert": "exports.convert",
+    "from_maxtext": "manager.foreign",
+    "from_paddle": "manager.foreign",
     "load": "api",
     "open": "api",
     "repair": "engine.repair",
@@ -92,6 +95,8 @@ __all__ = [
     "Strided",
     "VerifyReport",
     "convert",
+    "from_maxtext",
+    "from_paddle",
     "load",
     "open",
     "repair",

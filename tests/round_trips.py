@@ -55,7 +55,7 @@ def draw_case(pick: Pick) -> Case:
     """Any job, saved by any options in any way, and loaded into any target."""
     spec = JobSpec(pick(PRECISIONS), frozenset(trait for trait in TRAITS if pick((False, True))))
     kind = None if spec.precision == "master_dict" else USUAL.get(spec.precision, "AdamW")
-    others = ("same state", *OTHER_STATE[kind]) if kind is not None else ("AdamW",)
+    others = (*(["same state"] if kind in SAME_STATE else []), *OTHER_STATE[kind]) if kind is not None else ("AdamW",)
     ways = WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")  # lazy copies wait for an Optimizer's step
     parts: tuple[str, ...] | None = None
     options = uc.SaveOptions(fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None)
@@ -85,7 +85,8 @@ def verdict_of_save(case: Case, job: Job) -> str:
         known = {"master_weights"}  # a job may have none yet, and may have none at all
         return "error" if set(case.parts) - stored - known or not stored or "model" not in stored else "either"
     if "model" not in stored:
-        return "success" if "master_weights" in stored else "error"
+        no_masters = "master_weights" not in stored
+        return "error" if no_masters else "either" if case.spec.precision == "remainders" else "success"
     return "success"
 
 

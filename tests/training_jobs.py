@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from optimizers import FusedAdam
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-PRECISIONS = ("fp32", "bf16", "optimizer_masters", "lazy_masters", "master_dict", "model_dtype")
+PRECISIONS = ("fp32", "bf16", "optimizer_masters", "lazy_masters", "fused_masters", "remainders", "master_dict", "model_dtype")
 TRAITS = ("frozen", "buffers", "integers", "mixed", "tied", "shared", "ema")
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master_param"  # the state name that Apex and TransformerEngine use
@@ -120,11 +121,20 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "eager masters": MasterAdam,
     "lazy masters": lambda params: MasterAdam(params, lazy=True),
+    "FusedAdam": lambda params: FusedAdam(params, master_weights=True),
+    "FusedAdam remainders": lambda params: FusedAdam(params, master_weights=True, store_param_remainders=True),
 }
-USUAL = {"optimizer_masters": "eager masters", "lazy_masters": "lazy masters"}
+USUAL = {
+    "optimizer_masters": "eager masters",
+    "lazy_masters": "lazy masters",
+    "fused_masters": "FusedAdam",
+    "remainders": "FusedAdam remainders",
+}
 # What else may take the checkpoint: classes with the same state and arithmetic; and those that must be refused.
 SAME_STATE = {"AdamW": "Adam", "eager masters": "lazy masters", "lazy masters": "eager masters"}
-OTHER_STATE = {"AdamW": ("SGD", "Adagrad"), "eager masters": ("AdamW", "SGD"), "lazy masters": ("AdamW", "SGD")}
+OTHER_STATE = {"AdamW": ("SGD", "Adagrad")} | dict.fromkeys(
+    ("eager masters", "lazy masters", "FusedAdam", "FusedAdam remainders"), ("AdamW", "SGD")
+)
 
 
 class Job:
@@ -169,7 +179,9 @@ class Job:
         for name, master in self.loop.masters.items() if self.loop else ():
             master.copy_(params[name])
         for param, state in self.optimizer.state.items() if self.optimizer else ():
-            if MASTER in state:
+            if MASTER in state and state[MASTER].dtype == torch.int16:
+                state[MASTER].zero_()
+            elif MASTER in state:
                 state[MASTER].copy_(param)
 
     def targets(self) -> dict[str, Any]:

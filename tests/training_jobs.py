@@ -179,9 +179,7 @@ class Job:
         for name, master in self.loop.masters.items() if self.loop else ():
             master.copy_(params[name])
         for param, state in self.optimizer.state.items() if self.optimizer else ():
-            if MASTER in state and state[MASTER].dtype == torch.int16:
-                state[MASTER].zero_()
-            elif MASTER in state:
+            if _is_master(param, state):
                 state[MASTER].copy_(param)
 
     def targets(self) -> dict[str, Any]:
@@ -196,7 +194,7 @@ class Job:
         if self.loop is not None:
             return set(self.loop.masters)
         state = self.optimizer.state
-        return {name for name, param in self.model.named_parameters() if MASTER in state.get(param, {})}
+        return {name for name, param in self.model.named_parameters() if _is_master(param, state.get(param, {}))}
 
     def has_optimizer_state(self) -> bool:
         """Whether there is a moment that a checkpoint could lose."""
@@ -213,6 +211,11 @@ class Job:
             state = self.optimizer.state.get(param, {})
             values |= {f"optimizer:{name}/{key}": torch.as_tensor(value) for key, value in state.items()}
         return {name: (tensor.dtype, _full(tensor)) for name, tensor in values.items()}
+
+
+def _is_master(param: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the state holds what the parameter is rounded from; the low bits of it, or a copy of a float32 parameter, are not that."""
+    return param.dtype in LOW and MASTER in state and state[MASTER].dtype == torch.float32
 
 
 def differences(one: Mapping[str, tuple[torch.dtype, torch.Tensor]], other: Mapping[str, tuple[torch.dtype, torch.Tensor]]) -> list[str]:

@@ -137,4 +137,6 @@ def _count_in_group(
         target.group_steps[number] = next(iter(counts))
     elif COUNTER in options:
         target.group_steps[number] = int(options[COUNTER])
+    elif stored := _stored(target, group, states):
+        return f"optimizer:{stored[0]}: the checkpoint has no step count, which {class_name(optimizer)} reads; {_remedy(())}"
     return ""

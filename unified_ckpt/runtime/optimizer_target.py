@@ -65,6 +65,8 @@ class OptimizerTarget:
                 _set_options(group, {k: v for k, v in groups[number].items() if not (elsewhere and k == COUNTER)})
             if number in self.group_steps and params:
                 _set_options(group, {COUNTER: self.group_steps[number]})
+            elif self.wanted and params and (rule := state_rule(optimizer, params[0], group)) is not None and rule.counts_in_group:
+                group.pop(COUNTER, None)  # saved before its first step
 
     def _install_state(self, optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, loaded: Mapping[str, Any]) -> None:
         fqn, existing, rule = self.names[id(param)], optimizer.state.get(param, {}), state_rule(optimizer, param, group)
@@ -72,8 +74,9 @@ class OptimizerTarget:
         if fqn in self.masters:
             key, master = self.masters[fqn]
             state[key] = master
-            for name in rule.required - state.keys() if rule is not None else ():
-                state[name] = torch.zeros_like(param, dtype=rule.dtype(name, param) if rule else None, requires_grad=False)
+        if rule is not None and rule.master in state:  # a step makes all of the state, or none
+            for name in rule.required - state.keys():
+                state[name] = torch.zeros_like(param, dtype=rule.dtype(name, param), requires_grad=False)
         if rule is not None and rule.counts_in_group:
             state.pop(COUNTER, None)
         elif rule is not None and COUNTER in rule.required and state:

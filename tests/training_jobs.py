@@ -231,8 +231,10 @@ def _equal(one: tuple[torch.dtype, torch.Tensor], other: tuple[torch.dtype, torc
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor as bytes, copied; its shape in front."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone().contiguous().reshape(-1).view(torch.uint8)
+    if isinstance(tensor, DTensor):
+        wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # gloo gathers no int16
+        tensor = wide.full_tensor().to(tensor.dtype)
+    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _noise(name: str, step: int, param: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def _left_behind(targets: Sequence[Part], padded: Mapping[Key, str]) -> Iterator
         if row.part == OPTIMIZER and fqn in grown and row.key not in padded and prod(row.spec.shape) != 1:
             yield (
                 f"{row.part}:{row.fqn}: has shape {row.spec.shape}, and its parameter grows: how the state follows is not known; "
-                f"needed a rule that drops it: {{'match': {row.fqn!r}, 'parts': 'optimizer', 'drop': True}}"
+                f"drop all of its state by a rule before: {{'match': '{fqn}/*', 'parts': 'optimizer', 'drop': True}}"
             )
 
 

@@ -226,6 +226,13 @@ def changed_file(draw: random.Random, path: Path, body: bytes, bodies: Mapping[P
 # the properties
 
 
+def rewrite(path: Path, body: bytes) -> None:
+    """In place: file systems flush a file that is made anew over an old one."""
+    with path.open("r+b", buffering=0) as file:
+        file.write(body)
+        file.truncate()
+
+
 @contextlib.contextmanager
 def ending(what: str) -> Iterator[None]:
     def interrupt(*_: object) -> None:
@@ -248,14 +255,14 @@ def test_a_changed_checkpoint_gives_its_state_or_an_error(make: Callable[[Path],
         path = draw.choice(list(subject.bodies))
         done, body = changed_file(draw, path, subject.bodies[path], subject.bodies)
         what = f"case {case}: {path.relative_to(subject.root)}: {done}"
-        path.write_bytes(body)
+        rewrite(path, body)
         for name, act in subject.acts.items() if case % 4 == 0 else list(subject.acts.items())[:1]:
             with ending(f"{name}: {what}"):
                 try:
                     assert act() == subject.right[name], f"{name} gave other state: {what}"
                 except uc.CheckpointError:
                     refused += name == "load"
-        path.write_bytes(subject.bodies[path])
+        rewrite(path, subject.bodies[path])
     assert refused > cases // 2 or make is node_groups  # of which each has the other's copy
 
 
@@ -270,9 +277,9 @@ def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, seed: in
         done, body = changed_file(draw, path, subject.bodies[path], subject.bodies)
         what = f"case {case}: {path.name}: {done}"
         told = json.loads(subject.bodies[manifest])
-        path.write_bytes(body)
+        rewrite(path, body)
         try:
-            manifest.write_bytes(sealed(json.loads(body) if path == manifest else _resealed(told, path.name, body)))
+            rewrite(manifest, sealed(json.loads(body) if path == manifest else _resealed(told, path.name, body)))
         except (ValueError, TypeError, AttributeError):
             pass  # no JSON object: as it is
         for name, act in (*subject.acts.items(), ("verify", partial(uc.verify, subject.root, deep=True))):
@@ -280,8 +287,8 @@ def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, seed: in
                 found = act()
                 if path != manifest and name == "load":
                     assert found == subject.right[name], f"{name} gave other state: {what}"
-        path.write_bytes(subject.bodies[path])
-        manifest.write_bytes(subject.bodies[manifest])
+        rewrite(path, subject.bodies[path])
+        rewrite(manifest, subject.bodies[manifest])
 
 
 def _resealed(told: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
@@ -302,9 +309,9 @@ def test_files_that_are_swapped_are_found(tmp_path: Path) -> None:
     subject = one_folder(tmp_path)
     pairs = [(one, other) for one, other in combinations(subject.bodies, 2) if one.suffix == other.suffix]
     for one, other in pairs:
-        one.write_bytes(subject.bodies[other])
-        other.write_bytes(subject.bodies[one])
+        rewrite(one, subject.bodies[other])
+        rewrite(other, subject.bodies[one])
         with contextlib.suppress(uc.CheckpointError):
             assert subject.acts["load"]() == subject.right["load"], f"{one.name} and {other.name}"
-        one.write_bytes(subject.bodies[one])
-        other.write_bytes(subject.bodies[other])
+        rewrite(one, subject.bodies[one])
+        rewrite(other, subject.bodies[other])

@@ -113,6 +113,7 @@ def test_a_part_that_is_called_like_one_of_fragments(tmp_path: Path) -> None:
 
 
 MOMENTS = {"w/exp_avg": torch.zeros(8, 40_000)}
+ADAPTERS = {"parts": {"lora": {"w": BIG}}, "optimizer": {"lora.w/exp_avg": BIG}}
 SKIP_MODEL = from_paddle("skip_save_model_weight").save.parts
 
 
@@ -124,6 +125,16 @@ SKIP_MODEL = from_paddle("skip_save_model_weight").save.parts
         (("model", "optimizer"), {"model": {"w": BIG}}, "got 'optimizer', expected parts of this state: master_weights, model"),
         (("model_without_masters",), {"model": {"w": BIG}}, "got 'model_without_masters', expected"),
         (None, {}, "nothing to save"),
+        (
+            SKIP_MODEL,
+            {"parts": {"lora": {"w": BIG}}, "optimizer": {"lora.w/exp_avg": BIG}},
+            "leaves out lora, which the stored",
+        ),
+        (
+            ("optimizer",),
+            {"parts": {"lora": {"w": BIG}}, "optimizer": {"lora.w/exp_avg": BIG}},
+            "leaves out lora, which the stored",
+        ),
         ((), {"parts": {"ema": {"w": BIG}}}, "nothing to save"),
         (SKIP_MODEL, {"model": {"w": BIG}, "optimizer": MOMENTS}, "leaves out the model, and this state has no master weights"),
         (SKIP_MODEL, {"model": {"w": BIG.bfloat16()}, "optimizer": MOMENTS}, "leaves out the model, and this state has no master weights"),
@@ -135,6 +146,10 @@ def test_parts_that_cannot_be_resumed_from(tmp_path: Path, parts: tuple[str, ...
     mine = {**state, "options": uc.SaveOptions(parts=parts, timeout_seconds=HARD)}
     saves_fail(tmp_path, uc.FormatError, match, mine, mine)
     uc.save(tmp_path / "extra", extra={"step": 1})
+
+
+def test_extra_that_only_another_rank_gives_is_nothing(tmp_path: Path) -> None:
+    saves_fail(tmp_path, uc.FormatError, "nothing to save", {}, {"extra": 1})
 
 
 def test_another_name_on_one_rank(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ class SaveOptions(_Options):
     """How to save.
 
     `model_dtype`: floating-point tensors of the model are stored in it, and what that changes is kept whole in `master_weights`.
-    `parts`: only these are written. `max_file_bytes`: bound of one file; a larger tensor has a file of its own. `check_replicas`:
-    compare what replicas hold at the first save of a layout, at every save, or never. `if_exists`: what to do where a committed
-    checkpoint is in the way; "keep_complete" keeps one of which all files are there and which has the parts that are being saved, and
-    replaces another. `timeout_seconds`: without word from a rank for this long, the save fails on all of them.
+    `parts`: only these of the state are written. The model may be left out where master weights are written; beside these are then the
+    tensors of the model that are not their master, rounded. `max_file_bytes`: bound of one file; a larger tensor has a file of its own.
+    `check_replicas`: compare what replicas hold at the first save of a layout, at every save, or never. `if_exists`: what to do where a
+    committed checkpoint is in the way; "keep_complete" keeps one of which all files are there and which has the parts that are being
+    saved, and replaces another. `timeout_seconds`: without word from a rank for this long, the save fails on all of them.
     `write_alignment`: where several machines write to one folder, no two of them write in one block of so many bytes of a file; 0: nor
     in one file; None: what the kind of file system needs. The first save to a folder decides. `machine_copies`: where machines have
     folders of their own, each byte is stored on at least so many of them, so that all but one of those may be lost; means nothing where

@@ -56,9 +56,18 @@ class SaveRequest:
         return [part for part in self.state.parts if part.row.part == MODEL]
 
     @property
-    def beside(self) -> bool:
-        """Whether something is given that is no part."""
-        return self.extra is not None or self.rank_extra is not None
+    def trained(self) -> set[str]:
+        """Further parts with parameters that are in the optimizer, or have masters, where these are stored."""
+        state = self.state
+        stored = [part.row for part in state.parts if part.row.part in (MASTER, OPTIMIZER) and self.stores(part.row.part)]
+        owners = {row.fqn if row.part == MASTER else row.fqn.rpartition("/")[0] for row in stored}
+        if self.stores(OPTIMIZER):
+            owners |= {name for group in state.optimizer.groups for name in group["names"]}
+        return {part for part, flat in state.further.items() if not owners.isdisjoint(f"{part}.{fqn}" for fqn in flat.tensors)}
+
+    def beside(self, rank: int) -> bool:
+        """Whether something is stored that is no part."""
+        return (self.extra is not None and rank == 0) or self.rank_extra is not None
 
     def parts(self) -> list[Part]:
         """What is stored, in the order of tables."""
@@ -86,7 +95,8 @@ def agree_parts(meeting: Meeting, request: SaveRequest) -> StoredParts:
     names = {part.row.fqn for part in request.model_left_out}
     note = {
         "given": sorted(request.state.asked),
-        "beside": request.beside,
+        "beside": request.beside(meeting.rank),
+        "trained": sorted(request.trained) if chosen is not None else [],
         "rounded": sorted(masters.rounded),
         "unlike": sorted(masters.unlike),
         "lacking": sorted(names - masters.rounded - masters.unlike),
@@ -95,7 +105,8 @@ def agree_parts(meeting: Meeting, request: SaveRequest) -> StoredParts:
     if meeting.rank == 0:
         notes = [json.loads(body) for body in bodies.values()]
         every = {part for one in notes for part in one["given"]}
-        _check(chosen, every, beside=any(one["beside"] for one in notes))
+        trained = {part for one in notes for part in one["trained"]}
+        _check(chosen, every, trained, beside=any(one["beside"] for one in notes))
         omitted = sorted(every - set(chosen)) if chosen is not None else []
         meeting.put("stored-parts", json.dumps([omitted, *_exceptions(notes)]).encode())
     omitted, unlike, covered = json.loads(meeting.get("stored-parts"))
@@ -109,8 +120,8 @@ def _exceptions(notes: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str
     return sorted(unlike), sorted((rounded & lacking) - unlike)
 
 
-def _check(chosen: Sequence[str] | None, given: Collection[str], *, beside: bool) -> None:
-    """FormatError for an unknown name, for a save of nothing, and for a model that could not be loaded again."""
+def _check(chosen: Sequence[str] | None, given: Collection[str], trained: Collection[str], *, beside: bool) -> None:
+    """FormatError for an unknown name, a save of nothing, and weights that could not be loaded again. `trained`: see `SaveRequest`."""
     known = {*given, *({MASTER} if {MODEL, OPTIMIZER} & set(given) else ())}
     unknown = [part for part in chosen or () if part not in known]
     if unknown:
@@ -125,4 +136,10 @@ def _check(chosen: Sequence[str] | None, given: Collection[str], *, beside: bool
         raise FormatError(
             f"SaveOptions(parts={tuple(chosen or ())!r}): leaves out the model, and {why}, from which the model could be loaded; "
             "add 'model' to `parts`, or save a state with master weights (PaddleNLP's skip_save_model_weight needs them too)"
+        )
+    without_weights = sorted(set(trained) - stored)
+    if without_weights:
+        raise FormatError(
+            f"SaveOptions(parts={tuple(chosen or ())!r}): leaves out {without_weights[0]}, which the stored optimizer state or "
+            f"master weights belong to; add {without_weights[0]!r} to `parts`"
         )

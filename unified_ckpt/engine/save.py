@@ -135,7 +135,7 @@ def _meet(
         rows = [*request.parts(), *request.model_left_out]
         mark = fingerprint(rows, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes)
         mark = (*mark, request.options.machine_copies, request.options.parts, frozenset(request.state.asked))
-        mark = (*mark, request.beside, request.masters)
+        mark = (*mark, request.beside(comm.rank), request.masters)
         same = kept.plan is not None and kept.plan.fingerprint == mark
         # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
         same = same and (kept.orders is not None or land is None or land.island is None)

@@ -98,8 +98,7 @@ def choose(
     name a path, or fresh starts are allowed.
     """
     needed, strict = request.needed, request.strict
-    entries = list_steps(root, prefix=options.step_prefix)
-    entries, absent = (entries, {}) if survey is None else survey.common(entries)
+    entries, absent = (list_steps(root, prefix=options.step_prefix), {}) if survey is None else survey.entries()
 
     @cache
     def read(entry: StepEntry) -> StepContents:

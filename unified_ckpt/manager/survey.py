@@ -40,31 +40,33 @@ class Survey:
         self._comm = ranks.among("tiers/survey", leads, within=meeting)
         self._asked = 0
         self._plain: set[str | None] = set()  # saves in the root that rank 0 sees, of one folder
-        self._entries: dict[int, list[StepEntry]] = {}  # of other engines, by lead, where the root may be a folder of each machine
+        self._answers: dict[int, dict[str, Any]] = {}  # by lead, where the root may be a folder of each machine
 
     def look(self, there: Scan) -> Scan:
         """On rank 0: both tiers, the best last. `there`: the root, as rank 0 sees it."""
         saves = lineage.ids(there.complete)
         self._plain = {one.save_id for one in there.complete if not one.island}
         self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
+        if self._directory == self._root:
+            self._meeting.put("root-entries", json.dumps([one.name for one in list_steps(self._root, prefix=self._prefix)]).encode())
         told = [self._own(saves)] + [json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]]
         if self._directory == self._root:
-            self._entries = {rank: [StepEntry(**one) for one in own["entries"]] for rank, own in zip(self._leads, told, strict=True)}
+            self._answers = dict(zip(self._leads, told, strict=True))
         here, apart = joined([([record(one) for one in own["steps"]], own["strangers"]) for own in told], self._directory)
         if not saves and any(own["known"] for own in told):  # the root was emptied: a directory that was not told so does not count either
             apart = lineage.ids(here.steps)
         return here if self._directory == self._root else lineage.together(there, here, apart)
 
-    def common(self, entries: Sequence[StepEntry]) -> tuple[list[StepEntry], dict[str, str]]:
-        """On rank 0, after `look`: the entries of all machines as if they lay in rank 0's root, and by path why one is not on all."""
-        every = {one.name: one for one in entries}
+    def entries(self) -> tuple[list[StepEntry], dict[str, str]]:
+        """On rank 0, after `look`: the root's entries on all machines, as if they lay in rank 0's, and by path why one is not on all."""
+        every = list_steps(self._root, prefix=self._prefix)
         absent: dict[str, str] = {}
-        for those in self._entries.values():
-            every = {one.name: replace(one, path=os.path.join(self._root, one.name)) for one in those} | every
-        for rank, those in self._entries.items():
-            for name in every.keys() - {one.name for one in those}:
-                absent[os.path.join(self._root, name)] = f"rank {rank}'s node does not have it"
-        return list(every.values()), absent
+        for rank, answer in self._answers.items():
+            more = [replace(StepEntry(**one), path=os.path.join(self._root, one["name"])) for one in answer["more"]]
+            absent |= {os.path.join(self._root, name): f"rank {rank}'s node does not have it" for name in answer["absent"]}
+            absent |= {one.path: "rank 0's node does not have it" for one in more}
+            every += [one for one in more if one.path not in {known.path for known in every}]
+        return every, absent
 
     def damage(self, one: StepRecord, *, otherwise: Callable[[str], str]) -> str:
         """On rank 0: why these machines cannot load a step of the local tier, empty where they can; `otherwise`: one of the root."""
@@ -104,17 +106,19 @@ class Survey:
 
     def _own(self, saves: frozenset[str]) -> dict[str, Any]:
         """What this machine's directory holds, which of that is of other runs, and whether it knows of saves in the root."""
-        entries: list[StepEntry] = []
+        entries: dict[str, StepEntry] = {}
         try:
             found = scan(LocalStorage(self._directory), self._prefix)
             if self._directory == self._root:
-                entries = list_steps(self._root, prefix=self._prefix)
+                entries = {one.name: one for one in list_steps(self._root, prefix=self._prefix)}
         except CheckpointError as error:
             _LOG.warning("the local directory cannot be looked at: %s", error)
             found = Scan((), ())
         if self._directory == self._root:
-            steps, others = [asdict(one) for one in found.steps], [asdict(one) for one in entries]
-            return {"steps": steps, "strangers": [], "known": False, "entries": others}
+            first = set(json.loads(self._meeting.get("root-entries")))  # of rank 0: where the root is shared, the difference is nothing
+            more = [asdict(one) for name, one in entries.items() if name not in first]
+            steps = [asdict(one) for one in found.steps]
+            return {"steps": steps, "strangers": [], "known": False, "absent": sorted(first - entries.keys()), "more": more}
         said = lineage.read(self._directory)
         apart = lineage.strangers(said, self._root, committed=saves, local=lineage.ids(found.steps))
         found = lineage.attributable(said, self._root, found, committed=saves)

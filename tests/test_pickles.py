@@ -69,6 +69,20 @@ def test_raw_pickle_as_a_torch_file_gets_no_unsafe_advice(tmp_path: Path, value:
     assert "weights_only" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_file_with_code_is_refused_by_name(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    torch.jit.save(torch.jit.script(module), tmp_path / "script.pt")
+    with zipfile.ZipFile(tmp_path / "program.pt2", "w") as archive:  # as torch.export.save
+        archive.writestr("program/archive_format", "pt2")
+    torch.save(module, tmp_path / "module.pt")
+    refused = {"script.pt": "is TorchScript", "program.pt2": "is a program of torch.export", "module.pt": r"nn\.modules\.linear\.Linear"}
+    for name, match in refused.items():
+        with pytest.raises(FormatError, match=rf"{name}: (.|\n)*{match}(.|\n)*save its state_dict") as caught:
+            load_torch(str(tmp_path / name))
+        assert "weights_only" not in str(caught.value)
+
+
 def test_a_name_that_is_put_together_from_a_memo_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "x.pickle"
     # "posix" and "system" are put in the memo, used elsewhere, and brought back for STACK_GLOBAL.

@@ -30,6 +30,8 @@ from unified_ckpt.sources.zipped import LOCAL, check_archive_name
 # What torch's reader lets in that is no tensor: plain values, and numpy's arrays, which hold bytes.
 _NUMPY = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
 _ARCHIVE = b"PK\x03\x04"
+_ADVICE = " In PyTorch 2.6"  # begins torch's advice to read a file without restrictions
+_PROGRAMS = {"constants.pkl": "TorchScript", "archive_format": "a program of torch.export"}  # by an entry of the archive
 _BYTEARRAY = b"\nbytearray\n"  # the end of the one opcode by which torch's reader takes a global
 
 
@@ -67,12 +69,13 @@ def _load(file: str | io.BytesIO, where: str, stubs: Collection[str]) -> Any:
     except pickle.UnpicklingError as error:
         raise FormatError(_asked_for(file, where) or f"{where}: {_reason(error)}") from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise FormatError(f"{where}: is damaged, or no file of torch.save: {error}") from error
+        raise FormatError(f"{where}: is damaged, or no file of torch.save: {str(error).partition(_ADVICE)[0]}") from error
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
     """What torch's reader met, without its advice to read the file without restrictions."""
-    met = (str(error).partition("WeightsUnpickler error:")[2] or str(error)).strip().partition("\n")[0]
+    text = str(error)
+    met = (text.partition("WeightsUnpickler error:")[2] or text.partition(_ADVICE)[0]).strip().partition("\n")[0]
     return (
         f"is no file of torch.save, or has more in it than tensors and plain values ({met}). Pickles can run code and are not read: "
         "where it was written, save its tensors with torch.save or safetensors"
@@ -98,6 +101,10 @@ def _check_archive(file: str | io.BytesIO) -> bool:
 def _is_of_this_machine(opened: IO[bytes]) -> bool:
     order: str = sys.byteorder
     with zipfile.ZipFile(opened) as archive:
+        for info in archive.infolist():
+            program = _PROGRAMS.get(info.filename.partition("/")[2])
+            if program is not None:
+                raise FormatError(f"is {program}, with code in it, which is not read; load it in torch and save its state_dict()")
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 raise FormatError(f"{info.filename}: is compressed; needed an archive whose entries are stored, as torch.save writes them")
@@ -145,7 +152,8 @@ def _asked_for(file: str | io.BytesIO, where: str) -> str:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # a file that is damaged as well: the caller has an error already
         return ""
-    return listed(f"{where}: asks for classes that are not read from files", sorted(map(str, names))) if names else ""
+    wanted = listed(f"{where}: asks for classes that are not read from files", sorted(map(str, names)))
+    return f"{wanted}\n  of a module or an object, save its state_dict()" if names else ""
 
 
 def _check_numbers(file: BinaryIO, path: str) -> None:

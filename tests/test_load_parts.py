@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.testing import checkpointer_of, run_ranks
 
 
 class Net(torch.nn.Linear):
@@ -114,3 +116,36 @@ def test_a_load_that_is_not_strict_warns_of_what_stays(folder: Path, caplog: pyt
     assert "strict=False, which left these as they were (102)" in record.message
     assert "model:weight: checkpoint has shape (8, 8), target has (9, 8)" in record.message
     assert len(record.message.splitlines()) < 30
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool) -> None:
+    """Each rank has the whole model and some of the masters, and only one a scheduler: what any rank took is taken."""
+    names = ("a", "b")
+    model = {name: torch.ones(4, dtype=torch.bfloat16) for name in names}
+    masters = {name: torch.full((4,), 1.001) for name in names}
+    moments = {f"{name}/exp_avg": torch.ones(4) for name in names}
+    objects = {"plan": Scheduler(), "other": Scheduler()}
+    uc.save(tmp_path / "c", model=model, optimizer=moments, master_weights=masters, parts={"ema": model}, extra=objects)
+
+    def act(comm: Comm) -> tuple[str, ...] | str:
+        own = {"a" if comm.rank == 0 or not shared else "b": torch.zeros(4)}
+        try:
+            report = checkpointer_of(comm).load(
+                tmp_path / "c",
+                model={name: torch.zeros(4, dtype=torch.bfloat16) for name in names},
+                optimizer={key: torch.zeros(4) for key in moments},
+                master_weights=own,
+                extra={"plan": Scheduler()} if comm.rank == 1 else None,
+            )
+        except uc.MismatchError as error:
+            return str(error)
+        assert torch.equal(next(iter(own.values())), masters["a"])
+        return report.unused
+
+    one, two = run_ranks(2, act)
+    assert one == two
+    if shared:
+        assert one == ("ema", "extra:other")
+    else:
+        assert "master_weights: b: the checkpoint's are more precise" in one

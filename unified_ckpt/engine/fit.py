@@ -5,7 +5,8 @@ How state could be lost: another class's state lies beside what the step reads, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,108 +36,109 @@ def misfits(target: OptimizerTarget, source: Source, said: Said, aliases: Aliase
         states.setdefault(fqn, set()).add(name)
     for number, (optimizer, group) in enumerate(target.groups()):
         saved = saved_groups(target.names, group, said.groups)
-        options = dict(saved[0]["options"]) if saved else {}
-        kinds = sorted({one["optimizer"] for one in saved if one.get("optimizer")})
-        chosen = {**group, **(options if not current else {})}
-        problem = _state_misfit(target, optimizer, chosen, states, options, kinds)
-        if not problem and kinds not in ([], [class_name(optimizer)]) and not _is_proved(target, optimizer, chosen, states):
-            problem = "" if current and not _stored(target, group, states) else _option_misfit(optimizer, options, kinds)
-        if not problem:
-            problem = _count_in_group(target, number, optimizer, group, states, options, source, said, aliases)
+        options = saved[0]["options"] if saved else {}
+        one = _Group(
+            optimizer,
+            chosen=dict(group) if current else {**group, **options},
+            saved_options=options,
+            kinds=sorted({part["optimizer"] for part in saved if part.get("optimizer")}),
+            states={target.names[id(param)]: states.get(target.names[id(param)], set()) for param in group["params"]},
+        )
+        problem = _state_misfit(one, target.steps) or _class_misfit(one, current=current)
+        if not problem and one.counts_in_group:
+            counts = _counts(one, source, said, aliases)
+            problem = _count_misfit(one, counts)
+            target.group_steps.update((number, count) for count in counts)
         if problem:
             problems.append(problem)
-            target.left.update(target.names[id(param)] for param in group["params"])
+            target.left.update(one.states)
     return problems
 
 
-def _stored(target: OptimizerTarget, group: Mapping[str, Any], states: Mapping[str, set[str]]) -> list[str]:
-    """The parameters of a group that have state in the checkpoint."""
-    return [fqn for fqn in (target.names[id(param)] for param in group["params"]) if states.get(fqn)]
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A param group. `chosen`: with the options that it will have; `saved_options`, `kinds`: those saved, and the classes that they are of;
+    `states`: by parameter, the names of its saved state."""
+
+    optimizer: Optimizer
+    chosen: Mapping[str, Any]
+    saved_options: Mapping[str, Any]
+    kinds: Sequence[str]
+    states: Mapping[str, set[str]]
+
+    @property
+    def name(self) -> str:
+        return class_name(self.optimizer)
+
+    @property
+    def remedy(self) -> str:
+        saved = " or ".join(self.kinds) or "the class that was saved"
+        return f"load into {saved}, or leave the optimizer out with LoadOptions(parts=...)"
+
+    @property
+    def counts_in_group(self) -> bool:
+        rules = (state_rule(self.optimizer, param, self.chosen) for param in self.chosen["params"])
+        return any(rule is not None and rule.counts_in_group for rule in rules)
+
+    def rules(self) -> Iterator[tuple[str, StateRule]]:
+        """The rule for each parameter with saved state; of a class that is not known, what the optimizer has now."""
+        for (fqn, saved), param in zip(self.states.items(), self.chosen["params"], strict=True):
+            rule = state_rule(self.optimizer, param, self.chosen)
+            if rule is None and self.kinds not in ([], [self.name]):
+                existing = self.optimizer.state.get(param, {}).items()
+                names = frozenset(key for key, value in existing if not is_master(key, value, param))
+                rule = StateRule(names) if names else None
+            if saved and rule is not None:
+                yield fqn, rule
 
 
-def _rule(optimizer: Optimizer, param: torch.Tensor, options: Mapping[str, Any]) -> StateRule | None:
-    """The rule; of a class that is not known, what the optimizer has now."""
-    rule = state_rule(optimizer, param, options)
-    existing = {key for key, value in optimizer.state.get(param, {}).items() if not is_master(key, value, param)}
-    return rule if rule is not None or not existing else StateRule(frozenset(existing))
-
-
-def _state_misfit(
-    target: OptimizerTarget,
-    optimizer: Optimizer,
-    chosen: Mapping[str, Any],
-    states: Mapping[str, set[str]],
-    options: Mapping[str, Any],
-    kinds: Sequence[str],
-) -> str:
-    """`chosen`: the group with the options that it will have; `options`: those saved."""
-    own = class_name(optimizer)
-    for param in chosen["params"]:
-        fqn = target.names[id(param)]
-        rule, saved = _rule(optimizer, param, chosen), states.get(fqn, set())
-        if rule is None or not saved or (state_rule(optimizer, param, chosen) is None and kinds in ([], [own])):
-            continue
-        if COUNTER in rule.required - saved and COUNTER in options:
-            target.steps[fqn] = float(options[COUNTER])
+def _state_misfit(group: _Group, steps: dict[str, float]) -> str:
+    """Fills `steps` with counts of the saved group that this class keeps by parameter."""
+    for fqn, rule in group.rules():
+        saved = group.states[fqn]
+        if COUNTER in rule.required - saved and COUNTER in group.saved_options:
+            steps[fqn] = float(group.saved_options[COUNTER])
             saved = saved | {COUNTER}
         stray = saved - rule.required - rule.optional - ({COUNTER} if rule.counts_in_group else set())
         if stray or rule.required - saved:
-            reads = f"{own} reads {', '.join(sorted(rule.required or rule.optional))}"
-            has = f"the checkpoint has {', '.join(sorted(saved))} of {' and '.join(kinds) or 'another optimizer'}"
-            return f"optimizer:{fqn}: {has}; {reads}; {_remedy(kinds)}"
+            has = f"the checkpoint has {', '.join(sorted(saved))} of {' and '.join(group.kinds) or 'another optimizer'}"
+            return f"optimizer:{fqn}: {has}; {group.name} reads {', '.join(sorted(rule.required or rule.optional))}; {group.remedy}"
     return ""
 
 
-def _remedy(kinds: Sequence[str]) -> str:
-    return f"load into {' or '.join(kinds) or 'the class that was saved'}, or leave the optimizer out with LoadOptions(parts=...)"
-
-
-def _is_proved(target: OptimizerTarget, optimizer: Optimizer, chosen: Mapping[str, Any], states: Mapping[str, set[str]]) -> bool:
-    """Whether the names of the saved state show that it is what this class reads."""
-    params = (param for param in chosen["params"] if states.get(target.names[id(param)]))
-    return any((rule := _rule(optimizer, param, chosen)) is not None and rule.required for param in params)
-
-
-def _option_misfit(optimizer: Optimizer, options: Mapping[str, Any], kinds: Sequence[str]) -> str:
-    lacking = sorted(optimizer.defaults.keys() - options.keys() - set(RUNTIME_OPTIONS))
+def _class_misfit(group: _Group, *, current: bool) -> str:
+    """Where state names prove nothing: another class, whose hyperparameters the checkpoint lacks."""
+    proved = any(rule.required for _, rule in group.rules())
+    if group.kinds in ([], [group.name]) or proved or (current and not any(group.states.values())):
+        return ""
+    lacking = sorted(group.optimizer.defaults.keys() - group.saved_options.keys() - set(RUNTIME_OPTIONS))
     if not lacking:
         return ""
-    own = class_name(optimizer)
-    return f"optimizer: the checkpoint's is {' and '.join(kinds)}, without {', '.join(lacking)} of {own}; {_remedy(kinds)}"
+    return f"optimizer: the checkpoint's is {' and '.join(group.kinds)}, without {', '.join(lacking)} of {group.name}; {group.remedy}"
 
 
-def _count_in_group(
-    target: OptimizerTarget,
-    number: int,
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    states: Mapping[str, set[str]],
-    options: Mapping[str, Any],
-    source: Source,
-    said: Said,
-    aliases: Aliases,
-) -> str:
-    """Fills `target.group_steps`, from the parameters' counts or the group's own, which is state and no hyperparameter."""
-    if not any((rule := state_rule(optimizer, param, group)) is not None and rule.counts_in_group for param in group["params"]):
-        return ""
+def _counts(group: _Group, source: Source, said: Said, aliases: Aliases) -> dict[int, str]:
+    """Step counts in the checkpoint, each with a parameter: by parameter, or of the saved group. They are state, no hyperparameters."""
     counts: dict[int, str] = {}
-    for param in group["params"]:
-        fqn = target.names[id(param)]
+    for fqn, state in group.states.items():
         if COUNTER in said.scalars.get(fqn, {}):
             counts.setdefault(int(said.scalars[fqn][COUNTER]), fqn)
-        elif COUNTER in states.get(fqn, ()):
+        elif COUNTER in state:
             names = (f"{name}/{COUNTER}" for name in names_of(fqn, OPTIMIZER, OPTIMIZER, source, aliases))
             key = next(name for name in names if name in source.names(OPTIMIZER))
             spec = source.specs(OPTIMIZER, {key})[key]
             body = bytearray(source.read(OPTIMIZER, key, whole(spec.shape)))
             counts.setdefault(int(torch.frombuffer(body, dtype=TORCH_DTYPES[spec.dtype]).max()), fqn)
-    if len(counts) > 1:
-        (first, one), (second, other) = list(counts.items())[:2]
-        return f"optimizer: {one} is at step {first}, {other} at step {second}; {class_name(optimizer)} has one count for its group"
-    if counts:
-        target.group_steps[number] = next(iter(counts))
-    elif COUNTER in options:
-        target.group_steps[number] = int(options[COUNTER])
-    elif stored := _stored(target, group, states):
-        return f"optimizer:{stored[0]}: the checkpoint has no step count, which {class_name(optimizer)} reads; {_remedy(())}"
-    return ""
+    if not counts and COUNTER in group.saved_options:
+        counts[int(group.saved_options[COUNTER])] = next(iter(group.states), "")
+    return counts
+
+
+def _count_misfit(group: _Group, counts: Mapping[int, str]) -> str:
+    stored = next((fqn for fqn, state in group.states.items() if state), None)
+    if not counts and stored is not None:
+        return f"optimizer:{stored}: the checkpoint has no step count, which {group.name} reads; {group.remedy}"
+    if len(counts) < 2:
+        return ""
+    (first, one), (second, other) = list(counts.items())[:2]
+    return f"optimizer: {one} is at step {first}, {other} at step {second}; {group.name} has one count for its group; {group.remedy}"

@@ -12,6 +12,7 @@ import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ import unified_ckpt as uc
 from unified_ckpt.engine import save as save_module
 from unified_ckpt.manager.foreign import from_paddle
 from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.runtime.tensors import TORCH_DTYPES
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
@@ -777,6 +779,86 @@ def test_an_unfinished_checkpoint_of_ours_is_renamed(tmp_path: Path, caplog: pyt
     assert tree(tmp_path / "c-before-1") == before
     assert sorted(os.listdir(tmp_path)) == ["c", "c-before-1"]
     assert "c-before-1" in caplog.text
+
+
+# paths
+
+
+URLS = ["s3://bucket/run", "gs://bucket/run", "memory://run", Path("s3://bucket/run")]
+WRITES: dict[str, Callable[[Any, Path], object]] = {
+    "save": lambda url, _: uc.save(url, model=Net()),
+    "save below a root": lambda url, _: uc.Checkpointer(url).save("checkpoint-1", model=Net()),
+    "save_async": lambda url, _: uc.save_async(url, model=Net()).result(),
+    "manager": lambda url, _: uc.CheckpointManager(url),
+    "local tier": lambda url, ours: uc.CheckpointManager(
+        ours.parent, options=uc.ManagerOptions(local_directory=os.fspath(url), local_interval_steps=1)
+    ),
+    "convert": lambda url, ours: uc.convert(ours, url),
+    "export": lambda url, ours: uc.convert(ours, url, to="dcp"),
+    "repair": lambda url, _: uc.repair(url),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_url_is_refused_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    """It was a local folder called `s3:`, and the next run started fresh elsewhere."""
+    uc.save(tmp_path / "ours", model=Net())
+    monkeypatch.chdir(tmp_path)
+    for url in URLS:
+        with pytest.raises(uc.StorageError, match=r"://.*: is a URL, expected a local folder"):
+            WRITES[write](url, tmp_path / "ours")
+    assert os.listdir(tmp_path) == ["ours"]
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "load": lambda path: uc.load(path, model=Net()),
+    "open": uc.open,
+    "verify": uc.verify,
+    "convert": lambda path: uc.convert(path, path.with_name("other")),
+    "load of two": lambda path: uc.load([path, path], model=Net()),
+}
+
+
+@pytest.mark.parametrize("kind", ["our run", "stock run", "DeepSpeed's run"])
+@pytest.mark.parametrize("read", READS)
+def test_a_run_that_is_read_names_its_newest_checkpoint(tmp_path: Path, read: str, kind: str) -> None:
+    entries = [one for one in FOLDERS[kind][0] if one != "latest"]
+    fill(tmp_path / "c", entries)
+    newest = {"our run": "checkpoint-10", "stock run": "checkpoint-500", "DeepSpeed's run": "global_step3"}[kind]
+    with pytest.raises(uc.NotFoundError, match=rf"c: is the folder of a run, .* did you mean .*/c/{newest}\?"):
+        READS[read](tmp_path / "c")
+
+
+def test_relative_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the working directory at construction; a program may change it later."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = uc.ManagerOptions(asynchronous=False, on_preemption=False, load_parameters_path="pretrained/1000")
+    uc.save("pretrained/1000", model=Net(seed=3))
+    with uc.Checkpointer("run") as checkpointer, uc.CheckpointManager("managed", options=options) as manager:
+        monkeypatch.chdir("elsewhere")
+        checkpointer.save("checkpoint-1", model=Net())
+        target = Net()
+        assert manager.restore(model=target) is not None
+        assert same_state(target, Net(seed=3))
+        manager.save(2, model=target, force=True)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("unified_checkpoint.json")) == [
+        "managed/checkpoint-2/unified_checkpoint.json",
+        "pretrained/1000/unified_checkpoint.json",
+        "run/checkpoint-1/unified_checkpoint.json",
+    ]
+
+
+def test_a_save_asks_for_the_room_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.4 MB fit where 0.9 MB are free; where they do not, the error says what takes the room."""
+    model = {"w": torch.zeros(100_000)}
+    monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 900_000)
+    uc.save(tmp_path / "c", model=model)
+    used = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
+    monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: used)
+    with pytest.raises(uc.StorageError, match=r"free; needed 41\d+: 400\d+ of tensors and digests, \d+ of indexes and the manifest"):
+        uc.save(tmp_path / "d", model=model)
+    assert os.listdir(tmp_path) == ["c"]
 
 
 # loads that need not fit

@@ -6,6 +6,23 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 
 
+@pytest.mark.parametrize(
+    ("name", "is_file", "renamed"),
+    [
+        ("checkpoint-8", False, "checkpoint-8-before-3"),
+        ("checkpoint-8", True, "checkpoint-8-before-3"),
+        ("last.ckpt", True, "last-before-3.ckpt"),
+        ("last.ckpt", False, "last.ckpt-before-3"),
+        ("epoch=0-step=8.ckpt", True, "epoch=0-step=8-before-3.ckpt"),
+        (".hidden", True, ".hidden-before-3"),
+    ],
+)
+def test_before_name_is_visible_and_no_step(name: str, is_file: bool, renamed: str) -> None:
+    assert names.before_name(name, 3, is_file=is_file) == renamed
+    assert names.is_before(renamed)
+    assert not names.is_before(name)
+
+
 def test_file_names_are_those_of_hugging_face() -> None:
     assert names.file_name("model", number=1, count=1) == "model.safetensors"
     assert names.file_name("model", number=1, count=4) == "model-00001-of-00004.safetensors"

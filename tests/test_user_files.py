@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
+from unified_ckpt.engine import commit
+from unified_ckpt.engine.aside import withdraw
 from unified_ckpt.engine.transfer import transfer
 from unified_ckpt.runtime.storage import LocalStorage
 from unified_ckpt.testing import Stopped
@@ -237,6 +239,120 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
     draw = random.Random(seed)
     for number in range(count):
         run(draw, tmp_path / str(number), start, patch)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("there", ["nothing", "committed", "damaged", "folder"])
+def test_withdraw_keeps_files_that_came_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool) -> None:
+    """Of several machines one cannot commit: the others take their folders back, in which files have appeared."""
+    user, target = User(tmp_path), tmp_path / NAME
+    SITUATIONS[there](target)
+    if there != "nothing":
+        user.write(f"{NAME}/early.txt")
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    if not exchange:
+        monkeypatch.setattr(LocalStorage, "exchange", lambda *_: False)
+    with LocalStorage(str(tmp_path)) as storage:
+        goal = commit.Target(NAME, "replace", step_name=True)
+        construction = commit.begin(storage, NAME, save_id=None, present=commit.check_way(storage, goal))
+        storage.put(f"{construction.folder}/config.json", b"new", fsync=False)
+        published = commit.publish(storage, construction, goal, fsync=True)
+        user.write(f"{NAME}/late.txt")
+        withdraw(storage, published)
+        commit.abandon(storage, construction)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (target / "late.txt").is_file()
+    assert os.listdir(tmp_path) == [NAME]
+    user.check("withdrawn")
+
+
+@pytest.mark.parametrize("who", ["save", "save_async", "manager", "copy", "convert"])
+@pytest.mark.parametrize("operation", ["remove_file", "remove_folder"])
+def test_cleaning_up_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str, operation: str
+) -> None:
+    """As after `chattr +i` on an old file. What is left is no checkpoint, and `prune` clears it away."""
+    uc.save(tmp_path / "source", **state(STEP))
+    uc.save(tmp_path / "run" / NAME, **state(5))
+    real = getattr(LocalStorage, operation)
+
+    def fail(storage: LocalStorage, name: str) -> None:
+        if "gone_" in name:
+            raise uc.StorageError(f"{storage.path(name)}: remove failed: Operation not permitted")
+        real(storage, name)
+
+    monkeypatch.setattr(LocalStorage, operation, fail)
+    SAVES[who](tmp_path, "replace")
+    with uc.open(tmp_path / "run" / NAME) as opened:
+        assert opened.step == STEP
+    (left,) = (path for path in (tmp_path / "run").iterdir() if path.name != NAME)
+    assert str(left) in caplog.text
+    monkeypatch.undo()
+    shutil.move(tmp_path / "run" / NAME, tmp_path / "elsewhere")
+    with uc.CheckpointManager(tmp_path / "run", options=uc.ManagerOptions(**QUICK, keep_latest=1)) as manager:
+        assert manager.steps() == []
+        assert manager.restore(model={"w": torch.zeros(3)}) is None
+        manager.save(9, model={"w": torch.ones(3)}, force=True)
+    assert os.listdir(tmp_path / "run") == ["checkpoint-9"], "the next save has removed it"
+
+
+@pytest.mark.parametrize("who", ["save", "save_async", "manager"])
+@pytest.mark.parametrize("body", ["mine", "{}"])
+def test_a_file_of_a_taken_name_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture, who: str, body: str) -> None:
+    """It appears during the save, as the trainer's own file does; one that is equal is no clash."""
+
+    def attach_both(folder: str) -> None:
+        attach(folder)
+        target.mkdir()
+        (target / "config.json").write_text(body)
+        (target / "notes.txt").write_text("mine")
+
+    (tmp_path / "run").mkdir()
+    target, kept = tmp_path / "run" / NAME, tmp_path / "run" / f"{NAME}-before-1" / "config.json"
+    what = {"attach": attach_both, **state(STEP)}
+    error: Exception | None = None
+    try:
+        if who == "manager":
+            with uc.CheckpointManager(tmp_path / "run", options=uc.ManagerOptions(**QUICK)) as manager:
+                manager.save(what.pop("step"), force=True, **what)
+        elif who == "save":
+            uc.save(target, **what)
+        else:
+            uc.save_async(target, **what).result()
+    except uc.StorageError as found:
+        error = found
+    assert uc.verify(target, deep=True).ok
+    assert (target / "config.json").read_text() == "{}"
+    assert (target / "notes.txt").read_text() == "mine"
+    assert kept.exists() == (body == "mine")
+    if body == "mine":
+        assert kept.read_text() == "mine"
+        assert str(kept) in (str(error) if who != "manager" else caplog.text)
+    assert (error is not None) == (body == "mine" and who != "manager")
+
+
+def test_what_is_in_the_way_of_a_step_is_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A half-written folder of the stock Trainer is renamed; list, restore, retention and prune leave it alone."""
+    for number in (1, 2):
+        shutil.rmtree(tmp_path / NAME, ignore_errors=True)
+        shutil.rmtree(tmp_path / f"checkpoint-{STEP + 1}", ignore_errors=True)
+        (tmp_path / NAME).mkdir()
+        (tmp_path / NAME / "optimizer.pt").write_bytes(b"half")
+        with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK, keep_latest=1)) as manager:
+            manager.save(STEP, force=True, model=state(STEP)["model"])
+            manager.save(STEP + 1, force=True, model=state(STEP + 1)["model"])
+            assert [one.step for one in manager.steps()] == [STEP + 1]
+            report = manager.restore(model={"w": torch.zeros(3)})
+            assert report is not None
+            assert report.step == STEP + 1
+        assert f"kept as {tmp_path}/{NAME}-before-{number}" in caplog.text
+    assert main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--keep-latest", "1", "--older-than-hours", "0"]) == 0
+    assert main(["list", str(tmp_path)]) == 0
+    assert "before" not in capsys.readouterr().out
+    found = {path.name: os.listdir(path) for path in tmp_path.glob("*before*")}
+    assert found == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -128,7 +128,7 @@ def newest_inside(path: str) -> str:
     others: list[tuple[int, str]] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if (match := _STEP.fullmatch(entry.name)) is not None:
+            if (match := _STEP.fullmatch(entry.name)) is not None and not names.is_before(entry.name):
                 others.append((int(match[1] or match[2]), entry.path))
             if entry.is_dir() and not entry.name.startswith(".") and os.path.isfile(os.path.join(entry.path, names.MANIFEST)):
                 manifest = committed_at(entry.path)

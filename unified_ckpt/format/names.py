@@ -18,6 +18,7 @@ _RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra"})
 _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
 # No "-": the first one after the id then ends the id, whatever the folder is called.
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
+_BEFORE = re.compile(r".+-before-[0-9]+(?:\.[^.]*)?")
 _STAGING = ".unified-"
 _REMOVED = "gone_"  # begins what stands for the id: ids of saves are hexadecimal
 _REPLACED = ".replaced-"
@@ -82,6 +83,11 @@ def before_name(name: str, number: int, *, is_file: bool) -> str:
     """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A file keeps its suffix."""
     stem, dot, suffix = name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
     return f"{stem}-before-{number}{dot}{suffix}"
+
+
+def is_before(entry: str) -> bool:
+    """Whether a directory entry has a name that `before_name` gives."""
+    return bool(_BEFORE.fullmatch(entry))
 
 
 def is_staging(entry: str) -> bool:

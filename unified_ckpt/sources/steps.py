@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
+from unified_ckpt.engine.aside import JIT_MARKER
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
@@ -33,7 +34,6 @@ from unified_ckpt.sources.marks import (
 from unified_ckpt.sources.orbax.folders import COMMITTED
 
 UNIFIED, WEIGHTS = "unified", "huggingface"
-JIT_MARKER = "checkpoint-is-incomplete.txt"  # by which the Trainer announces a folder, before it writes into it
 ORBAX_ROOT = "_ROOT_METADATA"
 _SUBFOLDERS = ("checkpoints", "checkpoint")  # of Accelerate, MaxText and Lightning; of torchtitan
 _LIGHTNING = re.compile(r"(?:(?:.*[^a-zA-Z])?step=([0-9]{1,18})(?![0-9]).*|.*epoch=[0-9].*|last(?:-v[0-9]+)?|hpc_ckpt_[0-9]+)\.ckpt")
@@ -151,7 +151,7 @@ def _steps_in(root: str, folder: str, namings: tuple[Naming, ...]) -> list[StepE
     entries = _entries(here)
     pointed, of_orbax = _pointed(here, entries), ORBAX_ROOT in entries
     found: list[StepEntry] = []
-    for name in entries:
+    for name in (one for one in entries if not names.is_before(one)):
         naming = next((one for one in namings if one.pattern.fullmatch(name)), None)
         if naming is None and name not in pointed:
             continue

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.tables import Key, listed
+from unified_ckpt.engine.aside import JIT_MARKER
 from unified_ckpt.engine.assembled import Assembled, Assembly
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.errors import FormatError, IncompleteError
@@ -33,7 +34,6 @@ from unified_ckpt.sources.safetensor_files import model_files, whole_tensors
 from unified_ckpt.sources.torch_files import State, read_bins, read_state
 
 _PLAIN = ("scheduler", "scaler", "dl_state_dict")  # files of plain values, which go to `extra`
-_UNFINISHED = "checkpoint-is-incomplete.txt"  # there while a Trainer saves that was told to stop
 _RANDOM = (re.compile(r"rng_state()\.pth"), re.compile(r"rng_state_(\d+)\.pth"), re.compile(r"random_states_(\d+)\.pkl"))
 _RANDOM_NAMES = {  # the Trainer's and Accelerate's -> those of `RandomStates`
     "python": "python", "numpy": "numpy", "cpu": "torch", "cuda": "cuda",
@@ -58,8 +58,8 @@ def open_accelerate(root: str, options: SourceOptions) -> Source:
 
 def _open(root: str, options: SourceOptions, found: Found) -> Source:
     entries = frozenset(os.listdir(root))
-    if _UNFINISHED in entries:
-        raise IncompleteError(f"{root}: has {_UNFINISHED}: the Trainer was stopped while it saved")
+    if JIT_MARKER in entries:
+        raise IncompleteError(f"{root}: has {JIT_MARKER}: the Trainer was stopped while it saved")
     _read_models(root, entries, found)
     _read_optimizers(root, entries, found)
     step, extra = _extra(root, entries)

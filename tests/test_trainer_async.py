@@ -73,6 +73,29 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
         check_same(resumed, straight)
 
 
+class Writes(TrainerCallback):
+    """Writes a file into each checkpoint's folder as soon as it is saved, as far as the Trainer knows."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "mine.txt"), "w") as file:
+            file.write(str(state.global_step))
+
+
+def test_files_of_callbacks_are_carried_into_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They come while the checkpoint is being written. What the stock Trainer has left there half written is kept."""
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
+    trainer(tmp_path, Writes()).train()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-4-before-1", "checkpoint-6"]
+    for step in (2, 4, 6):
+        assert uc.verify(tmp_path / f"checkpoint-{step}", deep=True).ok
+        assert (tmp_path / f"checkpoint-{step}" / "mine.txt").read_text() == str(step)
+    assert (tmp_path / "checkpoint-4-before-1" / "optimizer.pt").read_bytes() == b"half"
+    assert "checkpoint-4-before-1" in caplog.text
+
+
 def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = trainer(tmp_path, StopAt(2))
     stopped.train()

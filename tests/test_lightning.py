@@ -70,6 +70,20 @@ def test_a_checkpoint_of_stock_lightning_is_resumed_by_it(tmp_path: Path) -> Non
     assert (tmp_path / "last-before-1.ckpt").is_file(), "what this library did not write is kept"
 
 
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_in_the_way_of_the_last_is_kept(tmp_path: Path, save_last: bool | str, kind: str) -> None:
+    """A file of stock Lightning, or a folder of another strategy's."""
+    if kind == "folder":
+        (tmp_path / "last.ckpt").mkdir()
+    mine = tmp_path / ("last.ckpt" if kind == "file" else "last.ckpt/zero.pt")
+    mine.write_bytes(b"mine")
+    fit(tmp_path, checkpoints={"save_last": save_last, "enable_version_counter": False}, max_epochs=1)
+    assert uc.verify(tmp_path / "last.ckpt").ok
+    kept = tmp_path / ("last-before-1.ckpt" if kind == "file" else "last.ckpt-before-1/zero.pt")
+    assert kept.read_bytes() == b"mine"
+
+
 def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
     made = trainer(tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4)
     module = Net(lr=0.5)

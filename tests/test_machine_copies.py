@@ -205,7 +205,7 @@ def test_ranks_that_want_different_numbers(tmp_path: Path) -> None:
         with on_machine(comm, [0, 1, 2]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=twice(1 + comm.rank % 2))
 
-    same_error(try_ranks(3, act), uc.RankError, "rank 1 saves with machine_copies=2, rank 0 with 1; needed the same")
+    same_error(try_ranks(3, act), uc.RankError, r"rank\(s\) 0, 2: machine_copies 1, rank\(s\) 1: machine_copies 2; expected the same")
 
 
 def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from unified_ckpt.engine.aside import before_name
 from unified_ckpt.engine.commit import committed_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.removal import remove
@@ -111,11 +112,17 @@ def way_cleared(path: str) -> Iterator[None]:
 
 
 def link(target: str, path: str) -> None:
-    """Makes a link, relative, in place of whatever link or file there is in one step; a checkpoint of ours there is removed first."""
+    """Makes a link, relative, in place of a link in one step. A checkpoint of ours there is removed first, anything else is renamed."""
     parent, name = os.path.split(os.path.abspath(path))
-    found = committed_at(path) if not os.path.islink(path) else None
+    storage = LocalStorage(parent)
+    kind = storage.kind(name)
+    found = committed_at(path) if kind == "folder" else None
     if found is not None:
-        remove(LocalStorage(parent), name, save_id=found.save_id)
+        remove(storage, name, save_id=found.save_id)
+    elif kind not in (None, "link"):
+        kept = before_name(storage, name, kind=kind)
+        storage.rename(name, kept)
+        _LOG.warning("%s: what had this name was no committed checkpoint; it is kept as %s", path, storage.path(kept))
     made = os.path.join(parent, f".link-{os.getpid()}-{name}")
     os.symlink(os.path.relpath(os.path.abspath(target), parent), made)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from unified_ckpt.core.geometry import Box, intersect
 from unified_ckpt.runtime.state import MASTER, MODEL, ROUNDED_DTYPES, State
 from unified_ckpt.runtime.tensors import Part, same_bits
 
-_CHUNK_ELEMENTS = 16 << 20  # compared at a time: bounds the memory of the cast
+_CHUNK_ELEMENTS = 1 << 20  # compared at a time: bounds the memory of the cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +28,19 @@ def check_masters(state: State, *, rank: int) -> MasterCheck:
     """
     models = {part.row.fqn: part for part in state.parts if part.row.part == MODEL}
     masters = {part.row.fqn: part for part in state.parts if part.row.part == MASTER}
-    unlike = set[str]()
-    equal: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for fqn, master in masters.items():
-        pairs = _comparable(models[fqn], master, rank=rank) if fqn in models else None
-        if pairs is None:
-            unlike.add(fqn)
-            continue
-        for theirs, ours in pairs:
-            for flag in _equal(theirs, ours):
-                equal.setdefault(flag.device, []).append((fqn, flag))
-    for flags in equal.values():  # one wait for each device
-        verdicts = torch.stack([flag for _, flag in flags]).tolist()
-        unlike.update(fqn for (fqn, _), verdict in zip(flags, verdicts, strict=True) if not verdict)
-    return MasterCheck(frozenset(masters.keys() & models.keys() - unlike), frozenset(unlike))
+    rounded = {fqn for fqn, master in masters.items() if fqn in models and _is_rounded(models[fqn], master, rank=rank)}
+    return MasterCheck(frozenset(rounded), frozenset(masters.keys() - rounded))
+
+
+def _is_rounded(model: Part, master: Part, *, rank: int) -> bool:
+    pairs = _comparable(model, master, rank=rank)
+    return pairs is not None and all(_equal(*pair) for pair in pairs)
 
 
 def _comparable(model: Part, master: Part, *, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """The master's elements on this rank beside the model's same elements; None where it has some that the model has not."""
     ours, theirs = model.local, master.local
-    if master.row.spec.shape != model.row.spec.shape or ours.device != theirs.device:
-        return None
-    if ours.dtype not in ROUNDED_DTYPES or theirs.dtype not in ROUNDED_DTYPES:
+    if master.row.spec.shape != model.row.spec.shape or not {ours.dtype, theirs.dtype}.issubset(ROUNDED_DTYPES):
         return None
     if ours is theirs:  # by `model_dtype`
         return []
@@ -69,14 +59,17 @@ def _comparable(model: Part, master: Part, *, rank: int) -> list[tuple[torch.Ten
     return pairs
 
 
-def _equal(master: torch.Tensor, model: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For each chunk a flag on the tensors' device."""
+def _equal(master: torch.Tensor, model: torch.Tensor) -> bool:
     if model.dim() == 0:
         master, model = master.reshape(1), model.reshape(1)
     rows = max(1, _CHUNK_ELEMENTS // max(1, model[:1].numel()))
     for first in range(0, len(model), rows):
-        cast, chunk = master[first : first + rows].to(model.dtype), model[first : first + rows]
-        yield ((same_bits(cast) == same_bits(chunk)) | (cast.isnan() & chunk.isnan())).all()
+        cast, chunk = master[first : first + rows].to(model.dtype).to(model.device), model[first : first + rows]
+        if not torch.equal(same_bits(cast), same_bits(chunk)):
+            differ = (same_bits(cast) != same_bits(chunk)) & ~(cast.isnan() & chunk.isnan())
+            if bool(differ.any()):
+                return False
+    return True
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

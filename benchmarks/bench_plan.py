@@ -24,7 +24,7 @@ from unified_ckpt.engine.extras import Extra, Told
 from unified_ckpt.engine.plan import checked_groups, list_pages, plan_group, write_book
 from unified_ckpt.engine.seal import make_manifest
 from unified_ckpt.format.index import encode_index
-from unified_ckpt.format.manifest import encode_manifest
+from unified_ckpt.format.manifest import IndexFile, encode_manifest
 
 BOUND = 5_000_000_000
 TP, PP = 8, 4
@@ -146,11 +146,13 @@ def writer(census: Census) -> Callable[[], object]:
         pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
         files = {name for page in pages for name in names_in(page)}
         book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), [0])
-        for part, weight_map in book.weight_maps.items():
-            encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
+        indexes = {
+            part: IndexFile.of(encode_index(total_size=book.part_nbytes[part], weight_map=weight_map))
+            for part, weight_map in book.weight_maps.items()
+        }
         manifest = make_manifest(
-            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, asked=sorted(book.records), book=book, told=Told(),
-            extra=Extra(None, None, None, None), digest_file=None, rank_extra=None, island=None,
+            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, asked=sorted(book.records), omitted=(), book=book,
+            indexes=indexes, told=Told(), extra=Extra(None, None, None, None), objects=(), digest_file=None, rank_extra=None, island=None,
         )  # fmt: skip
         return encode_manifest(manifest)
 

@@ -598,3 +598,15 @@ def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     with pytest.raises(uc.LayoutError, match=r"optimizer: parameters have no names without their model; needed `model` too"):
         uc.load(tmp_path / "c", optimizer=optimizer)
+
+
+def test_state_that_a_job_adds_itself_is_loaded(tmp_path: Path) -> None:
+    """The class is the same, so its step reads what it read when it was saved."""
+    module, optimizer = trained("SGD momentum")
+    for param in module.parameters():
+        optimizer.state[param]["history"] = torch.ones(2)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    other = model()
+    fresh = MAKERS["SGD momentum"](list(other.parameters()))
+    load_quietly(tmp_path / "c", other, fresh)
+    assert same(states(other, fresh), states(module, optimizer))

@@ -100,6 +100,8 @@ def _state_misfit(group: _Group, steps: dict[str, float]) -> str:
             steps[fqn] = float(group.saved_options[COUNTER])
             saved = saved | {COUNTER}
         stray = saved - rule.required - rule.optional - ({COUNTER} if rule.counts_in_group else set())
+        if group.kinds == [group.name]:
+            stray = set()  # what a job keeps there itself
         if stray or rule.required - saved:
             has = f"the checkpoint has {', '.join(sorted(saved))} of {' and '.join(group.kinds) or 'another optimizer'}"
             return f"optimizer:{fqn}: {has}; {group.name} reads {', '.join(sorted(rule.required or rule.optional))}; {group.remedy}"

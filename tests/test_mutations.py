@@ -7,13 +7,16 @@ import json
 import random
 import signal
 import struct
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from machines import SAVE, folder_of, on_machine
@@ -27,7 +30,15 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 50
 OPTIONS = uc.SaveOptions(fsync=False, max_file_bytes=150, model_dtype="bfloat16")
 UNTOUCHED = -7.0
 MANIFEST = "unified_checkpoint.json"
-EXTRA = {"seen": bytes(range(256)) * 8, "lr": 0.125, "of": (1, 2.5, "a")}
+EXTRA = {
+    "seen": bytes(range(256)) * 8,
+    "of": (1, 2.5, "a", 2**80, 1j, datetime(2026, 1, 31, tzinfo=UTC)),
+    "array": np.arange(6.0).reshape(2, 3),
+    "tensor": torch.arange(4),
+    "last": deque([1, 2], maxlen=3),
+    "range": range(3, 9, 2),
+    "counts": Counter("aab"),
+}
 
 
 class Net(torch.nn.Module):
@@ -57,6 +68,8 @@ def as_bits(tree: Any) -> Any:
     """A tree whose tensors compare by dtype, shape and bits."""
     if isinstance(tree, torch.Tensor):
         return tree.dtype, tuple(tree.shape), tree.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
+    if isinstance(tree, np.ndarray):
+        return tree.dtype.str, tree.shape, tree.tobytes()
     if isinstance(tree, dict):
         return {key: as_bits(value) for key, value in tree.items()}
     return [as_bits(value) for value in tree] if isinstance(tree, list | tuple) else tree

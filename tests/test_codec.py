@@ -436,6 +436,7 @@ HOSTILE = [
     {"$type": "timedelta", "value": [10**30]},
     {"$type": "pathlib", "value": ["Popen", "ls"]},
     {"$type": "numpy.dtype", "value": "O"},
+    {"$type": "numpy.dtype", "value": "2,,i4"},  # numpy parses it as Python
     {"$type": "numpy.dtype", "value": "i4,i4"},
     {"$type": "numpy.scalar", "value": ["<f4", "AAA="]},
     {"$type": "numpy.scalar", "value": ["O", "AAAAAAAAAAA="]},

@@ -30,7 +30,7 @@ _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset
 MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _CONTAINERS = frozenset({list, dict, Counter, OrderedDict, defaultdict, *_SEQUENCES.values()})
-_INVALID = (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, ImportError, struct.error)
+_INVALID = (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, ImportError, SyntaxError, struct.error)
 
 
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:

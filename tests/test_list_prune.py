@@ -106,6 +106,28 @@ def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [left["kind"] for left in one["leftovers"]] == ["replaced", "construction"]
 
 
+@pytest.mark.parametrize(
+    ("parts", "kind", "omitted"),
+    [
+        (("model",), "model only, without optimizer", ["optimizer"]),
+        (("model", "optimizer"), "full", []),
+        (("master_weights", "optimizer"), "full, without model", ["model"]),
+    ],
+)
+def test_list_and_inspect_name_omitted_parts(
+    tmp_path: Path, parts: tuple[str, ...], kind: str, omitted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = state(3)
+    if "master_weights" in parts:
+        weights["master_weights"] = {name: tensor.double() for name, tensor in weights["model"].items()}
+    uc.save(tmp_path / "checkpoint-3", step=3, **weights, options=uc.SaveOptions(parts=parts))
+    assert f"  {kind}  complete" in shown(capsys, "list", tmp_path)
+    assert json.loads(shown(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0]["omitted_parts"] == omitted
+    text = shown(capsys, "inspect", tmp_path / "checkpoint-3")
+    assert [line.split() for line in text.splitlines() if "left out" in line] == ([["left", "out", *omitted]] if omitted else [])
+    assert json.loads(shown(capsys, "inspect", tmp_path / "checkpoint-3", "--json"))["omitted_parts"] == omitted
+
+
 def test_list_several_runs_under_one_root(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path / "a", 1, 2)
     put(tmp_path / "b" / "checkpoints", 3)

@@ -186,14 +186,17 @@ def _check_writer(one: Saved, args: Arguments) -> None:
     rank, world = args.told.get("rank"), args.number("world_size", 0)
     if "rng_state" not in one.told or not isinstance(rank, int) or not 0 <= rank < world:
         return
+    inner = rank % (world // args.pp)  # within its pipeline stage
     if args.flag("use_tp_pp_dp_mapping"):  # neither with experts nor with context parallelism
-        wrote = (rank % args.tp, rank // args.tp % args.pp, one.ep)
-    else:
-        wrote = (rank % args.tp, rank * args.pp // world, rank % (world // args.pp) // args.etp % args.ep)
-    if wrote != (one.tp, one.pp, one.ep):
+        places = [(rank % args.tp, rank // args.tp % args.pp, one.ep)]
+    else:  # versions that divide experts as all else count context parallelism before experts
+        strides = dict.fromkeys((args.etp, args.tp * args.number("context_parallel_size", 1)))
+        places = [(rank % args.tp, rank * args.pp // world, inner // stride % args.ep) for stride in strides]
+    if (one.tp, one.pp, one.ep) not in places:
+        tp, pp, ep = places[0]
         raise FormatError(
-            f"{one.where}: was written by rank {rank}, whose place is tensor {wrote[0]}, pipeline {wrote[1]}, experts {wrote[2]}: folders "
-            "were swapped or copied; put each back under its own name"
+            f"{one.where}: was written by rank {rank}, whose place is tensor {tp}, pipeline {pp}, experts {ep}: folders were swapped or "
+            "copied; put each back under its own name"
         )
 
 

@@ -123,7 +123,8 @@ def choose(
     for one in those:
         why = failed.get(one.path) or look(one)
         if not why:
-            _tell_chosen(one, found, others, lacks, passed)
+            _tell_chosen(one, found, lacks, passed)
+            _warn_of_newer(one.step or 0, others, read)
             return _own(one, found, root, bad)
         passed[one.path] = unusable[one.path] = why
         bad.append(one)
@@ -165,9 +166,7 @@ def _without(lacking: Sequence[str]) -> str:
     return f"it has no {', '.join(lacking)}; leave these targets out, or pass strict=False, to load it" if lacking else ""
 
 
-def _tell_chosen(
-    one: StepRecord, found: Scan, others: Sequence[StepEntry], lacks: Mapping[str, list[str]], passed: Mapping[str, str]
-) -> None:
+def _tell_chosen(one: StepRecord, found: Scan, lacks: Mapping[str, list[str]], passed: Mapping[str, str]) -> None:
     for path, why in passed.items():
         _warn(path, why)
     for newer in reversed(found.complete[found.complete.index(one) + 1 :]):
@@ -175,9 +174,18 @@ def _tell_chosen(
             _LOG.info("%s is passed over: it has no %s", newer.path, ", ".join(lacks[newer.path]))
     if lacks[one.path]:
         _LOG.warning("%s is taken for want of a better one (strict=False): it has no %s", one.path, ", ".join(lacks[one.path]))
-    if others and one.step is not None and (number := others[0].number) is not None and number > one.step:
-        kind = others[0].format or "unknown"
-        _warn(others[0].path, f"is of another format ({kind}); step {one.step} of this run is taken; restore({number}) takes it")
+
+
+def _warn_of_newer(step: int, others: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]) -> None:
+    """Of other engines' steps after this own one: the newest that could be taken, and those before it that could not."""
+    for entry in others:
+        if entry.number is None or entry.number <= step:
+            continue
+        problem = read(entry).problem
+        taken = f"is of another format ({entry.format}); step {step} of this run is taken; restore({entry.number}) takes it"
+        _warn(entry.path, problem or taken)
+        if not problem:
+            break
 
 
 def _newer_and_bad(found: Scan, others: Sequence[StepEntry]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import SAVE, folder_of, on_machine
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
@@ -21,8 +22,9 @@ from unified_ckpt.cli.main import main
 from unified_ckpt.engine import commit
 from unified_ckpt.engine.aside import withdraw
 from unified_ckpt.engine.transfer import transfer
+from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.testing import Stopped
+from unified_ckpt.testing import Stopped, run_ranks
 
 NAME, STEP = "checkpoint-8", 8
 CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",
@@ -367,3 +369,30 @@ def test_no_file_of_the_user_disappears(
 @pytest.mark.long
 def test_no_file_of_the_user_disappears_in_thousands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_cases(4000, 7, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
+def test_what_one_rank_sees_in_the_way_all_refuse(tmp_path: Path, machines: list[int], background: bool) -> None:
+    """The second save of a layout, which plans nothing; the saves before and after it are fine."""
+    layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}}, shapes={"w": (8, 3)})
+    mine = folder_of(tmp_path, machines[1]).with_name("mine")
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+
+    def act(comm: Comm) -> str:
+        with on_machine(comm, machines) as made:
+
+            def save_as(name: str) -> object:
+                path = folder_of(tmp_path, machines[comm.rank]).with_name(name)
+                what: dict[str, Any] = {"model": {"w": torch.ones(4, 3)}, "layout": layout, "options": SAVE}
+                return made.save_async(path, **what).result(60) if background else made.save(path, **what)
+
+            save_as("first")
+            with pytest.raises(uc.StorageError, match=r"rank [01]: .*mine: holds other files \(notes.txt\)") as refusal:
+                save_as("mine")
+            save_as("last")
+            return str(refusal.value)
+
+    assert len(set(run_ranks(2, act))) == 1
+    assert os.listdir(mine) == ["notes.txt"]

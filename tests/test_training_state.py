@@ -412,6 +412,39 @@ def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, st
     assert same(target.param_groups[0]["lr"], optimizer.param_groups[0]["lr"])
 
 
+class Apart(torch.optim.SGD):
+    """Keeps masters as apex's FusedAdam does (NVIDIA/apex, apex/optimizers/fused_adam.py): beside the groups, from the start."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        groups = self.param_groups
+        self.param_groups_master = [{"params": [param.detach().clone().float() for param in group["params"]]} for group in groups]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group, apart in zip(self.param_groups, self.param_groups_master, strict=True):
+            for param, master in zip(group["params"], apart["params"], strict=True):
+                master.sub_(param.grad.float(), alpha=group["lr"])
+                param.data.copy_(master)
+        return loss
+
+
+def test_masters_beside_the_groups_are_stored_and_loaded(tmp_path: Path) -> None:
+    module, other = model().half(), model().half()
+    for one in (module, other):
+        one.vector.data = one.vector.data.float()
+    optimizer, target = Apart(module.parameters()), Apart(other.parameters())
+    for number in range(3):
+        step(module, optimizer, number)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    load_quietly(tmp_path / "c", other, target)
+    for number in range(3, 6):
+        step(module, optimizer, number)
+        step(other, target, number)
+    assert same(other.state_dict(), module.state_dict())
+    assert same(target.param_groups_master, optimizer.param_groups_master)
+
+
 @pytest.mark.parametrize("hyperparameters", ["checkpoint", "current"])
 def test_a_step_count_of_a_group_is_state(tmp_path: Path, hyperparameters: Any) -> None:
     module, other = mixed(), mixed()

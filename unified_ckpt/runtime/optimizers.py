@@ -146,10 +146,10 @@ def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> 
 
 
 def _masters_apart(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and masters of apex's FusedAdam, which keeps them in `param_groups_master` and uses those of float16 parameters."""
+    """Parameters and masters of apex's FusedAdam, which keeps them in `param_groups_master` and does not use those of bfloat16."""
     groups = zip(optimizer.param_groups, getattr(optimizer, "param_groups_master", ()), strict=False)
     pairs = [pair for group, apart in groups for pair in zip(group["params"], apart["params"], strict=True)]
-    return [(param, master) for param, master in pairs if isinstance(master, torch.Tensor) and param.dtype == torch.float16]
+    return [(param, master) for param, master in pairs if isinstance(master, torch.Tensor) and param.dtype != torch.bfloat16]
 
 
 def holds_masters(optimizer: Optimizer) -> bool:

@@ -124,7 +124,7 @@ def llama_job(world: int, *, layers: int = LLAMA_LAYERS) -> tuple[Census, int, d
 
 def members_of(census: Census, table: str) -> list[Membership]:
     """What rank 0 tells the ranks of a table."""
-    pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+    pages, _ = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
     return [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if table in p.group.tables]
 
 
@@ -143,9 +143,9 @@ def writer(census: Census) -> Callable[[], object]:
     """What rank 0 does beyond its own part: all groups, the book, the indexes and the manifest."""
 
     def call() -> object:
-        pages = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+        pages, digest_head = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
         files = {name for page in pages for name in names_in(page)}
-        book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), [0])
+        book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
         indexes = {
             part: IndexFile.of(encode_index(total_size=book.part_nbytes[part], weight_map=weight_map))
             for part, weight_map in book.weight_maps.items()

@@ -29,10 +29,10 @@ def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(ranks
         meeting = comm.meet("census", same=False, timeout_seconds=20)
         rows = sorted(held[comm.rank], key=lambda row: row.key)
         with meeting.phase("census"):
-            found = announce(meeting, rows)
+            table, found = announce(meeting, rows)
             if found is not None:
                 publish_by_machine(meeting, found, machines)
-        members, _ = memberships(meeting, rows, of=f"{machines[comm.rank]}/")
+        members, _ = memberships(meeting, table, rows, of=f"{machines[comm.rank]}/")
         return [(one.index, one.holders, one.rows) for one in members]
 
     told: dict[tuple[int, int], tuple[object, object]] = {}

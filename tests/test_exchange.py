@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from oracles import World, assert_moved_once, line_boxes, lines_at, local_lines, part_of, row, worlds
 
 from unified_ckpt.core.division import divide
+from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.exchange import Exchange, Moves, largest_line, moves, tiles
 from unified_ckpt.core.lines import SMALL_NBYTES
 from unified_ckpt.core.sharding import Cut
@@ -45,7 +46,7 @@ def test_every_byte_has_one_mover_and_tiles_agree(world: World, tile_nbytes: int
         assert tile.parties == tuple(sorted({rank for piece in tile.pieces for rank in piece.parties}))
         end = 0
         for piece in tile.pieces:
-            assert piece.slot % 16 == 0
+            assert piece.slot % itemsize(world.rows[piece.row].spec.dtype) == 0
             assert piece.slot >= end
             end = piece.slot + piece.stop - piece.start
         assert end <= exchange.tile_nbytes

@@ -123,9 +123,10 @@ class Checkpointer:
         self.wait()
         what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
         comm, options = self._ranks(), options or self._options
-        storage, name, request = self._request(path, what, options, WAITED_FOR)
-        land = self._find_land(storage, name, request, options)
-        return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
+        with paused:
+            storage, name, request = self._request(path, what, options, WAITED_FOR)
+            land = self._find_land(storage, name, request, options)
+            return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
 
     def save_async(
         self,
@@ -236,7 +237,8 @@ class Checkpointer:
             given = try_changed(path.source, options.source) if isinstance(path, SourceView) else None
             source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, options)
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
-            request = try_load_request(comm, source, targets, strict=strict, options=options)
+            with paused:
+                request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
 
     def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:

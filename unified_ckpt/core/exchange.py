@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from unified_ckpt.core.division import Division, Moved
+from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.sharding import Cut, Sharding
 
 
@@ -94,43 +96,51 @@ def moves(exchange: Exchange, rank: int) -> Moves:
 
 def tiles(exchange: Exchange, mover: int) -> Iterator[Tile]:
     """The mover's tiles: first its small tensors, then what it moves of larger ones for others."""
-    number, room, pieces = 0, exchange.tile_nbytes, list[Piece]()
-    for piece in (*_small_pieces(exchange, mover), *_large_pieces(exchange, mover)):
-        line = (piece.stop - piece.start) // piece.lines
+    number, used, pieces = 0, 0, list[Piece]()
+    for row, start, stop, split, lines, first_line, parties in chain(_small_pieces(exchange, mover), _large_pieces(exchange, mover)):
+        item, line = itemsize(exchange.division.rows[row].spec.dtype), (stop - start) // lines
         done = 0
-        while done < piece.lines:
-            if room < line and pieces:
+        while done < lines:
+            used += -used % item  # aligned, and close to its neighbour: pieces of one dtype have no gap between them
+            if used + line > exchange.tile_nbytes and pieces:
                 yield _tile(mover, number, pieces)
-                number, room, pieces = number + 1, exchange.tile_nbytes, []
-            count = min(piece.lines - done, max(room // line, 1))
-            start = piece.start + done * line
-            slot = exchange.tile_nbytes - room
-            pieces.append(Piece(piece.row, start, start + count * line, slot, piece.split, count, piece.first_line + done, piece.parties))
-            done, room = done + count, room - count * line
-            room -= room % 16  # the next piece starts aligned for any dtype, as tile_nbytes is a multiple of 16
+                number, used, pieces = number + 1, 0, []
+            count = min(lines - done, max((exchange.tile_nbytes - used) // line, 1))
+            first = start + done * line
+            pieces.append(Piece(row, first, first + count * line, used, split, count, first_line + done, parties))
+            done, used = done + count, used + count * line
     if pieces:
         yield _tile(mover, number, pieces)
 
 
 def _tile(mover: int, number: int, pieces: Sequence[Piece]) -> Tile:
-    return Tile(mover, number, tuple(pieces), tuple(sorted({rank for piece in pieces for rank in piece.parties})))
+    parties = {piece.parties for piece in pieces}
+    return Tile(mover, number, tuple(pieces), tuple(sorted({rank for ranks in parties for rank in ranks})))
 
 
-def _small_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
+_Uncut = tuple[int, int, int, int, int, int, tuple[int, ...]]  # a `Piece` before it has a slot: row, start, stop, split, lines, …
+
+
+def _small_pieces(exchange: Exchange, mover: int) -> Iterator[_Uncut]:
+    parties: dict[Sharding, tuple[int, ...]] = {}
     for row, owner in exchange.small.items():
-        spec, sharding = exchange.division.rows[row].spec, exchange.division.rows[row].sharding
-        size = spec.nbytes
-        if owner == mover and size:
-            yield Piece(row, 0, size, 0, 0, 1, 0, _holding(sharding, exchange.holders, mover, exchange.every))
+        if owner != mover:
+            continue
+        one = exchange.division.rows[row]
+        size = one.spec.nbytes
+        if size:
+            if one.sharding not in parties:
+                parties[one.sharding] = _holding(one.sharding, exchange.holders, mover, exchange.every)
+            yield row, 0, size, 0, 1, 0, parties[one.sharding]
 
 
-def _large_pieces(exchange: Exchange, mover: int) -> Iterator[Piece]:
+def _large_pieces(exchange: Exchange, mover: int) -> Iterator[_Uncut]:
     for moved in exchange.division.moved_by(mover, exchanged_only=not exchange.every):
         if not _alone(exchange, moved, mover):
             parties = _parties(exchange, moved, mover)
             start, stop, line = moved.segment.start, moved.segment.stop, moved.manner.line_nbytes
             lines, first = (stop - start) // line, moved.segment.local // line
-            yield Piece(moved.row, start, stop, 0, moved.manner.split, lines, first, parties)
+            yield moved.row, start, stop, moved.manner.split, lines, first, parties
 
 
 def _alone(exchange: Exchange, moved: Moved, mover: int) -> bool:
@@ -171,13 +181,8 @@ def _holding(sharding: Sharding, holders: tuple[int, ...], mover: int, every: bo
 
 def _partners(exchange: Exchange, rank: int) -> set[int]:
     """The movers whose tiles may hold bytes of this rank."""
-    found = set()
-    for row, mover in exchange.small.items():
-        if mover in found:
-            continue
-        sharding = exchange.division.rows[row].sharding
-        if rank in _holding(sharding, exchange.holders, mover, exchange.every):
-            found.add(mover)
+    kinds = {(exchange.division.rows[row].sharding, mover) for row, mover in exchange.small.items()}
+    found = {mover for sharding, mover in kinds if rank in _holding(sharding, exchange.holders, mover, exchange.every)}
     for kind, numbers in exchange.division.classes.items():
         outer, exchanged = kind
         position = outer.position(rank)

@@ -6,10 +6,11 @@ a function of the group's rows, holders and files, and of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.division import divide
+from unified_ckpt.core.dtypes import DTYPE_ORDER
 from unified_ckpt.core.exchange import Exchange, Moves, largest_line, moves
 from unified_ckpt.core.files import split_files
 from unified_ckpt.core.lines import SMALL_NBYTES
@@ -46,13 +47,18 @@ def plan_moves(
     rows: Sequence[Row], *, holders: Sequence[int], files: Sequence[FilePlan], header_nbytes: Mapping[int, int], rank: int
 ) -> tuple[Moves, int]:
     """What `rank` writes of the group, and the bytes of a tile. `header_nbytes`: by position in `files`."""
-    small = {n: f.writer for f in files for n in f.rows if rows[n].spec.nbytes < SMALL_NBYTES}
+    small = {n: f.writer for f in files for n in in_file_order(rows, f.rows) if rows[n].spec.nbytes < SMALL_NBYTES}
     fixed: dict[int, int] = {}
     for position, file in enumerate(files):
         fixed[file.writer] = fixed.get(file.writer, 0) + header_nbytes[position]
     for number, writer in small.items():
         fixed[writer] = fixed.get(writer, 0) + rows[number].spec.nbytes
     return share(rows, holders=holders, fixed=fixed, small=small, sparse=(), every=False, rank=rank)
+
+
+def in_file_order(rows: Sequence[Row], numbers: Iterable[int]) -> list[int]:
+    """Rows of one part, which come sorted by name, as a file has them: neighbours there are written and read by one call."""
+    return sorted(numbers, key=lambda n: DTYPE_ORDER[rows[n].spec.dtype])
 
 
 def share(

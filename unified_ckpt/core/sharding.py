@@ -28,7 +28,13 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return itemsize(self.dtype) * prod(self.shape)
+        return _nbytes(self.dtype, self.shape)
+
+
+@lru_cache(maxsize=65536)
+def spec_of(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """The same object for equal arguments: tensors are many, shapes are few."""
+    return TensorSpec(dtype, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,11 @@ def _with_local(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]
     for a, b in intervals:
         yield a, b, local
         local += b - a
+
+
+@lru_cache(maxsize=65536)
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return itemsize(dtype) * prod(shape)  # tensors are many, shapes are few
 
 
 @lru_cache(maxsize=4096)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec, missing_coordinates
+from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec, missing_coordinates, spec_of
 from unified_ckpt.errors import LayoutError, MismatchError
 
 Key = tuple[str, str]  # (part, fqn)
@@ -22,9 +23,15 @@ class Row:
     spec: TensorSpec
     sharding: Sharding
 
+    def __hash__(self) -> int:
+        return hash((self.part, self.fqn))  # rows differ in their names, all but a few
+
     @property
     def key(self) -> Key:
         return self.part, self.fqn
+
+
+by_key = attrgetter("part", "fqn")  # sorts rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +46,14 @@ class Group:
 def encode_table(rows: Sequence[Row]) -> bytes:
     """A table as canonical JSON: equal tables, equal bytes. Each distinct rule appears once."""
     rules: dict[str, int] = {}
+    numbers: dict[int, int] = {}  # id of a sharding, of which many rows have the same -> the number of its rule
     body = []
-    for row in sorted(rows, key=lambda r: r.key):
-        rule = json.dumps(_encode_sharding(row.sharding), separators=(",", ":"))
-        body.append([row.part, row.fqn, row.spec.dtype, row.spec.shape, rules.setdefault(rule, len(rules))])
+    for row in sorted(rows, key=by_key):
+        number = numbers.get(id(row.sharding))
+        if number is None:
+            rule = json.dumps(_encode_sharding(row.sharding), separators=(",", ":"))
+            number = numbers[id(row.sharding)] = rules.setdefault(rule, len(rules))
+        body.append([row.part, row.fqn, row.spec.dtype, row.spec.shape, number])
     return json.dumps({"rules": [json.loads(rule) for rule in rules], "rows": body}, separators=(",", ":")).encode()
 
 
@@ -50,7 +61,7 @@ def decode_table(data: bytes) -> list[Row]:
     """The inverse of `encode_table`."""
     table = json.loads(data)
     rules = [_decode_sharding(rule) for rule in table["rules"]]
-    return [Row(part, fqn, TensorSpec(dtype, tuple(shape)), rules[rule]) for part, fqn, dtype, shape, rule in table["rows"]]
+    return [Row(part, fqn, spec_of(dtype, tuple(shape)), rules[rule]) for part, fqn, dtype, shape, rule in table["rows"]]
 
 
 def _encode_sharding(sharding: Sharding) -> list[object]:
@@ -76,7 +87,7 @@ def group_tables(tables: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequenc
     for row, ids in named_by.items():
         members.setdefault(tuple(ids), []).append(row)
     ordered = sorted(members.items(), key=lambda item: (roll[item[0][0]][0], len(item[0]), item[1][0].key))
-    return [Group(i, ids, tuple(sorted(rows, key=lambda r: r.key))) for i, (ids, rows) in enumerate(ordered)]
+    return [Group(i, ids, tuple(sorted(rows, key=by_key))) for i, (ids, rows) in enumerate(ordered)]
 
 
 def check_agreed(tables: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequence[int]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.core.tables import Group, Row, decode_table, encode_table, group_tables
+from unified_ckpt.core.tables import Group, Row, by_key, decode_table, encode_table, group_tables
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.meeting import Meeting
 
@@ -50,15 +50,17 @@ def tell_once(meeting: Meeting, key: str, body: bytes) -> tuple[list[str], dict[
     return told, {name: meeting.get(f"{key}-of/{name}") for name in dict.fromkeys(told)}
 
 
-def announce(meeting: Meeting, rows: Sequence[Row]) -> Census | None:
-    """Every rank's table goes to rank 0. Returns the census there, None elsewhere."""
-    told, bodies = tell_once(meeting, "table", table_id(rows)[1])
+def announce(meeting: Meeting, rows: Sequence[Row]) -> tuple[str, Census | None]:
+    """Every rank's table goes to rank 0. Returns the name of this rank's, and the census there, None elsewhere."""
+    own, body = table_id(rows)
+    told, bodies = tell_once(meeting, "table", body)
     if meeting.rank != 0:
-        return None
+        return own, None
     roll: dict[str, list[int]] = {}
     for rank, name in enumerate(told):
         roll.setdefault(name, []).append(rank)
-    return Census({name: decode_table(body) for name, body in bodies.items()}, roll)
+    ordered = sorted(rows, key=by_key)
+    return own, Census({name: ordered if name == own else decode_table(body) for name, body in bodies.items()}, roll)
 
 
 def check_rules(meeting: Meeting, layout: Layout | None, matched: Collection[str]) -> None:
@@ -104,10 +106,10 @@ def publish_by_machine(meeting: Meeting, census: Census, machines: Sequence[int]
 def _places(tables: Mapping[str, Sequence[Row]], groups: Sequence[Group], notes: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """By table, as JSON: the number of each group that it is in, which of its rows those are, and the note."""
     told: dict[str, list[object]] = {name: [] for name in tables}
-    numbers = {name: {(row.key, row.spec, row.sharding): i for i, row in enumerate(rows)} for name, rows in tables.items()}
+    numbers = {name: {row: i for i, row in enumerate(rows)} for name, rows in tables.items()}
     for group, note in zip(groups, notes, strict=True):
         for name in group.tables:
-            places = sorted(numbers[name][row.key, row.spec, row.sharding] for row in group.rows)
+            places = sorted(numbers[name][row] for row in group.rows)
             told[name].append([group.index, _spans(places), note])
     return {name: _words(document) for name, document in told.items()}
 
@@ -127,12 +129,11 @@ def _words(document: object) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()  # in one line
 
 
-def memberships(meeting: Meeting, rows: Sequence[Row], *, of: str = "") -> tuple[list[Membership], bool]:
+def memberships(meeting: Meeting, table: str, rows: Sequence[Row], *, of: str = "") -> tuple[list[Membership], bool]:
     """The groups that this rank's rows are in, by index, as rank 0 published them; and whether this rank speaks for its table.
-    `of`: whose, where there are several censuses."""
-    name, _ = table_id(rows)
-    ordered = sorted(rows, key=lambda row: row.key)
-    (speaker, holders), groups = map(json.loads, meeting.get(f"groups/{of}{name}").split(b"\n"))
+    `table`: its name; `of`: whose, where there are several censuses."""
+    ordered = sorted(rows, key=by_key)
+    (speaker, holders), groups = map(json.loads, meeting.get(f"groups/{of}{table}").split(b"\n"))
     found = [
         Membership(index, tuple(_members(ranks)), tuple(ordered[i] for i in _members(places)), note)
         for ranks, (index, places, note) in zip(holders, groups, strict=True)

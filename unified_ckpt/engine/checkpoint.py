@@ -11,7 +11,7 @@ from typing import Any
 from unified_ckpt.core.dtypes import itemsize, packed
 from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.ranges import coalesce
-from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.sharding import TensorSpec, spec_of
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.blocks import check_blocks, has_whole_blocks
 from unified_ckpt.engine.commit import PROBE, refuse_run
@@ -76,7 +76,7 @@ class Folder:
         found = {}
         for name in names:
             entry = self._entry(part, name)
-            found[name] = TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
+            found[name] = spec_of(entry.dtype, packed(entry.dtype, entry.shape))
         return found
 
     def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:

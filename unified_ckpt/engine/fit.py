@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from unified_ckpt.core.geometry import whole
-from unified_ckpt.engine.match import names_of
+from unified_ckpt.engine.match import TensorNames
 from unified_ckpt.engine.source import Said, Source
 from unified_ckpt.runtime.optimizer_rules import COUNTER, StateRule, class_name, state_rule
 from unified_ckpt.runtime.optimizer_target import RUNTIME_OPTIONS, OptimizerTarget, saved_groups
@@ -122,11 +122,12 @@ def _class_misfit(group: _Group, *, current: bool) -> str:
 def _counts(group: _Group, source: Source, said: Said, aliases: Aliases) -> dict[int, str]:
     """Step counts in the checkpoint, each with a parameter: by parameter, or of the saved group. They are state, no hyperparameters."""
     counts: dict[int, str] = {}
+    names_of = TensorNames(source, aliases)
     for fqn, state in group.states.items():
         if COUNTER in said.scalars.get(fqn, {}):
             counts.setdefault(int(said.scalars[fqn][COUNTER]), fqn)
         elif COUNTER in state:
-            names = (f"{name}/{COUNTER}" for name in names_of(fqn, OPTIMIZER, OPTIMIZER, source, aliases))
+            names = (f"{name}/{COUNTER}" for name in names_of(fqn, OPTIMIZER, OPTIMIZER))
             key = next(name for name in names if name in source.names(OPTIMIZER))
             spec = source.specs(OPTIMIZER, {key})[key]
             body = bytearray(source.read(OPTIMIZER, key, whole(spec.shape)))

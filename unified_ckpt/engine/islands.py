@@ -89,7 +89,7 @@ def check_world(meeting: Meeting, parts: Sequence[Part], *, layout: Layout | Non
     """Collective over all ranks. LayoutError or MismatchError where their claims do not add up; else what they hold between them."""
     with meeting.phase("world"):
         check_rules(meeting, layout, matched)
-        census = announce(meeting, [part.row for part in parts])
+        _, census = announce(meeting, [part.row for part in parts])
         if census is not None:
             specs = {row.key: row.spec for group in checked_groups(census) for row in group.rows}
             totals: dict[str, list[int]] = {}
@@ -106,11 +106,11 @@ def island_rules(gate: Gate, comm: Comm, parts: Sequence[Part]) -> Rules:
     rows, island = [part.row for part in parts], gate.island
     meeting = comm.meet("island", same=False, timeout_seconds=gate.meeting.timeout_seconds, within=gate.meeting)
     with meeting.phase("island"):
-        census = announce(meeting, rows)
+        table, census = announce(meeting, rows)
         if census is not None:
             groups = group_tables(census.tables, census.roll)
             publish(meeting, census, groups, [{} for _ in groups])
-        members, _ = memberships(meeting, rows)
+        members, _ = memberships(meeting, table, rows)
     rules: dict[Key, Sharding | None] = {}
     for member in members:
         world = [island.ranks[i] for i in member.holders]

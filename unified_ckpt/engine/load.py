@@ -26,6 +26,7 @@ from unified_ckpt.engine.source import Catalog
 from unified_ckpt.engine.tied import compare_tied
 from unified_ckpt.engine.verdict import LoadRequest, Verdict, compare, is_resumed, raise_differences, warn_differences
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.runtime.collector import paused
 from unified_ckpt.runtime.comm import Comm
 from unified_ckpt.runtime.meeting import Meeting
 from unified_ckpt.runtime.optimizer_target import match_groups
@@ -91,7 +92,7 @@ def _load(
     machines: Sequence[int],
     started: float,
 ) -> LoadReport:
-    with meeting.phase("target"):
+    with paused, meeting.phase("target"):
         if isinstance(request, Exception):
             raise request
         matches, differences = match_all(
@@ -117,22 +118,23 @@ def _load(
         groups_options = _hyperparameters(request)
         matches = _check_optimizer(request, matches, differences)
     by_row = {match.target.row: match for match in matches}
-    with meeting.phase("match"):
+    with paused, meeting.phase("match"):
         verdict = compare(meeting, request, differences, filling)
     raise_differences(request, verdict)
     if meeting.rank == 0:
         warn_differences(what, verdict)
-    with meeting.phase("plan"):
+    with paused, meeting.phase("plan"):
         groups = _plan(meeting, request, by_row, catalog, machines)
     try:
         with meeting.phase("read"):
             fetched = _read(meeting, groups, by_row, catalog, windows, verify=verify != "off")
-            verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=verify)
+            with paused:
+                verified = verify_read(meeting, groups, fetched, by_row, proofs, catalog, how=verify)
     except CheckpointError as error:
         spoilt = type(error)(f"{error}; the target holds a mix of old and new bytes and is unusable")
         spoilt.agreed = error.agreed
         raise spoilt from error
-    with meeting.phase("install"):
+    with paused, meeting.phase("install"):
         _install(request, groups_options)
         filling.fill(rank=comm.rank, world=comm.world)
     if catalog.ledger is not None:
@@ -147,7 +149,7 @@ def _plan(
     """Collective. What this rank reads of each group of tensors that the same ranks of a machine want."""
     rows = list(by_row)
     with meeting.phase("census"):
-        census = announce(meeting, rows)
+        table, census = announce(meeting, rows)
         if census is not None:
             if max(machines) > 0:
                 meeting.put("overlap", f"{overlap(census, machines):.3f}".encode())
@@ -155,7 +157,7 @@ def _plan(
     if max(machines) > 0:
         share_reads(catalog, request.options.share_reads, float(meeting.get("overlap")))
     found = []
-    members, _ = memberships(meeting, rows, of=f"{machines[meeting.rank]}/")
+    members, _ = memberships(meeting, table, rows, of=f"{machines[meeting.rank]}/")
     for member in members:
         bound = request.options.max_over_read
         reads = plan_reads(member.rows, holders=member.holders, max_over_read=bound, rank=meeting.rank)

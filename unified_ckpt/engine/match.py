@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from unified_ckpt.core.dtypes import ITEM_BITS
@@ -52,12 +53,13 @@ def match_all(
     """Finds each target's stored tensor. `aliases`: the target's own, by part."""
     found: list[Match] = []
     out = Differences()
-    wanted = {target: _candidates(target.row, source, aliases) for target in targets}
-    specs: dict[tuple[str, str], TensorSpec] = {}
-    for part in {part for options in wanted.values() for part, _ in options}:
-        needed = {name for options in wanted.values() for where, name in options if where == part}
-        specs.update({(part, name): spec for name, spec in source.specs(part, needed).items()})
-    for target, options in wanted.items():
+    names = TensorNames(source, aliases)
+    wanted = [_candidates(target.row, source, names) for target in targets]
+    needed: dict[str, set[str]] = {}
+    for part, name in chain.from_iterable(wanted):
+        needed.setdefault(part, set()).add(name)
+    specs = {(part, name): spec for part in needed for name, spec in source.specs(part, needed[part]).items()}
+    for target, options in zip(targets, wanted, strict=True):
         row = target.row
         for part, name in options:
             out.used.setdefault(part, set()).add(name)
@@ -83,7 +85,8 @@ def match_all(
             others = [other for of, other in options if of == part and other != name]
             if others:
                 out.tied[row.key] = others
-            found.append(Match(_corner(target, Row(label, row.fqn, spec, row.sharding), rank), part, name))
+            same = spec == row.spec and label == row.part
+            found.append(Match(target if same else _corner(target, Row(label, row.fqn, spec, row.sharding), rank), part, name))
             if spec.shape != row.spec.shape:
                 out.padded[row.key] = f"{row.part}:{row.fqn} {spec.shape} -> {row.spec.shape}"
     if out.padded:
@@ -129,20 +132,42 @@ def _corner(target: Part, stored: Row, rank: int) -> Part:
     return Part(replace(stored, sharding=sharding), local)
 
 
-def _candidates(row: Row, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
+def _candidates(row: Row, source: Source, names: TensorNames) -> list[tuple[str, str]]:
     """Stored tensors that could feed the row, its own part first, its own name first."""
-    fqn, state = (row.fqn.rpartition("/")[0], "/" + row.fqn.rpartition("/")[2]) if row.part == OPTIMIZER else (row.fqn, "")
-    parts = (row.part, *_STAND_INS.get(row.part, ()))
-    named = ((part, name + state) for part in parts for name in names_of(fqn, row.part, part, source, aliases))
-    led = ((part, fqn.removeprefix(f"{part}.")) for part in source.parts if row.part == MASTER and fqn.startswith(f"{part}."))
-    return list(dict.fromkeys((part, name) for part, name in (*named, *led) if name in source.names(part)))
+    fqn, slash, state = row.fqn.rpartition("/") if row.part == OPTIMIZER else (row.fqn, "", "")
+    found: dict[tuple[str, str], None] = {}
+    for part in (row.part, *_STAND_INS.get(row.part, ())):
+        stored = source.names(part)
+        found.update(dict.fromkeys((part, name + slash + state) for name in names(fqn, row.part, part) if name + slash + state in stored))
+    if row.part == MASTER:
+        led = ((part, fqn.removeprefix(f"{part}.")) for part in source.parts if fqn.startswith(f"{part}."))
+        found.update(dict.fromkeys((part, name) for part, name in led if name in source.names(part)))
+    return list(found)
 
 
-def names_of(fqn: str, asked: str, part: str, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> list[str]:
+class TensorNames:
     """What a target's tensor may be called in a part of the checkpoint: its own name, and those that it is tied to on either side."""
-    theirs = {alias: name for of in (*WEIGHTS, part) for alias, name in source.aliases(of).items()}
-    ours = [alias for alias, name in {**aliases.get(MODEL, {}), **aliases.get(asked, {})}.items() if name == fqn]
-    return [name for name in (fqn, theirs.get(fqn), *ours, *(theirs.get(alias) for alias in ours)) if name is not None]
+
+    def __init__(self, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> None:
+        self._source, self._aliases = source, aliases
+        self._tied: dict[tuple[str, str], tuple[dict[str, str], dict[str, list[str]]]] = {}  # by part of the target, and stored part
+
+    def __call__(self, fqn: str, asked: str, part: str) -> list[str]:
+        if (asked, part) not in self._tied:
+            self._tied[asked, part] = self._ties(asked, part)
+        theirs, ours = self._tied[asked, part]
+        if not theirs and not ours:
+            return [fqn]
+        own = ours.get(fqn, ())
+        return [name for name in (fqn, theirs.get(fqn), *own, *(theirs.get(alias) for alias in own)) if name is not None]
+
+    def _ties(self, asked: str, part: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+        """Alias -> name of the checkpoint; name -> aliases of the target."""
+        theirs = {alias: name for of in (*WEIGHTS, part) for alias, name in self._source.aliases(of).items()}
+        ours: dict[str, list[str]] = {}
+        for alias, name in {**self._aliases.get(MODEL, {}), **self._aliases.get(asked, {})}.items():
+            ours.setdefault(name, []).append(alias)
+        return theirs, ours
 
 
 def saved_state(
@@ -159,8 +184,9 @@ def saved_state(
     for key in source.names(OPTIMIZER):
         states.setdefault(key.rpartition("/")[0], []).append(key)
     stored: dict[str, str] = {}
+    names = TensorNames(source, aliases)
     for fqn in fqns:
-        name = next((n for n in names_of(fqn, OPTIMIZER, OPTIMIZER, source, aliases) if n in states), None)
+        name = next((n for n in names(fqn, OPTIMIZER, OPTIMIZER) if n in states), None)
         stored.update({f"{fqn}/{key.rpartition('/')[2]}": key for key in states.get(name or "", ())})
     specs = source.specs(OPTIMIZER, set(stored.values()))
     found, grown = {}, set()
@@ -176,8 +202,9 @@ def saved_state(
 def saved_shapes(fqns: Collection[str], source: Source, aliases: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
     """The stored shapes of some parameters of the model, in the target's names."""
     shapes: dict[str, tuple[int, ...]] = {}
+    names_of = TensorNames(source, aliases)
     for part in WEIGHTS:
-        of = {fqn: [name for name in names_of(fqn, MODEL, part, source, aliases) if name in source.names(part)] for fqn in fqns}
+        of = {fqn: [name for name in names_of(fqn, MODEL, part) if name in source.names(part)] for fqn in fqns}
         specs = source.specs(part, {names[0] for names in of.values() if names})
         shapes = {fqn: specs[names[0]].shape for fqn, names in of.items() if names} | shapes
     return shapes
@@ -190,7 +217,8 @@ def unknown_parameters(fqns: Collection[str], source: Source, said: Said, aliase
     known = {fqn for group in said.groups for fqn in group["names"]}
     if not known:
         return []
-    return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns) if known.isdisjoint(names_of(fqn, OPTIMIZER, OPTIMIZER, source, aliases))]
+    names = TensorNames(source, aliases)
+    return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns) if known.isdisjoint(names(fqn, OPTIMIZER, OPTIMIZER))]
 
 
 def _choose(row: Row, options: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]) -> tuple[str, str]:

@@ -99,14 +99,14 @@ def make_plan(
 ) -> SavePlan:
     """Collective. LayoutError or MismatchError on every rank where the ranks' claims do not add up. `mark`: the fingerprint."""
     rows = [part.row for part in parts]
-    pages: list[Page] = []
+    pages, digest_head = list[Page](), b""
     with meeting.phase("census"):
         check_rules(meeting, layout, matched)
-        census = announce(meeting, rows)
+        table, census = announce(meeting, rows)
         if census is not None:
-            pages = list_pages(checked_groups(census), census, max_file_bytes=max_file_bytes)
+            pages, digest_head = list_pages(checked_groups(census), census, max_file_bytes=max_file_bytes)
             publish(meeting, census, [page.group for page in pages], [page.note for page in pages])
-    members, speaks = memberships(meeting, rows)
+    members, speaks = memberships(meeting, table, rows)
     groups = [plan_group(member, rank=meeting.rank, max_file_bytes=max_file_bytes) for member in members]
     led = {f.name: (f.nbytes, f"{digests.crc(f.head):016x}") for g in groups if g.lead == meeting.rank for f in g.files}
     if led:
@@ -115,7 +115,7 @@ def make_plan(
         return SavePlan(mark, groups, None, speaks, int(meeting.get("nbytes")))
     leads = {page.holders[0] for page in pages}
     records = {name: told for lead in leads for name, told in json.loads(meeting.get(f"files/{lead}")).items()}
-    book = write_book(pages, records, [ranks[0] for ranks in census.roll.values()])
+    book = write_book(pages, records, digest_head, [ranks[0] for ranks in census.roll.values()])
     nbytes = sum(book.part_nbytes.values())
     meeting.put("nbytes", str(nbytes).encode())
     return SavePlan(mark, groups, book, speaks, nbytes)
@@ -131,10 +131,11 @@ class Page:
     note: dict[str, Any]
 
 
-def list_pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) -> list[Page]:
-    """Numbers the files of all groups, and gives each group its place in the digest file."""
+def list_pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) -> tuple[list[Page], bytes]:
+    """Numbers the files of all groups, and gives each group its place in the digest file, whose header is the second value."""
     counts: dict[str, int] = {}
-    first = len(_digest_head(groups))
+    digest_head = _digest_head(groups)
+    first = len(digest_head)
     pages = []
     for group in groups:
         holders = holders_of(group, census.roll)
@@ -146,7 +147,7 @@ def list_pages(groups: Sequence[Group], census: Census, *, max_file_bytes: int) 
             counts[file.part] = counts.get(file.part, 0) + 1
     for page in pages:
         page.note["count"] = {part: counts[part] for part in page.note["first"]}
-    return pages
+    return pages, digest_head
 
 
 def checked_groups(census: Census) -> list[Group]:
@@ -197,7 +198,7 @@ def _place(member: Membership, plan: FilePlan) -> PlannedFile:
     return PlannedFile(_file_name(plan.part, plan.number, member.note), plan.part, nbytes, head, plan.writer, starts)
 
 
-def write_book(pages: Sequence[Page], records: Mapping[str, tuple[int, str]], speakers: Sequence[int]) -> Book:
+def write_book(pages: Sequence[Page], records: Mapping[str, tuple[int, str]], digest_head: bytes, speakers: Sequence[int]) -> Book:
     """What the index and the manifest need. `records`: file -> (bytes, CRC of the header)."""
     weight_maps: dict[str, dict[str, str]] = {}
     part_nbytes: dict[str, int] = {}
@@ -207,9 +208,8 @@ def write_book(pages: Sequence[Page], records: Mapping[str, tuple[int, str]], sp
             name = _file_name(plan.part, plan.number, page.note)
             nbytes, crc = records[name]
             of_part.setdefault(plan.part, {})[name] = FileRecord(nbytes=nbytes, header_crc=crc)
-            for row in (page.group.rows[number] for number in plan.rows):
-                weight_maps.setdefault(plan.part, {})[row.fqn] = name
-                part_nbytes[plan.part] = part_nbytes.get(plan.part, 0) + row.spec.nbytes
+            rows = [page.group.rows[number] for number in plan.rows]
+            weight_maps.setdefault(plan.part, {}).update((row.fqn, name) for row in rows)
+            part_nbytes[plan.part] = part_nbytes.get(plan.part, 0) + sum(row.spec.nbytes for row in rows)
     sections = [(page.holders[0], _digest_nbytes(page.group.rows)) for page in pages]
-    head = _digest_head([page.group for page in pages])
-    return Book(weight_maps, part_nbytes, of_part, head, sections, sorted(speakers))
+    return Book(weight_maps, part_nbytes, of_part, digest_head, sections, sorted(speakers))

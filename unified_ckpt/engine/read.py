@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,16 +11,18 @@ from functools import partial
 import torch
 
 from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.exchange import Extent, Moves, Tile
+from unified_ckpt.core.exchange import Extent, Moves, Piece, Tile
 from unified_ckpt.core.plan_load import Reads
 from unified_ckpt.core.tables import Row
 from unified_ckpt.engine.source import Location
+from unified_ckpt.engine.wholes import Wholes, by_number
 from unified_ckpt.engine.write import CHUNK_NBYTES, Digested, chunks
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.collector import paused
 from unified_ckpt.runtime.lane import Lane
 from unified_ckpt.runtime.staging import SLOTS, Wait, Window
 from unified_ckpt.runtime.storage import Reader
-from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines, same_bits
+from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, boxes_in_line, empty_lines, empty_whole, same_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,28 @@ class Targets:
     def __init__(self, parts: Sequence[Part], moves: Moves, *, rank: int) -> None:
         self._parts = parts
         self._dense: dict[int, Part] = {}
-        self._left = Counter(extent.row for extent in moves.extents)
-        self._left.update(piece.row for tile in moves.shared for piece in tile.pieces if rank in piece.parties)
+        self._copied = {row for row, part in enumerate(parts) if not part.local.is_contiguous()}
+        self._left = Counter(extent.row for extent in moves.extents if extent.row in self._copied)
+        if self._copied:
+            pieces = (piece for tile in moves.shared for piece in tile.pieces if rank in piece.parties)
+            self._left.update(piece.row for piece in pieces if piece.row in self._copied)
 
     def __getitem__(self, row: int) -> Part:
         part = self._parts[row]
-        if part.local.is_contiguous():
+        if row not in self._copied:
             return part
         if row not in self._dense:
             self._dense[row] = Part(part.row, torch.empty_like(part.local, memory_format=torch.contiguous_format))
         return self._dense[row]
 
+    def is_own(self, row: int) -> bool:
+        """Whether the memory is the target's own, so that nothing needs to be `done`."""
+        return row not in self._copied
+
     def done(self, row: int) -> None:
         """One extent of the row, or one piece of a tile, is in."""
+        if row not in self._copied:
+            return
         self._left[row] -= 1
         if not self._left[row] and row in self._dense:
             same_bits(self._parts[row].local).copy_(same_bits(self._dense.pop(row).local))
@@ -148,13 +159,14 @@ def read_tiles(
     own = windows.get(rank)
     if own is not None and mine:
         own.serve(exchange)
-    for number in sorted({tile.number for tile in group.reads.moves.shared} | set(mine)):
+    shared = by_number(group.reads.moves.shared)
+    for number in sorted(shared.keys() | mine.keys()):
         if number in mine and own is not None:
             if number >= SLOTS:
                 wait.until_done(own, mine[number - SLOTS].parties, number - SLOTS + 1)
             _read_tile(own.tile(number), mine[number], group, storage, verify=verify, into=into)
             own.advance(number + 1)
-        for tile in (t for t in group.reads.moves.shared if t.number == number):
+        for tile in shared.get(number, ()):
             if tile.mover != rank:
                 wait.until_progress(tile.mover, exchange=exchange, tiles=number + 1)
             _empty(windows[tile.mover].tile(number), tile, targets, rank=rank)
@@ -166,25 +178,55 @@ def read_tiles(
 
 def _read_tile(memory: torch.Tensor, tile: Tile, group: ReadGroup, storage: Beating, *, verify: bool, into: Fetched) -> None:
     view = as_bytes(memory)
-    for piece in tile.pieces:
-        location = group.locations[piece.row]
-        for start, stop in chunks(piece.start, piece.stop):
-            at = piece.slot + start - piece.start
-            held = view[at : at + stop - start]
-            storage.read_at(location.file, location.start + start, held)
-            into.nbytes += stop - start
-            if verify and piece.row not in group.reads.sparse:
-                into.digested.extend((piece.row, part) for part in digests.pieces(held, start=start))
+    with paused:
+        runs = list(_runs(tile.pieces, group.locations))
+    for run in runs:
+        first, last = run[0], run[-1]
+        location = group.locations[first.row]
+        for start, stop in chunks(first.slot, last.slot + last.stop - last.start):
+            storage.read_at(location.file, location.start + first.start + start - first.slot, view[start:stop])
+        into.nbytes += last.slot + last.stop - last.start - first.slot
+        with paused:
+            for piece in run if verify else ():
+                if piece.row not in group.reads.sparse:
+                    held = view[piece.slot : piece.slot + piece.stop - piece.start]
+                    into.digested += [(piece.row, part) for part in digests.pieces(held, start=piece.start)]
+
+
+def _runs(pieces: Sequence[Piece], locations: Sequence[Location]) -> Iterator[list[Piece]]:
+    """Pieces that follow each other in a file as in the tile: read by one call, up to a chunk of them."""
+    run: list[Piece] = []
+    file, offset = "", 0  # of the run: bytes from the tile to the file
+    for piece in pieces:
+        location = locations[piece.row]
+        if run:
+            last = run[-1]
+            follows = piece.slot == last.slot + last.stop - last.start
+            if (
+                not follows
+                or (location.file, location.start + piece.start - piece.slot) != (file, offset)
+                or piece.slot - run[0].slot >= CHUNK_NBYTES
+            ):
+                yield run
+                run = []
+        file, offset = location.file, location.start + piece.start - piece.slot
+        run.append(piece)
+    if run:
+        yield run
 
 
 def _empty(memory: torch.Tensor, tile: Tile, targets: Targets, *, rank: int) -> None:
+    wholes = Wholes(memory, empty_whole)
     for piece in tile.pieces:
         if rank in piece.parties:
             part = targets[piece.row]
+            if targets.is_own(piece.row) and wholes.take(piece, part):
+                continue
             held = memory[piece.slot : piece.slot + piece.stop - piece.start]
             boxes = boxes_in_line(part, rank, piece.split)
             empty_lines(held, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
             targets.done(piece.row)
+    wholes.end()
 
 
 def read_block(storage: Reader, location: Location, block: int, nbytes: int) -> int:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.islands import FRAGMENTS
 from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.match import names_of, saved_shapes, saved_state
+from unified_ckpt.engine.match import TensorNames, saved_shapes, saved_state
 from unified_ckpt.engine.positions import ByPosition
 from unified_ckpt.engine.resumable import SaveRequest
 from unified_ckpt.engine.source import Said, Source
@@ -143,7 +143,8 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
             state.parts += place_targets(placer, MASTER, masters, leaders)
     state.parts = [part for part in state.parts if part.row.part in wanted]
     for part in state.parts:
-        refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
+        if not part.local.is_contiguous():
+            refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, said, target, what.layout, placer.matched, strict, options)
 
@@ -165,8 +166,8 @@ def _optimizer_target(objects: list[Optimizer], holders: list[Optimizer], source
     target = prepare_optimizer(of, names, saved, shapes=shapes, saved_shapes=theirs, wanted=bool(objects))
     begin_grown(target, grown)
     if holders:
-        known = set(source.names(MASTER))
-        stored = {fqn for fqn in shapes if not known.isdisjoint(names_of(fqn, MASTER, MASTER, source, state.aliases))}
+        known, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
+        stored = {fqn for fqn in shapes if not known.isdisjoint(names_of(fqn, MASTER, MASTER))}
         prepare_masters(target, said.groups, stored=stored, shapes=shapes, grows=bool(said.pads))
     return target
 

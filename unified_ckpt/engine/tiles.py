@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,11 +10,12 @@ from unified_ckpt.core.dtypes import itemsize
 from unified_ckpt.core.exchange import Tile
 from unified_ckpt.core.geometry import runs, whole
 from unified_ckpt.engine.plan import GroupPlan
-from unified_ckpt.engine.write import Digested, Writer
+from unified_ckpt.engine.wholes import Wholes, by_number
+from unified_ckpt.engine.write import Digested, Run, Writer
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.post import Post, Span
 from unified_ckpt.runtime.staging import SLOTS, FarWindow, Wait, Window
-from unified_ckpt.runtime.tensors import Part, as_bytes, boxes_in_line, dense, fill_lines
+from unified_ckpt.runtime.tensors import Part, as_bytes, boxes_in_line, dense, fill_lines, fill_whole
 
 
 def write_tiles(
@@ -37,18 +38,18 @@ def write_tiles(
     own = windows.get(rank)
     if own is not None and mine:
         own.serve(exchange)
-    numbers = sorted({tile.number for tile in group.moves.shared} | set(mine))
-    for number in numbers:
-        for tile in (t for t in group.moves.shared if t.number == number):
+    shared = by_number(group.moves.shared)
+    for number in sorted(shared.keys() | mine.keys()):
+        for tile in shared.get(number, ()):
             there = far.get(tile.mover)
             if there is not None and post is not None:
-                fill_tile(there.tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
+                fill_tile(there.tile(number), tile, parts, made, rank=rank)
                 spans = list(spans_of(tile, parts, rank=rank))
                 post.hand_in(there, exchange=exchange, number=number, tiles=number + 1, spans=spans)
                 continue
             if tile.mover != rank:
                 wait.until_progress(tile.mover, exchange=exchange, tiles=number - SLOTS + 1)
-            fill_tile(windows[tile.mover].tile(number), tile, parts, made, rank=rank, rows=range(len(parts)))
+            fill_tile(windows[tile.mover].tile(number), tile, parts, made, rank=rank)
             windows[tile.mover].mark(rank, number + 1)
         if number in mine and own is not None:
             wait.until_done(own, [r for r in mine[number].parties if r != rank], number + 1)
@@ -58,16 +59,20 @@ def write_tiles(
     return found
 
 
-def fill_tile(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int, rows: Collection[int]) -> None:
-    """Copies this rank's pieces of some rows into a tile. `made`: row-major copies of parts that are not, by row."""
+def fill_tile(memory: torch.Tensor, tile: Tile, parts: Sequence[Part], made: dict[int, Part], *, rank: int) -> None:
+    """Copies this rank's pieces into a tile. `made`: row-major copies of parts that are not, by row."""
+    wholes = Wholes(memory, fill_whole)
     for piece in tile.pieces:
-        if rank in piece.parties and piece.row in rows:
+        if rank in piece.parties:
             part = parts[piece.row]
+            if wholes.take(piece, part):
+                continue
             if not part.local.is_contiguous():
                 part = made[piece.row] = made.get(piece.row) or Part(part.row, dense(part.local))
             target = memory[piece.slot : piece.slot + piece.stop - piece.start]
             boxes = boxes_in_line(part, rank, piece.split)
             fill_lines(target, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines)
+    wholes.end()
 
 
 def spans_of(tile: Tile, parts: Sequence[Part], *, rank: int) -> Iterator[Span]:
@@ -89,19 +94,21 @@ def put_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: Writer)
     """Digests a tile that is full and queues its writes; neighbours in the file in one call."""
     found: Digested = []
     view = as_bytes(memory)
-    run: list[memoryview] = []
-    where = ("", 0)  # file and first byte of the run
+    runs: list[Run] = []
+    name, end, low, high = "", 0, 0, 0  # of the last run: its file, where it ends there, and its last bytes in the tile
     for piece in tile.pieces:
+        slot, stop = piece.slot, piece.slot + piece.stop - piece.start
+        found += [(piece.row, part) for part in digests.pieces(view[slot:stop], start=piece.start)]
         file = group.files[group.file_of[piece.row]]
-        held = view[piece.slot : piece.slot + piece.stop - piece.start]
-        found.extend((piece.row, part) for part in digests.pieces(held, start=piece.start))
         start = file.starts[piece.row] + piece.start
-        if run and (file.name, start) != (where[0], where[1] + sum(len(b) for b in run)):
-            writer.put(where[0], where[1], run)
-            run = []
-        if not run:
-            where = (file.name, start)
-        run.append(held)
-    if run:
-        writer.put(where[0], where[1], run)
+        if (file.name, start) != (name, end):
+            runs.append((file.name, start, [view[slot:stop]]))
+            low = slot
+        elif slot != high:
+            runs[-1][2].append(view[slot:stop])
+            low = slot
+        else:
+            runs[-1][2][-1] = view[low:stop]
+        name, end, high = file.name, start + stop - slot, stop
+    writer.put_all(runs)
     return found

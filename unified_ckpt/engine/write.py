@@ -20,6 +20,7 @@ from unified_ckpt.runtime.tensors import ELEMENT, Part, as_bytes, dense, fill_li
 CHUNK_NBYTES = 4 << 20  # of one write: a whole number of digest blocks, small enough to stay in the cache between CRC and copy
 
 Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
+Run = tuple[str, int, list[memoryview]]  # a file, and buffers that follow each other in it from a byte on
 
 
 class Writer:
@@ -36,12 +37,23 @@ class Writer:
     def put(self, file: str, start: int, buffers: Sequence[memoryview], *, alone: tuple[int, int] | None = None) -> Future[None]:
         """Queues a write; the buffers must stay as they are until it is done. `alone`: bytes of the file around them that are this
         rank's too, and nobody else's."""
+        return self._queue(partial(self._write, file, start, buffers, alone))
+
+    def put_all(self, runs: Sequence[Run]) -> Future[None]:
+        """Queues several writes as one."""
+        return self._queue(partial(self._write_all, runs))
+
+    def _queue(self, call: Callable[[], None]) -> Future[None]:
         self._beat()
         while len(self._pending) > 1:
             self._pending.pop(0).result()
-        future = self._lane.submit(partial(self._write, file, start, buffers, alone))
+        future = self._lane.submit(call)
         self._pending.append(future)
         return future
+
+    def _write_all(self, runs: Sequence[Run]) -> None:
+        for file, start, buffers in runs:
+            self._write(file, start, buffers, None)
 
     def _write(self, file: str, start: int, buffers: Sequence[memoryview], alone: tuple[int, int] | None) -> None:
         self._files.write_at(file, start, buffers, alone=alone)

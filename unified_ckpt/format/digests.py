@@ -65,6 +65,8 @@ def pieces(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> l
     view = view.cast("B")
     found = []
     position, stop = start, start + len(view)
+    if start // block_nbytes == (stop - 1) // block_nbytes:
+        return [Piece(start // block_nbytes, start, stop, int(crc64nvme(view)))]
     while position < stop:
         block = position // block_nbytes
         piece_stop = min(stop, (block + 1) * block_nbytes)
@@ -78,6 +80,9 @@ def join(parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTE
 
     Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie outside their block.
     """
+    parts = list(parts)
+    if len(parts) == 1 and parts[0].start == parts[0].block == 0 and parts[0].stop == nbytes <= block_nbytes:
+        return {0: parts[0].crc}, []  # most tensors of a model of many
     by_block: dict[int, list[Piece]] = {}
     for piece in parts:
         border = piece.block * block_nbytes

@@ -15,6 +15,8 @@ from unified_ckpt.core.layout import Layout
 from unified_ckpt.core.sharding import Cut, Sharding
 from unified_ckpt.errors import LayoutError
 
+_REPLICATED = Sharding()  # of all plain tensors: what is one object is compared and encoded once
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -69,6 +71,11 @@ class Placer:
 
     def place(self, fqn: str, tensor: torch.Tensor) -> Placed | None:
         """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError where it cannot be said."""
+        if self.layout is None and not isinstance(tensor, DTensor):
+            local = tensor.detach()
+            _refuse_unreal(fqn, local)
+            shape = tuple(local.shape)
+            return Placed(shape, _REPLICATED, local, shape)
         seen = None
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor.detach()
@@ -82,7 +89,7 @@ class Placer:
                 return None
             inner = self._dtensor_rule(fqn, tensor)
         else:
-            inner, local = Sharding(), tensor.detach()
+            inner, local = _REPLICATED, tensor.detach()
         _refuse_unreal(fqn, local)
         shape, cuts, padded = tuple(tensor.shape), tuple[Cut, ...](), set[int]()
         if self.layout is not None and (pattern := self.layout.rule_for(fqn)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding import TensorSpec
+from unified_ckpt.core.sharding import spec_of
 from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import check_part_name
@@ -186,12 +186,12 @@ def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
 def stored_without_master(model: Part) -> Part:
     """A model tensor as a checkpoint without the model stores it: in its own dtype."""
     row = model.row
-    spec = TensorSpec(DTYPE_NAMES[model.local.dtype], row.spec.shape)
+    spec = spec_of(DTYPE_NAMES[model.local.dtype], row.spec.shape)
     return Part(Row(WITHOUT_MASTERS, row.fqn, spec, row.sharding), model.local)
 
 
 def _part(part: str, fqn: str, at: Placed, dtype: str | None) -> Part:
-    spec = TensorSpec(dtype or dtype_name(at.local.dtype, fqn=f"{part}:{fqn}"), at.shape)
+    spec = spec_of(dtype or dtype_name(at.local.dtype, fqn=f"{part}:{fqn}"), at.shape)
     return Part(Row(part, fqn, spec, at.sharding), at.local)
 
 

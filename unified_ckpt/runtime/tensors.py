@@ -116,6 +116,23 @@ def fill_lines(tile: torch.Tensor, part: Part, boxes: Sequence[tuple[Box, Box]],
         target[_slices(in_line)].copy_(source[_slices(in_local)])
 
 
+def fill_whole(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
+    """Copies tensors of one dtype and device into the tile's bytes, one after the other: one call for many small ones."""
+    flat = [same_bits(local.reshape(-1)) for local in locals_]
+    target = tile.view(flat[0].dtype)
+    if flat[0].device.type == "cpu":
+        torch.cat(flat, out=target)
+    else:
+        target.copy_(torch.cat(flat))
+
+
+def empty_whole(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
+    """The reverse: copies from the tile's bytes into tensors of one dtype and device, one after the other."""
+    flat = [same_bits(local.view(-1)) for local in locals_]
+    source = tile.view(flat[0].dtype).to(flat[0].device)
+    torch._foreach_copy_(flat, list(torch.split(source, [one.numel() for one in flat])))
+
+
 def copy_lines(target: torch.Tensor, part: Part, *, split: int, first_line: int) -> None:
     """Copies as many lines of the part as the target has, [lines, *local shape from `split` on], of the dtype on disk."""
     source = lines_of(part, split=split, first_line=first_line, lines=len(target))

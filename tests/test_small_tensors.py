@@ -1,0 +1,134 @@
+"""Very many small tensors: the work for each stays what it is, however many there are; counted, for clocks tell of the machine.
+
+Calls of Python are counted with a profiler hook, and objects of the plan by their number; `benchmarks/bench_small_tensors.py` measures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unified_ckpt as uc
+from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.testing import checkpointer_of, run_ranks
+
+NO_SYNC = uc.SaveOptions(fsync=False)
+
+
+def state_of(tensors: int) -> dict[str, torch.Tensor]:
+    """Mixed dtypes and scalars, so that neighbours by name are not neighbours in the file."""
+    made = {f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(tensors // 2)}
+    made |= {f"layers.{i}.b": torch.full((3,), i % 128, dtype=torch.bfloat16) for i in range(tensors // 4)}
+    return made | {f"layers.{i}.step": torch.tensor(float(i)) for i in range(tensors - len(made))}
+
+
+def work_of(act: Callable[[], object]) -> int:
+    """Calls, of Python and of C, and resumed generators: a sum over all tensors for each of them shows."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def operations(root: Path, tensors: int) -> dict[str, int]:
+    """The work of each, where all tensors lie close to each other in the file."""
+    state, found = {f"t{i}": torch.full((3,), float(i)) for i in range(tensors)}, dict[str, int]()
+
+    def run(name: str, act: Callable[[], object]) -> None:
+        found[name] = work_of(act)
+
+    def iterate() -> None:
+        with uc.open(root / "one") as source:
+            for name in source["model"]:
+                source["model"][name][...]
+
+    run("save", lambda: uc.save(root / "one", model=state, options=NO_SYNC))
+    run("load", lambda: uc.load(root / "one", model=state))
+    with uc.Checkpointer(root, options=NO_SYNC) as kept:
+        kept.save("two", model=state)
+        run("save again", lambda: kept.save("three", model=state))
+        run("save_async", lambda: kept.save_async("four", model=state))
+    run("open", iterate)
+    run("verify", lambda: uc.verify(root / "one", deep=True))
+    run("convert", lambda: uc.convert(root / "one", root / "five"))
+    (root / "two" / "model.safetensors").write_bytes(b"?")
+    run("repair", lambda: uc.repair(root / "two", []))
+    return found
+
+
+def assert_linear(few: dict[str, int], many: dict[str, int], *, times: int) -> None:
+    grown = {name: round(many[name] / few[name], 2) for name in few}
+    assert max(grown.values()) < 1.15 * times, f"{times} times as many tensors are so many times the work: {grown}"
+
+
+def test_work_grows_as_the_number_of_tensors(tmp_path: Path) -> None:
+    operations(tmp_path / "warm", 10)
+    assert_linear(operations(tmp_path / "few", 250), operations(tmp_path / "many", 1000), times=4)
+
+
+@pytest.mark.slow
+def test_work_of_160_000_tensors_is_linear(tmp_path: Path) -> None:
+    operations(tmp_path / "warm", 10)
+    assert_linear(operations(tmp_path / "few", 20_000), operations(tmp_path / "many", 160_000), times=8)
+
+
+def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
+    """Replicas: each rank plans and compares all of them. Waiting for each other is work, too, hence the bound."""
+
+    def work(tensors: int, root: Path) -> int:
+        state = state_of(tensors)
+        counts = []
+
+        def act(comm: Any) -> None:
+            with checkpointer_of(comm) as checkpointer:
+                counts.append(work_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC)))
+                counts.append(work_of(lambda: checkpointer.load(root, model=state)))
+
+        run_ranks(2, act)
+        return sum(counts)
+
+    work(10, tmp_path / "warm")
+    few, many = work(250, tmp_path / "few"), work(1000, tmp_path / "many")
+    assert many < 1.3 * 4 * few, f"{many / few:.2f} times the work for 4 times the tensors"
+
+
+@pytest.mark.parametrize("tensors", [3, 2000])
+def test_small_tensors_go_to_a_file_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
+    calls = {"read": 0, "write": 0}
+    read, write = LocalStorage.read_at, LocalStorage.write_at
+
+    def read_at(storage: LocalStorage, *where: Any) -> None:
+        calls["read"] += 1
+        read(storage, *where)
+
+    def write_at(storage: LocalStorage, *where: Any) -> None:
+        calls["write"] += 1
+        write(storage, *where)
+
+    monkeypatch.setattr(LocalStorage, "read_at", read_at)
+    monkeypatch.setattr(LocalStorage, "write_at", write_at)
+    state = state_of(tensors)
+    uc.save(tmp_path / "one", model=state, options=NO_SYNC)
+    assert calls["write"] < 20
+    stored = load_file(tmp_path / "one" / "model.safetensors")
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    uc.load(tmp_path / "one", model=target)
+    assert calls["read"] < 20
+    assert stored.keys() == target.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(stored[name], tensor)
+        assert torch.equal(target[name], tensor)

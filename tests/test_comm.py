@@ -64,6 +64,40 @@ def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[C
 Connect = Callable[[int], list[Comm]]
 
 
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        ([("save to a", {"step": 1}), ("save to b", {"step": 1}), ("save to a", None)], None),
+        (
+            [("save to a", {}), ("load of b", {}), ("save to a", {})],
+            "rank(s) 0, 2: save to a, rank(s) 1: load of b; expected the same call",
+        ),
+        ([("save to a", None), ("load of b", None), ("idle", {})], "rank(s) 0: save to a, rank(s) 1: load of b, rank(s) 2: idle; expected"),
+        (
+            [("save to a", {"step": 1}), ("save to b", {"step": 2}), ("save to a", None)],
+            "save to a: rank(s) 0: step 1, rank(s) 1: step 2; ",
+        ),
+        ([("save to a", {"step": 1}), ("save to a", {"at": 1}), ("save to a", {})], "save to a: rank(s) 0, 2: at null, rank(s) 1: at 1; "),
+    ],
+)
+def test_meet_compares_calls_and_terms(connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None) -> None:
+    """A rank that failed before it knew its terms is not compared. All of them meet again after an error."""
+    ours = connected(3)
+
+    def act(rank: int) -> str | None:
+        what, terms = calls[rank]
+        found = None
+        try:
+            ours[rank].meet(what, same=False, timeout_seconds=SECONDS, terms=terms)
+        except RankError as error:
+            found = str(error)
+        ours[rank].meet("again", same=False, timeout_seconds=SECONDS)
+        return found
+
+    (found,) = set(in_threads(3, act))
+    assert (found is None) if text is None else (found or "").startswith(text)
+
+
 def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
     ours = connected(4)
 

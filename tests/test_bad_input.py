@@ -825,6 +825,14 @@ def test_a_fifo_is_named(folder: Path) -> None:
     load_fails(folder, uc.StorageError, rf"{file.name}: stat failed: is a FIFO; needed a regular file", world=2)
 
 
+def test_a_save_that_attaches_a_fifo_ends(tmp_path: Path) -> None:
+    def save() -> None:
+        uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, attach=lambda folder: os.mkfifo(f"{folder}/pipe"))
+
+    within(10, save)
+    assert uc.verify(tmp_path / "checkpoint-1").ok
+
+
 def test_links_to_files_are_read(folder: Path) -> None:
     for number, path in enumerate(sorted(folder.iterdir())):
         path.rename(folder.parent / f"blob-{number}")

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -169,12 +170,12 @@ class LocalStorage:
         self._writing.close(name)
 
     def sync_tree(self, name: str) -> None:
-        """`sync` for a file, or for everything in a folder."""
+        """`sync` for a file, or for everything in a folder. What is no regular file has nothing to sync, and is not opened."""
         if self.kind(name) == "folder":
             for entry in self.entries(name):
                 self.sync_tree(f"{name}/{entry}")
             self.sync_folder(name)
-        elif self.kind(name) == "file":
+        elif self.kind(name) == "file" and stat.S_ISREG(self.place.stat(name).st_mode):
             self._sync_path(name, os.O_RDONLY)  # it may be a file that others made, and made read-only
 
     def sync_folder(self, name: str) -> None:

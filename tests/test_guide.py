@@ -61,13 +61,16 @@ TOY = {
     "bench_post": "--connections 4",
     "bench_save": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_shared_reads": "--machines 2 --nbytes 1048576 --rounds 1",
+    "bench_small_tensors": "--tensors 50 --repeats 1",
     "bench_volume": "--ranks 64",
     "bench_writes": "--size 1MiB --repeats 1",
     "report": "",
 }
-SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(("bench_async", "bench_load", "bench_save"), "--scratch")
+SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
+    ("bench_async", "bench_load", "bench_save", "bench_small_tensors"), "--scratch"
+)
 APART = {"bench_shared_reads"}  # changes classes of the engine
-LAUNCHES = {"bench_async", "bench_convert", "bench_open_dcp", "bench_load", "bench_save"}  # processes: slow
+LAUNCHES = {"bench_async", "bench_convert", "bench_open_dcp", "bench_load", "bench_save", "bench_small_tensors"}  # processes: slow
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def put_together(said: Sequence[bytes]) -> Told:
             own[key] = group
         for key, group in own.items():
             known = by_options.setdefault(key, {**group, "names": []})
-            known["names"].extend(fqn for fqn in group["names"] if fqn not in set(known["names"]))
+            there = set(known["names"])
+            known["names"].extend(fqn for fqn in group["names"] if fqn not in there)
     told.groups = list(by_options.values())
     return told
 

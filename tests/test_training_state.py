@@ -412,6 +412,25 @@ def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, st
     assert same(target.param_groups[0]["lr"], optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.parametrize("state", ["fresh", "warmed"])
+def test_masters_given_beside_those_of_the_optimizer(tmp_path: Path, state: str) -> None:
+    """Only one of two masters could be stored or filled, and the next step would go on from the other."""
+    module, other = mixed(), mixed()
+    optimizer, target = (FusedAdam(one.parameters(), master_weights=True) for one in (module, other))
+    step(module, optimizer, 0)
+    masters = {name: param.detach().float() for name, param in module.named_parameters()}
+    with pytest.raises(uc.LayoutError, match=r"master_weights.*; leave out master_weights="):
+        uc.save(tmp_path / "c", model=module, optimizer=optimizer, master_weights=masters)
+    assert not (tmp_path / "c").exists()
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    if state == "warmed":
+        step(other, target, 7)
+    before = states(other, target)
+    with pytest.raises(uc.LayoutError, match=r"master_weights.*; leave out master_weights="):
+        uc.load(tmp_path / "c", model=other, optimizer=target, master_weights=masters)
+    assert same(states(other, target), before)
+
+
 class Apart(torch.optim.SGD):
     """Keeps masters as apex's FusedAdam does (NVIDIA/apex, apex/optimizers/fused_adam.py): beside the groups, from the start."""
 

@@ -23,7 +23,7 @@ from unified_ckpt.runtime.growth import begin_grown
 from unified_ckpt.runtime.masters import check_masters
 from unified_ckpt.runtime.modules import Model
 from unified_ckpt.runtime.optimizer_target import OptimizerTarget, prepare_masters, prepare_optimizer
-from unified_ckpt.runtime.optimizers import Optimizers, as_list, holds_masters, master_key, masters_of
+from unified_ckpt.runtime.optimizers import Optimizers, as_list, check_one_master, holds_masters, master_key, masters_of
 from unified_ckpt.runtime.placements import Placer, mesh_for_people, refuse_shared
 from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, State, flatten_state, place_targets
 
@@ -118,6 +118,8 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
     said = Said() if isinstance(folder, ByPosition) else folder.said()
     if master_weights is None:
         holders = [one for one in objects if holds_masters(one) or _makes_masters(one, names, said)]
+    else:
+        _check_masters(objects, holders, master_weights, names, said)
     given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if holders else [])}
     wanted = _wanted(given, options.parts)
     if master_weights is None and OPTIMIZER not in wanted:
@@ -147,6 +149,18 @@ def load_request(comm: Comm, folder: Source, what: Targets, *, strict: bool, opt
             refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
     state.asked.intersection_update(wanted)
     return LoadRequest(folder, state, said, target, what.layout, placer.matched, strict, options)
+
+
+def _check_masters(objects: list[Optimizer], holders: list[Optimizer], masters: Optimizers, names: Mapping[int, str], said: Said) -> None:
+    """LayoutError where `master_weights` is filled, and an optimizer goes on from masters of its own."""
+    known = masters if isinstance(masters, Mapping) else masters_of(holders, names)
+    check_one_master(known, masters_of(objects, names))
+    for one in objects:
+        if one not in holders and not holds_masters(one) and _makes_masters(one, names, said):
+            raise LayoutError(
+                f"master_weights: got other masters than those that {type(one).__name__} makes at its first step; "
+                "leave out master_weights=, or pass the optimizer there"
+            )
 
 
 def _makes_masters(optimizer: Optimizer, names: Mapping[int, str], said: Said) -> bool:

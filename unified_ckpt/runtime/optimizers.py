@@ -158,6 +158,19 @@ def holds_masters(optimizer: Optimizer) -> bool:
     return bool(_masters_apart(optimizer)) or any(is_master(key, value, param) for param, of in states for key, value in of.items())
 
 
+def check_one_master(given: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> None:
+    """LayoutError for a parameter with a master in its optimizer and none, or another one, in `master_weights`.
+
+    Only one of them could be stored or filled, and the next step would go on from the other.
+    """
+    for fqn, master in held.items():
+        if given.get(fqn) is not master:
+            raise LayoutError(
+                f"{fqn}: got another master in master_weights= than the optimizer keeps in its state, expected one; "
+                "leave out master_weights=, or pass the optimizer there"
+            )
+
+
 def masters_of(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """The master weights that they hold now, by the name of the parameter. LayoutError as in `flatten_optimizer`."""
     flat = FlatOptimizer()

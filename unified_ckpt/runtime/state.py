@@ -13,7 +13,7 @@ from unified_ckpt.core.tables import Key, Row
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import check_part_name
 from unified_ckpt.runtime.modules import FlatModel, Model, flatten_model
-from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, as_list, flatten_optimizer, masters_of
+from unified_ckpt.runtime.optimizers import FlatOptimizer, Optimizers, as_list, check_one_master, flatten_optimizer, masters_of
 from unified_ckpt.runtime.placements import Placed, Placer
 from unified_ckpt.runtime.tensors import DTYPE_NAMES, Part, check_tensors, dtype_name
 
@@ -130,6 +130,7 @@ def _masters(
         given = masters_of(as_list(master_weights), state.model.names())
         if not given:
             raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
+    check_one_master(given, state.optimizer.masters)
     found = {fqn: at for fqn, at in placed.items() if _stored_dtype(at.local, model_dtype) is not None}
     for fqn, tensor in given.items():
         at = _follow(placer, fqn, tensor, Leader(fqn, placed[fqn]) if fqn in placed else None)

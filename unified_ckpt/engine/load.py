@@ -262,7 +262,7 @@ def _report(
         _LOG.info("loaded %s: rank 0 read %.3f GB in %.2f s, %.2f GB/s%s", what, nbytes / 1e9, seconds, speed, "; ".join(["", *notes]))
         if verdict.unused:  # a chosen part, or weights alone, is what the caller wanted; else a scheduler may be forgotten
             level = logging.WARNING if is_resumed(request) else logging.INFO
-            _LOG.log(level, "loaded %s without %s, which the checkpoint holds and nothing took", what, ", ".join(verdict.unused))
+            _LOG.log(level, "%s: nothing took %s, which the checkpoint holds", what, ", ".join(verdict.unused))
     return LoadReport(
         step=request.said.step,
         extra=request.said.extra,

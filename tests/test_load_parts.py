@@ -95,7 +95,7 @@ def test_what_nobody_took_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     report = uc.load(tmp_path / "c", model=net, optimizer=optimizer)
     assert (report.unused, report.extra["note"]) == (every, "plain")
     (record,) = [one for one in caplog.records if "nothing took" in one.message]
-    assert (record.levelname, f"without {', '.join(every)}, which" in record.message) == ("WARNING", True)
+    assert (record.levelname, f"nothing took {', '.join(every)}, which" in record.message) == ("WARNING", True)
     caplog.clear()
     assert uc.load(tmp_path / "c", model=net).unused == ("ema", "optimizer", *every[1:])
     assert [one.levelname for one in caplog.records if "nothing took" in one.message] == ["INFO"]

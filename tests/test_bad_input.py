@@ -615,6 +615,19 @@ def test_one_of_several_folders_that_cannot_be_opened(
         assert isinstance(error, uc.CheckpointError), error
 
 
+def test_the_rank_extra_of_another_save_is_refused(tmp_path: Path) -> None:
+    """Of one size and one header, and each of its entries has its CRC."""
+    for number in (1, 2):
+        model, options = {"w": torch.zeros(2)}, uc.SaveOptions(fsync=False)
+        uc.save(tmp_path / f"checkpoint-{number}", model=model, rank_extra=number, step=number, options=options)
+    shutil.copy(tmp_path / "checkpoint-1" / "rank_extra.safetensors", tmp_path / "checkpoint-2")
+    with pytest.raises(uc.IntegrityError, match=r"rank_extra\.safetensors: its table has CRC"):
+        uc.load(tmp_path / "checkpoint-2", model={"w": torch.zeros(2)})
+    with uc.open(tmp_path / "checkpoint-2") as source, pytest.raises(uc.IntegrityError, match="its table has CRC"):
+        source.rank_extra[0]
+    assert not uc.verify(tmp_path / "checkpoint-2").ok
+
+
 def test_weights_without_a_manifest_are_not_taken_for_one_of_several(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(uc.NotFoundError, match="gone: there is no such folder"):

@@ -50,7 +50,7 @@ def manifest(**changes: Any) -> Manifest:
         },
         "digests": DigestFile(file="digests.safetensors", algorithm="crc64nvme", block_nbytes=1 << 20, nbytes=40, crc=CRC),
         "extra_file": NamedFile(file="extra.safetensors", nbytes=40, header_crc=CRC, crc=CRC),
-        "rank_extra": RankExtraFile(file="rank_extra.safetensors", nbytes=400, header_crc=CRC, crc=CRC, world_size=8),
+        "rank_extra": RankExtraFile(file="rank_extra.safetensors", nbytes=400, header_crc=CRC, crc=CRC, world_size=8, table_crc=CRC),
         "optimizer": OptimizerRecord(groups=[ParamGroup(names=["a.weight"], options=encode({"lr": 0.1, "betas": (0.9, 0.999)})[0])]),
         "extra": encode({"best": math.inf, "milestones": {3: 1}})[0],
     }

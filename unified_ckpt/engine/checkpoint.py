@@ -16,6 +16,7 @@ from unified_ckpt.core.tables import listed
 from unified_ckpt.engine.blocks import check_blocks, has_whole_blocks
 from unified_ckpt.engine.commit import PROBE, refuse_run
 from unified_ckpt.engine.part_index import read_index
+from unified_ckpt.engine.rank_table import check_table, words
 from unified_ckpt.engine.source import Catalog, Location, Said, fill_box
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import codec, digests, header, index, names
@@ -36,6 +37,7 @@ class Folder:
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
         self._members: dict[str, dict[str, set[str]]] = {}
+        self._proved: set[str] = set()
         self.held = ExitStack()  # until `close`
 
     @property
@@ -188,7 +190,10 @@ class Folder:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
         entries = self._rank_extra_entries(record)
         where = f"{self.storage.root}/{record.file}"
-        (crc,), (low, high) = self._words(record.file, entries["crcs"], rank, 1), self._words(record.file, entries["offsets"], rank, 2)
+        (crc,), (low, high) = (
+            words(self.storage, record.file, entries["crcs"], rank, 1),
+            words(self.storage, record.file, entries["offsets"], rank, 2),
+        )
         stored = entries["blobs"]
         if not low <= high <= stored.stop - stored.start:
             raise IntegrityError(f"{where}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs")
@@ -210,16 +215,10 @@ class Folder:
         entries = self._headers[record.file]
         if not {"crcs", "offsets", "blobs"} <= entries.keys():
             raise FormatError(f"{self.storage.root}/{record.file}: holds {', '.join(entries)}; needed crcs, offsets and blobs")
+        if record.file not in self._proved:
+            check_table(self.storage, record, entries)
+            self._proved.add(record.file)
         return entries
-
-    def _words(self, file: str, entry: Entry, first: int, count: int) -> tuple[int, ...]:
-        """Some of the 64-bit words of a tensor."""
-        start = entry.start + 8 * first
-        if start + 8 * count > entry.stop:
-            raise IntegrityError(f"{self.storage.root}/{file}: a table ends at byte {entry.stop}; needed {start + 8 * count}")
-        body = bytearray(8 * count)
-        self.storage.read_at(file, start, memoryview(body))
-        return struct.unpack(f"<{count}Q", body)
 
     def forget(self) -> None:
         """Gives up the headers that were read, which are most of what it holds. They are read again when they are wanted."""

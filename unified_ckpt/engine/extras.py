@@ -158,6 +158,7 @@ def write_rank_extra(meeting: Meeting, files: Files, packed: bytes) -> RankExtra
                 header_crc=f"{digests.crc(head):016x}",
                 crc=f"{crc:016x}",
                 world_size=meeting.world,
+                table_crc=f"{digests.crc(head + table):016x}",
             )
     start = int(meeting.get(f"rank-extra-at/{meeting.rank}"))
     if packed and start >= 0:

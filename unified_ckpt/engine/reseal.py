@@ -155,7 +155,14 @@ def _write_rank_extra(source: Source, output: Output, *, world: int, notes: list
         if sizes[rank][0]:
             output.write_at(names.RANK_EXTRA, len(front) + offsets[rank], [memoryview(_packed(source, rank))])
     crc, nbytes = digests.combine_stream([(digests.crc(front), len(front)), *((crc, nbytes) for nbytes, crc in sizes)])
-    return RankExtraFile(file=names.RANK_EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}", world_size=world)
+    return RankExtraFile(
+        file=names.RANK_EXTRA,
+        nbytes=nbytes,
+        header_crc=f"{digests.crc(head):016x}",
+        crc=f"{crc:016x}",
+        world_size=world,
+        table_crc=f"{digests.crc(front):016x}",
+    )
 
 
 def _without_rank_extra(world: int, error: Exception) -> str:

@@ -82,9 +82,11 @@ class NamedFile(FileRecord):
 
 
 class RankExtraFile(NamedFile):
-    """The file of the per-rank extra state; `world_size` is the number of its entries."""
+    """The file of the per-rank extra state; `world_size` is the number of its entries. `table_crc`: of all bytes before the entries, among
+    them the CRC of each, so that one can be proved alone."""
 
     world_size: Ranks
+    table_crc: Crc
 
     @model_validator(mode="after")
     def _entries_fit(self) -> RankExtraFile:

@@ -37,7 +37,7 @@ SECONDS = 600.0  # for one program, which takes ten on a machine that does nothi
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
-    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && .venv/bin/unified-ckpt demo": "CI runs it as it is",
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && .venv/bin/unified-ckpt demo": "a test runs it",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && .venv/bin/python -m pytest -q -n 2": "CI does",
     "new: from dcp, step 7, 2.73 MiB in 0.1 s": "output of the command above it",
     'model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2, fsdp_size=4))': (
@@ -392,6 +392,12 @@ def test_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.
             names |= add()
         code = compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec")
         exec(code, names)
+
+
+@pytest.mark.slow
+def test_demo_holds(tmp_path: Path) -> None:
+    """The README's first command ends with it."""
+    assert "All of it holds" in run([sys.executable, "-m", "unified_ckpt", "demo"], tmp_path)
 
 
 @pytest.mark.slow

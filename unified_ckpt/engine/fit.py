@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unified_ckpt.core.geometry import whole
 from unified_ckpt.engine.match import TensorNames
 from unified_ckpt.engine.source import Said, Source
-from unified_ckpt.runtime.optimizer_rules import COUNTER, StateRule, class_name, state_rule
+from unified_ckpt.runtime.optimizer_rules import COUNTER, MASTER_KEYS, StateRule, class_name, state_rule
 from unified_ckpt.runtime.optimizer_target import RUNTIME_OPTIONS, OptimizerTarget, saved_groups
 from unified_ckpt.runtime.optimizers import is_master
 from unified_ckpt.runtime.state import OPTIMIZER
@@ -72,6 +72,8 @@ class _Group:
 
     @property
     def remedy(self) -> str:
+        if self.kinds == [self.name]:
+            return "give it the saved hyperparameters, or leave the optimizer out with LoadOptions(parts=...)"
         saved = " or ".join(self.kinds) or "the class that was saved"
         return f"load into {saved}, or leave the optimizer out with LoadOptions(parts=...)"
 
@@ -104,7 +106,8 @@ def _state_misfit(group: _Group, steps: dict[str, float]) -> str:
             stray = set()  # what a job keeps there itself
         if stray or rule.required - saved:
             has = f"the checkpoint has {', '.join(sorted(saved))} of {' and '.join(group.kinds) or 'another optimizer'}"
-            return f"optimizer:{fqn}: {has}; {group.name} reads {', '.join(sorted(rule.required or rule.optional))}; {group.remedy}"
+            reads = sorted(rule.required or rule.optional - set(MASTER_KEYS))
+            return f"optimizer:{fqn}: {has}; {group.name} reads {', '.join(reads)}; {group.remedy}"
     return ""
 
 

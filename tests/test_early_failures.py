@@ -77,7 +77,7 @@ def test_a_load_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     def slow(storage: LocalStorage, name: str, start: int, into: memoryview) -> None:
         if id(storage) in of_first and name.startswith("model"):
-            slept.append(0.3)
+            slept.append(0.45)
             time.sleep(slept[-1])
         read_at(storage, name, start, into)
 

@@ -416,6 +416,20 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
         load_from_checkpoint(Net, tmp_path / "plain")
 
 
+def test_save_checkpoint_over_a_folder_that_the_caller_names(tmp_path: Path) -> None:
+    """A name that no callback chose: the folder of a project, or of the run itself, stays where it is."""
+    made = trainer(tmp_path / "run")
+    made.fit(Net())
+    made.save_checkpoint(tmp_path / "run" / "mine")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "main.py").write_text("1")
+    for folder in (tmp_path / "project", tmp_path / "run"):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(uc.StorageError, match=r"holds .*, expected a"):
+            made.save_checkpoint(folder)
+        assert sorted(folder.rglob("*")) == before
+
+
 class Shards(pl.LightningDataModule):
     def __init__(self) -> None:
         super().__init__()

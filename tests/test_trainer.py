@@ -216,6 +216,16 @@ def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
     check_same(resumed, whole)
 
 
+def test_what_was_in_the_way_outlives_the_best_checkpoint(tmp_path: Path) -> None:
+    """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a step's for one."""
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "results.json").write_text("{}")
+    limits = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer(tmp_path, **limits).train()
+    assert os.listdir(tmp_path / "checkpoint-2-before-1") == ["results.json"]
+    assert len(os.listdir(tmp_path)) == 2
+
+
 class LossNet(Net):
     """`Net` as the Trainer trains it; its buffers change in every forward pass."""
 

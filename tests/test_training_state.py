@@ -431,6 +431,83 @@ def test_masters_given_beside_those_of_the_optimizer(tmp_path: Path, state: str)
     assert same(states(other, target), before)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Has the state and the groups of the optimizer that it steps, as Accelerate's has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer that no table knows, with a name of its own for its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if not self.state[param]:
+                self.state[param]["average"] = torch.zeros_like(param)
+            self.state[param]["average"].lerp_(param.grad, 0.1)
+            param.data.sub_(self.state[param]["average"], alpha=self.param_groups[0]["lr"])
+        return None
+
+
+def test_a_wrapped_optimizer_is_the_one_that_it_steps(tmp_path: Path) -> None:
+    """A wrapper has no class that a rule could know; the state is its optimizer's."""
+    module, other = model(), model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    step(module, optimizer, 0)
+    uc.save(tmp_path / "c", model=module, optimizer=Wrapped(optimizer))
+    with pytest.raises(uc.MismatchError, match=r"momentum_buffer of torch.optim.sgd.SGD; torch.optim.adamw.AdamW reads"):
+        uc.load(tmp_path / "c", model=other, optimizer=Wrapped(torch.optim.AdamW(other.parameters())))
+    target = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    uc.load(tmp_path / "c", model=other, optimizer=Wrapped(target))
+    assert same(states(other, target), states(module, optimizer))
+
+
+def test_a_class_whose_state_is_not_known_before_its_first_step(tmp_path: Path) -> None:
+    module, other = model(), model()
+    optimizer = torch.optim.AdamW(module.parameters())
+    step(module, optimizer, 0)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    before = states(other, Momentum(other.parameters()))
+    with pytest.raises(uc.MismatchError, match=r"AdamW, and what .*Momentum reads is not known before its first step"):
+        uc.load(tmp_path / "c", model=other, optimizer=Momentum(other.parameters()))
+    assert same(states(other, Momentum(other.parameters())), before)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_adamw_stays_adamw_from_a_checkpoint_of_adam(tmp_path: Path, stale: bool) -> None:
+    """As in torch's `load_state_dict`: how weights decay is of the class."""
+    module, other = model(), model()
+    optimizer, target = torch.optim.Adam(module.parameters(), weight_decay=0.1), torch.optim.AdamW(other.parameters())
+    step(module, optimizer, 0)
+    if stale:
+        step(other, target, 5)
+    uc.save(tmp_path / "c", model=module, optimizer=optimizer)
+    uc.load(tmp_path / "c", model=other, optimizer=target)
+    assert (target.param_groups[0]["decoupled_weight_decay"], target.param_groups[0]["weight_decay"]) == (True, 0.1)
+
+
+def test_a_part_may_be_a_module_of_the_model(tmp_path: Path) -> None:
+    """Optimizer state of the model's own parameters does not go by a part that holds them too."""
+    net = nn.ModuleDict({"ema": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(net.parameters())
+    net["ema"](torch.ones(2)).sum().backward()
+    optimizer.step()
+    options = uc.SaveOptions(parts=("model", "optimizer"))
+    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net["ema"]}, options=options)
+    assert uc.load(tmp_path / "c", model=net, optimizer=optimizer).unused == ()
+
+
 class Apart(torch.optim.SGD):
     """Keeps masters as apex's FusedAdam does (NVIDIA/apex, apex/optimizers/fused_adam.py): beside the groups, from the start."""
 

@@ -357,6 +357,18 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
     assert found == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
 
 
+def test_a_step_that_a_crash_left_under_its_kept_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where names cannot be exchanged, a crash between two renames leaves the step without its own: `restore` names it."""
+    uc.save(tmp_path / f"{NAME}-before-1", model=state(STEP)["model"], step=STEP)
+    with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
+        assert manager.restore(model={"w": torch.zeros(3)}) is None
+        assert f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of a checkpoint there" in caplog.text
+        manager.save(STEP, force=True, model=state(STEP)["model"])
+        assert manager.restore(model={"w": torch.zeros(3)}) is not None
+    assert main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--older-than-hours", "0"]) == 0
+    assert (tmp_path / f"{NAME}-before-1" / "unified_checkpoint.json").exists()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_file_of_the_user_disappears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int

@@ -63,6 +63,7 @@ class SaveRequest:
         owners = {row.fqn if row.part == MASTER else row.fqn.rpartition("/")[0] for row in stored}
         if self.stores(OPTIMIZER):
             owners |= {name for group in state.optimizer.groups for name in group["names"]}
+        owners -= state.model.tensors.keys()  # a part may be a module of the model
         return {part for part, flat in state.further.items() if not owners.isdisjoint(f"{part}.{fqn}" for fqn in flat.tensors)}
 
     def beside(self, rank: int) -> bool:

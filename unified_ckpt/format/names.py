@@ -90,6 +90,12 @@ def is_before(entry: str) -> bool:
     return bool(_BEFORE.fullmatch(entry))
 
 
+def original_name(entry: str) -> str:
+    """The name that a folder had before `before_name` gave it this one; empty for other names."""
+    base, found, number = entry.rpartition("-before-")
+    return base if found and number.isascii() and number.isdecimal() else ""
+
+
 def is_staging(entry: str) -> bool:
     """Whether a directory entry is a folder under construction, of any checkpoint."""
     return _is_sibling(entry, _STAGING)

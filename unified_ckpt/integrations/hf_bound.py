@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers.trainer import TRAINER_STATE_NAME, Trainer
+from transformers import trainer as stock
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.api import open as open_source
@@ -31,7 +31,7 @@ from unified_ckpt.integrations.hf_origin import (
     optimizer_kind,
 )
 from unified_ckpt.integrations.hf_position import Position
-from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest
+from unified_ckpt.integrations.hf_resume import PREFIX, check_path, is_ours, newest, sorted_steps
 from unified_ckpt.integrations.hf_scheduler import regrouped
 from unified_ckpt.manager.rotation import keep
 from unified_ckpt.manager.steps import scan
@@ -87,7 +87,7 @@ class Bound:
             if best == path:  # the stock one has found it where its small files are
                 state.best_model_checkpoint = best
                 if trainer.args.should_save:
-                    state.save_to_json(os.path.join(small, TRAINER_STATE_NAME))
+                    state.save_to_json(os.path.join(small, stock.TRAINER_STATE_NAME))
             what, steps = self._what(small), (state.global_step, state.best_global_step)
             if self._async_save:
                 self._checkpointer.save_async(StepPath(path), **what, after_commit=lambda _: self._rotate(run, *steps))
@@ -217,9 +217,10 @@ class Bound:
         return result
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
-        """The stock one, which looks for the best checkpoint."""
+        """The stock one, which removes all but the best checkpoint."""
         self.wait()
-        return self._stock["_finalize_training"](*args, **more)
+        with _instead(stock, "sort_checkpoints", sorted_steps):
+            return self._stock["_finalize_training"](*args, **more)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if is_ours(resume_from_checkpoint):
@@ -294,7 +295,7 @@ class Bound:
 def _tell_left_out(kind: type) -> None:
     """Ways to write weights that a subclass has of its own, which no checkpoint of ours goes through."""
     for name in ("save_model", "_save"):
-        if getattr(kind, name) is not getattr(Trainer, name):
+        if getattr(kind, name) is not getattr(stock.Trainer, name):
             _LOG.warning("%s.%s is not called within a checkpoint: the engine writes the weights", kind.__name__, name)
 
 
@@ -344,7 +345,4 @@ def _instead(owner: object, name: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        if held is sys:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, held)
+        delattr(owner, name) if held is sys else setattr(owner, name, held)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.core.tables import listed
 from unified_ckpt.engine import commit
 from unified_ckpt.errors import IncompleteError, NotFoundError
+from unified_ckpt.format.names import is_before
 from unified_ckpt.manager.steps import foreign_steps, scan
 from unified_ckpt.manager.steps import is_ours as has_traces
 from unified_ckpt.runtime.storage import LocalStorage
@@ -19,6 +21,11 @@ from unified_ckpt.sources.steps import list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+
+
+def sorted_steps(*places: Any, **options: Any) -> list[str]:
+    """transformers' `sort_checkpoints`, without what was in the way of a save: its names look like those of steps."""
+    return [path for path in sort_checkpoints(*places, **options) if not is_before(os.path.split(path)[1])]
 
 
 def newest(checkpointer: Checkpointer, run: str, *, timeout_seconds: float) -> str | bool:

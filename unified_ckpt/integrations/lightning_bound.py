@@ -80,6 +80,10 @@ class Bound:
         state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
         return state
 
+    def _endings(self) -> tuple[str, ...]:
+        """How the names end that callbacks and requeues choose; any other name is the caller's."""
+        return (".ckpt", *(one.FILE_EXTENSION for one in self.trainer.checkpoint_callbacks if getattr(one, "FILE_EXTENSION", "")))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
         if storage_options is not None:
             raise StorageError("save_checkpoint(storage_options=...): no CheckpointIO is at work here; needed None")
@@ -96,7 +100,7 @@ class Bound:
         with way_cleared(path) if rank == 0 else contextlib.nullcontext():
             try:
                 self._checkpointer.save(
-                    StepPath(path),
+                    StepPath(path) if path.endswith(self._endings()) else path,
                     model=model,
                     optimizer=optimizer,
                     parts=parts or None,

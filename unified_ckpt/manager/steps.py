@@ -129,6 +129,9 @@ def scan(storage: LocalStorage, prefix: str) -> Scan:
     steps.sort(key=lambda one: (-1 if one.step is None else one.step, one.name))
     good = {one.name for one in steps if one.status == "complete"}
     left = [(entry, kind) for entry in entries if (kind := _leftover_kind(entry)) is not None and storage.kind(entry) == "folder"]
+    # Where names cannot be exchanged, a crash may leave a step under no name but this one.
+    apart = [entry for entry in entries if is_step(base := names.original_name(entry), prefix) and base not in kinds]
+    left += [(entry, "replaced") for entry in apart if storage.kind(f"{entry}/{names.MANIFEST}") == "file"]
     return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in left))
 
 
@@ -222,7 +225,7 @@ def _leftover_kind(entry: str) -> Literal["construction", "replaced"] | None:
 
 def _wanted_name(entry: str) -> str:
     """The checkpoint's name in that of a folder moved aside."""
-    return entry.partition("-")[2].partition("-")[2]
+    return names.original_name(entry) or entry.partition("-")[2].partition("-")[2]
 
 
 def _leftover(storage: LocalStorage, name: str, kind: Literal["construction", "replaced"], good: set[str]) -> Leftover:

@@ -61,8 +61,9 @@ class OptimizerTarget:
                 self._install_state(optimizer, group, param, by_param.get(fqn, {}) if self.wanted else optimizer.state.get(param, {}))
             if groups is not None and params:
                 rule = state_rule(optimizer, params[0], group)
-                elsewhere = rule is not None and not rule.counts_in_group
-                _set_options(group, {k: v for k, v in groups[number].items() if not (elsewhere and k == COUNTER)})
+                left = {COUNTER} if rule is not None and not rule.counts_in_group else set()
+                left |= {"decoupled_weight_decay"} if isinstance(optimizer, torch.optim.AdamW) else set()  # of the class, as for torch
+                _set_options(group, {key: value for key, value in groups[number].items() if key not in left})
             if number in self.group_steps and params:
                 _set_options(group, {COUNTER: self.group_steps[number]})
             elif self.wanted and params and (rule := state_rule(optimizer, params[0], group)) is not None and rule.counts_in_group:

@@ -39,7 +39,15 @@ def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
     for one in found:
         if not hasattr(one, "param_groups"):
             raise LayoutError(f"optimizer: got a {type(one).__name__}, expected optimizers, or {{'fqn/state': tensor}}")
-    return found
+    return [_unwrapped(one) for one in found]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer that a wrapper without state of its own steps, such as Accelerate's."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    wraps = isinstance(inner, Optimizer) and inner is not optimizer
+    wraps = wraps and inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
+    return _unwrapped(inner) if wraps else optimizer
 
 
 def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
@@ -59,10 +67,10 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
         return flat
     refuse_lost(as_list(optimizer), names)
     for one in as_list(optimizer):
+        kinds = {"optimizer": class_name(one), "masters": master_key(one)}
         for number, group in enumerate(one.param_groups):
             fqns = [name_of(p, names, number) for p in group["params"]]
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            kinds = {"optimizer": class_name(one), "masters": master_key(one)}
             flat.groups.append({"names": fqns, "options": options, **kinds})
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, param, one.state.get(param, {}))
@@ -131,7 +139,7 @@ def is_master(key: str, value: object, param: torch.Tensor) -> bool:
 def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> str | None:
     """The name that masters have in the optimizer's state, also before its first step. None where it keeps none that is known of.
 
-    `saved`: a saved param group. An optimizer of the same class that has no state yet will make what that had.
+    `saved`: a saved param group. An optimizer of a class of the same name that has no state yet will make what that had.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
@@ -140,7 +148,8 @@ def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> 
         if key is not None or (rule is not None and rule.master is not None):
             return key or (rule.master if rule is not None else None)
     known = bool(params) and state_rule(optimizer, params[0], {}) is not None
-    if known or saved is None or saved.get("optimizer") != class_name(optimizer) or any(optimizer.state.get(param) for param in params):
+    same = saved is not None and (saved.get("optimizer") or "").rpartition(".")[2] == type(optimizer).__qualname__.rpartition(".")[2]
+    if known or saved is None or not same or any(optimizer.state.get(param) for param in params):
         return None
     return saved.get("masters")
 

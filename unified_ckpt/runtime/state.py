@@ -127,7 +127,7 @@ def _masters(
         check_tensors(master_weights, MASTER)
         given = master_weights
     else:
-        given = masters_of(as_list(master_weights), state.model.names())
+        given = masters_of(as_list(master_weights), state.names())
         if not given:
             raise LayoutError("master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them")
     check_one_master(given, state.optimizer.masters)

@@ -117,7 +117,7 @@ def errors(root: Path, layout: str, stopped: str) -> None:
         shutil.copytree(root / "start", run / "stock")
         shutil.copy(folder / "trainer_state.json", run / "stock")
     meet()
-    refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished, or no checkpoint")
+    refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished, or damaged")
     refused(trainer(run, layout), str(run / "stock"), uc.MismatchError, "holds model and no optimizer")
     refused(trainer(run, layout, optim="sgd"), str(folder), uc.MismatchError, "the Trainer's is torch.SGD", read=True)
     refused(trainer(run, layout, net="mixtral"), str(folder), uc.MismatchError, "is not of the Trainer's model: architectures is")

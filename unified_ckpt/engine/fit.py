@@ -113,8 +113,9 @@ def _state_misfit(group: _Group, steps: dict[str, float]) -> str:
 
 def _class_misfit(group: _Group, *, current: bool) -> str:
     """Where state names prove nothing: another class, whose state or hyperparameters the checkpoint lacks."""
+    if group.kinds in ([], [group.name]):
+        return ""
     rules = [rule for _, rule in group.rules()]
-    proved = any(rule.required for rule in rules)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(group.optimizer).__mro__}
     moved = {kind.rpartition(".")[2] for kind in group.kinds} == {type(group.optimizer).__name__}
     if any(group.states.values()) and not rules and not moved and not names.issuperset(group.kinds):
@@ -122,7 +123,7 @@ def _class_misfit(group: _Group, *, current: bool) -> str:
             f"optimizer: the checkpoint's state is of {' and '.join(group.kinds)}, and what {group.name} reads is not known before its "
             f"first step; {group.remedy}, or step it once before the load"
         )
-    if group.kinds in ([], [group.name]) or proved or (current and not any(group.states.values())):
+    if any(rule.required for rule in rules) or (current and not any(group.states.values())):
         return ""
     lacking = sorted(group.optimizer.defaults.keys() - group.saved_options.keys() - set(RUNTIME_OPTIONS))
     if not lacking:

@@ -42,6 +42,8 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class Verdict:
+    """The differences between checkpoint and targets, joined over all ranks: names or sentences, as in `LoadReport`."""
+
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

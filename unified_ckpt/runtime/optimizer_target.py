@@ -59,14 +59,14 @@ class OptimizerTarget:
             for param in params:
                 fqn = self.names[id(param)]
                 self._install_state(optimizer, group, param, by_param.get(fqn, {}) if self.wanted else optimizer.state.get(param, {}))
+            rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
-                rule = state_rule(optimizer, params[0], group)
                 left = {COUNTER} if rule is not None and not rule.counts_in_group else set()
                 left |= {"decoupled_weight_decay"} if isinstance(optimizer, torch.optim.AdamW) else set()  # of the class, as for torch
                 _set_options(group, {key: value for key, value in groups[number].items() if key not in left})
             if number in self.group_steps and params:
                 _set_options(group, {COUNTER: self.group_steps[number]})
-            elif self.wanted and params and (rule := state_rule(optimizer, params[0], group)) is not None and rule.counts_in_group:
+            elif self.wanted and rule is not None and rule.counts_in_group:
                 group.pop(COUNTER, None)  # saved before its first step
 
     def _install_state(self, optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor, loaded: Mapping[str, Any]) -> None:

@@ -24,7 +24,11 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
 
 Rate = float | None  # bytes a second of each rank's storage; None: as fast as it is
 
@@ -87,7 +91,7 @@ class SlowUnified:
     """Throttles every storage of unified between `begin` and `end`: writes go on after the call has returned."""
 
     def __init__(self) -> None:
-        from unified_ckpt.runtime.storage import LocalStorage
+        from unified_ckpt.runtime.storage.storage import LocalStorage
 
         self._storage, self._write = LocalStorage, LocalStorage.write_at
 
@@ -112,7 +116,9 @@ def owned(state: State, kind: str) -> list[torch.Tensor]:
     if kind != "replica":
         return views
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    return [view[view.numel() * rank // ranks : view.numel() * (rank + 1) // ranks] for view in views]
+    return [
+        view[view.numel() * rank // ranks : view.numel() * (rank + 1) // ranks] for view in views
+    ]
 
 
 def memcpy_way(state: State, kind: str) -> Way:
@@ -159,7 +165,9 @@ def as_module(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 def as_optimizer(module: nn.Module, state: State) -> Stepper:
     optimizer = Stepper(module.parameters(), {})
     for fqn, parameter in module.named_parameters():
-        optimizer.state[parameter] = {moment: state.optimizer[f"{fqn}/{moment}"] for moment in common.MOMENTS}
+        optimizer.state[parameter] = {
+            moment: state.optimizer[f"{fqn}/{moment}"] for moment in common.MOMENTS
+        }
     return optimizer
 
 
@@ -171,7 +179,10 @@ def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_
     checkpointer = uc.Checkpointer(options=uc.SaveOptions(max_file_bytes=max_file_bytes))
     module = as_module(state.model)
     optimizer = as_optimizer(module, state)
-    files = sum(common.file_count(part, max_file_bytes=max_file_bytes) for part in (state.model, state.optimizer))
+    files = sum(
+        common.file_count(part, max_file_bytes=max_file_bytes)
+        for part in (state.model, state.optimizer)
+    )
 
     slow = SlowUnified()
 
@@ -211,7 +222,11 @@ def daemon_columns() -> Mapping[str, object]:
     if daemon is None:
         return {}
     lines = Path(f"/proc/{daemon._save_process.pid}/status").read_text().splitlines()
-    return {"daemon_bytes": next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))}
+    return {
+        "daemon_bytes": next(
+            int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")
+        )
+    }
 
 
 def dcp_way(
@@ -262,7 +277,11 @@ def dcp_way(
         wait=(lambda pending: pending.staging_completion.result()) if lazy else None,
         close=stager.close if stager is not None else lambda: None,
         columns=daemon_columns if process else dict,
-        settings={"stager": "kept" if cached else "new each time", "threads": 1, "plan_cache": True},
+        settings={
+            "stager": "kept" if cached else "new each time",
+            "threads": 1,
+            "plan_cache": True,
+        },
     )
 
 
@@ -306,17 +325,33 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
 
     def check() -> None:
         if saves:
-            check_equal(peers.read_shards(folder, suffix="pt"), locals_of(state.tensors()), where="torch_save")
+            check_equal(
+                peers.read_shards(folder, suffix="pt"),
+                locals_of(state.tensors()),
+                where="torch_save",
+            )
 
-    return Way("torch_save", begin, lambda thread: not thread.is_alive(), end, check, folder if saves else None, settings={"clone": "kept"})
+    return Way(
+        "torch_save",
+        begin,
+        lambda thread: not thread.is_alive(),
+        end,
+        check,
+        folder if saves else None,
+        settings={"clone": "kept"},
+    )
 
 
 # ---- all of them
 
 
-def ways(scratch: Path, state: State, kind: str, blank: Callable[[], State], *, max_file_bytes: int) -> dict[str, Callable[[], Way]]:
+def ways(
+    scratch: Path, state: State, kind: str, blank: Callable[[], State], *, max_file_bytes: int
+) -> dict[str, Callable[[], Way]]:
     """By name, in the order of a round; made when wanted, for each holds memory of its own. `blank`: a state to load into."""
-    group = dist.new_group(backend="gloo")  # DCP's thread talks in it while the training talks in its own
+    group = dist.new_group(
+        backend="gloo"
+    )  # DCP's thread talks in it while the training talks in its own
     dcp = partial(dcp_way, scratch=scratch, state=state, blank=blank, group=group)
     unified = partial(unified_way, scratch, state, kind, max_file_bytes=max_file_bytes)
     return {

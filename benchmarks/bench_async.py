@@ -30,7 +30,14 @@ COMPUTE_TIMES_COPY = 4  # how long forward and backward last
 STEP_SECONDS = 0.010
 # What training runs beside: of each engine what keeps most of the steps.
 BESIDE = ("unified", "dcp_thread_cached", "dcp_process_cached", "torch_save")
-SLOWED = ("memcpy", "unified", "unified_lazy", "dcp_thread_cached", "dcp_process_cached", "torch_save")
+SLOWED = (
+    "memcpy",
+    "unified",
+    "unified_lazy",
+    "dcp_thread_cached",
+    "dcp_process_cached",
+    "torch_save",
+)
 
 
 # ---- what training does meanwhile
@@ -54,7 +61,10 @@ class Compute:
 def training(width: int, rows: int) -> Callable[[int], None]:
     """Steps of a small network: forward, backward, update, as many layers as asked for."""
     layer = nn.Linear(width, width)
-    x, optimizer = torch.ones(rows, width), torch.optim.SGD(layer.parameters(), lr=0.0, foreach=False)
+    x, optimizer = (
+        torch.ones(rows, width),
+        torch.optim.SGD(layer.parameters(), lr=0.0, foreach=False),
+    )
 
     def step(layers: int) -> None:
         y = x
@@ -96,13 +106,18 @@ class Times:
 
     def gather(self) -> None:
         """Collective. From the first rank's start to the last one's end; the ranks are on one machine and have one clock."""
-        stamps = torch.tensor([[-one for one in self.start], self.returned, self.waited, self.end], dtype=torch.float64)
+        stamps = torch.tensor(
+            [[-one for one in self.start], self.returned, self.waited, self.end],
+            dtype=torch.float64,
+        )
         dist.all_reduce(stamps, dist.ReduceOp.MAX)
         self.blocked = (stamps[0] + stamps[1] + stamps[2]).tolist()
         self.durable = (stamps[0] + stamps[3]).tolist()
 
 
-def save_once(way: Way, state: State, rate: Rate, times: Times, compute: Compute, compute_seconds: float) -> None:
+def save_once(
+    way: Way, state: State, rate: Rate, times: Times, compute: Compute, compute_seconds: float
+) -> None:
     """Collective. Begins a save, changes every element as soon as it may change, ends the save; the state is then what it was."""
     alone = compute.rate(compute_seconds) if way.wait else 0.0
     dist.barrier()
@@ -129,14 +144,18 @@ def check_way(way: Way) -> Mapping[str, object]:
     return {**check_save(way.check, way.folder, durable=True), **way.columns()}
 
 
-def raced(chosen: Sequence[tuple[Way, Rate]], state: State, options: Namespace) -> list[tuple[Trial, Times]]:
+def raced(
+    chosen: Sequence[tuple[Way, Rate]], state: State, options: Namespace
+) -> list[tuple[Trial, Times]]:
     """Collective. Every way in every round; only what happens inside `save_once` is timed."""
     compute, all_times, contests = Compute(), [Times() for _ in chosen], []
     seconds = COMPUTE_TIMES_COPY * copy_seconds(state, options.kind)
     for (way, rate), times in zip(chosen, all_times, strict=True):
         run = partial(save_once, way, state, rate, times, compute, seconds)
         reset = partial(common.empty, scratch_of(options))
-        contests.append([Case(way.name, "memcpy", reset, run, partial(check_way, way), {}, way.settings)])
+        contests.append(
+            [Case(way.name, "memcpy", reset, run, partial(check_way, way), {}, way.settings)]
+        )
     trials = race(contests, repeats=options.repeats, before_round=partial(common.bump, state))
     for times in all_times:
         times.gather()
@@ -161,9 +180,14 @@ def ratios(mine: Sequence[float], of: Sequence[float]) -> dict[str, object]:
     }
 
 
-def blocked_row(trial: Trial, times: Times, limit: Times, *, same: Mapping[str, object]) -> dict[str, object]:
+def blocked_row(
+    trial: Trial, times: Times, limit: Times, *, same: Mapping[str, object]
+) -> dict[str, object]:
     """Collective."""
-    mine, rounds = times.blocked[1:], {"durable_rounds": [round(one, 4) for one in times.durable[1:]]}
+    mine, rounds = (
+        times.blocked[1:],
+        {"durable_rounds": [round(one, 4) for one in times.durable[1:]]},
+    )
     found: dict[str, object] = {
         **same,
         "case": trial.case.name,
@@ -171,7 +195,9 @@ def blocked_row(trial: Trial, times: Times, limit: Times, *, same: Mapping[str, 
         "first_seconds": round(times.blocked[0], 4),
         **ratios(mine, limit.blocked[1:]),
         "ratio_of": "memcpy",
-        "peak_extra_bytes": over_ranks(peak_extra_bytes([trial.first, *trial.steady]), dist.ReduceOp.MAX),
+        "peak_extra_bytes": over_ranks(
+            peak_extra_bytes([trial.first, *trial.steady]), dist.ReduceOp.MAX
+        ),
         **trial.columns,
         "settings": dict(trial.case.settings),
     }
@@ -179,18 +205,27 @@ def blocked_row(trial: Trial, times: Times, limit: Times, *, same: Mapping[str, 
         found |= {"durable_median": round(statistics.median(times.durable[1:]), 4), **rounds}
     if times.compute_kept:
         waited = over_ranks(int(statistics.median(times.waited[1:]) * 1e6), dist.ReduceOp.MAX) / 1e6
-        found |= {"waited_median": waited, "compute_kept": round(statistics.median(times.compute_kept[1:]), 3)}
+        found |= {
+            "waited_median": waited,
+            "compute_kept": round(statistics.median(times.compute_kept[1:]), 3),
+        }
     return found
 
 
-def ask_blocked(options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]) -> list[dict[str, object]]:
+def ask_blocked(
+    options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
+) -> list[dict[str, object]]:
     """How long does training stand still, how long until the save is durable, how much memory does it take?"""
     found = raced([(way, None) for way in chosen], state, options)
     limit = found[0][1]
-    return [blocked_row(trial, times, limit, same={**same, "bench": "async"}) for trial, times in found]
+    return [
+        blocked_row(trial, times, limit, same={**same, "bench": "async"}) for trial, times in found
+    ]
 
 
-def ask_throttled(options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]) -> list[dict[str, object]]:
+def ask_throttled(
+    options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
+) -> list[dict[str, object]]:
     """How much longer does it stand still when the storage takes 100 MB/s? The same ways, without and with, in turn."""
     found = raced([(way, rate) for way in chosen for rate in (None, THROTTLE)], state, options)
     rows = []
@@ -224,7 +259,9 @@ def steps_alone(step: Callable[[], None], seconds: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def steps_beside(step: Callable[[], None], way: Way, options: Namespace, seconds: float) -> tuple[float, float]:
+def steps_beside(
+    step: Callable[[], None], way: Way, options: Namespace, seconds: float
+) -> tuple[float, float]:
     """Steps a second while a save is on its way, saves following each other; and with the time that their calls took."""
     count, inside, blocked = 0, 0.0, 0.0
     while inside < seconds:
@@ -253,7 +290,9 @@ def check_beside(way: Way, state: State, step: Callable[[], None], options: Name
     check_way(way)
 
 
-def ask_steps(options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]) -> list[dict[str, object]]:
+def ask_steps(
+    options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
+) -> list[dict[str, object]]:
     """How many steps a second does training keep beside a save? On one rank, so that a core is free."""
     rows: list[dict[str, object]] = []
     for ops, made in (("matmul", training(512, 64)), ("tiny", training(8, 2))):
@@ -267,7 +306,9 @@ def ask_steps(options: Namespace, state: State, chosen: Sequence[Way], same: Map
                     kept[way.name].append((alone, *beside))
         for way in chosen:
             check_beside(way, state, step, options)
-            rows.append({**same, "bench": "async_steps", "ops": ops, **steps_row(way, kept[way.name])})
+            rows.append(
+                {**same, "bench": "async_steps", "ops": ops, **steps_row(way, kept[way.name])}
+            )
     return rows
 
 
@@ -278,8 +319,12 @@ def steps_row(way: Way, kept: Sequence[tuple[float, float, float]]) -> dict[str,
         "alone": round(statistics.median(alone), 1),
         "beside": round(statistics.median(beside), 1),
         "rounds": [round(mine / other, 4) for mine, other in zip(beside, alone, strict=True)],
-        "ratio": round(statistics.median(mine / other for mine, other in zip(beside, alone, strict=True)), 3),
-        "ratio_with_calls": round(statistics.median(mine / other for mine, other in zip(over_all, alone, strict=True)), 3),
+        "ratio": round(
+            statistics.median(mine / other for mine, other in zip(beside, alone, strict=True)), 3
+        ),
+        "ratio_with_calls": round(
+            statistics.median(mine / other for mine, other in zip(over_all, alone, strict=True)), 3
+        ),
         "n": len(kept),
         "settings": dict(way.settings),
     }
@@ -293,7 +338,9 @@ def scratch_of(options: Namespace) -> Path:
 
 
 def chosen_ways(options: Namespace, state: State, blank: Callable[[], State]) -> list[Way]:
-    made = async_cases.ways(scratch_of(options), state, options.kind, blank, max_file_bytes=options.max_file_bytes)
+    made = async_cases.ways(
+        scratch_of(options), state, options.kind, blank, max_file_bytes=options.max_file_bytes
+    )
     wanted = {name for name in options.only.split(",") if name} or set(made)
     if unknown := wanted - made.keys():
         raise SystemExit(f"--only: no case {sorted(unknown)}; there are {', '.join(made)}")
@@ -329,8 +376,15 @@ def work(options: Namespace) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     made = common.parser(__doc__ or "")
-    made.add_argument("--question", default="blocked", help=f"comma-separated, of {', '.join(QUESTIONS)}")
-    made.add_argument("--seconds", type=float, default=2.0, help="of steps: how long each measurement of steps takes at least")
+    made.add_argument(
+        "--question", default="blocked", help=f"comma-separated, of {', '.join(QUESTIONS)}"
+    )
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="of steps: how long each measurement of steps takes at least",
+    )
     options = made.parse_args(arguments)
     if options.stage:
         work(options)

@@ -23,7 +23,9 @@ import unified_ckpt as uc
 
 
 def rss(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 
@@ -37,16 +39,17 @@ def make_sources(root: Path, nbytes: int) -> dict[str, Path]:
     found = {"unified": root / "unified", "dcp": root / "dcp", "torch": root / "state.pt"}
     uc.save(found["unified"], model=model, optimizer=flat)
     with warnings.catch_warnings(action="ignore"):  # one process
-        dcp.save({"model": model, "optimizer": {"state": moments}}, checkpoint_id=found["dcp"], no_dist=True)
+        dcp.save(
+            {"model": model, "optimizer": {"state": moments}},
+            checkpoint_id=found["dcp"],
+            no_dist=True,
+        )
     torch.save({"model": {**model, **flat}}, found["torch"])
     return found
 
 
 def work(way: str, source: Path, target: Path) -> dict[str, object]:
     """One run, in a process of its own: seconds, and memory beyond what the imports took."""
-    import unified_ckpt.exports.convert
-    import unified_ckpt.sources.dcp
-    import unified_ckpt.sources.torch_files  # noqa: F401
 
     start_anon, start_all, peak, done = rss("RssAnon"), rss("VmRSS"), [0], threading.Event()
 
@@ -68,22 +71,50 @@ def work(way: str, source: Path, target: Path) -> dict[str, object]:
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()
-    return {"seconds": seconds, "peak_anon": max(peak[0] - start_anon, 0), "peak_all": rss("VmHWM") - start_all}
+    return {
+        "seconds": seconds,
+        "peak_anon": max(peak[0] - start_anon, 0),
+        "peak_all": rss("VmHWM") - start_all,
+    }
 
 
 def run_apart(way: str, source: Path, target: Path, ranks: int) -> dict[str, object]:
     if way == "convert" and ranks > 1:
         began = time.perf_counter()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "unified_ckpt", "convert"]
-        told = subprocess.run([*command, str(source), str(target), "--json"], check=True, capture_output=True, text=True)
-        return {"seconds": json.loads(told.stdout)["seconds"], "with_start": time.perf_counter() - began}
-    told = subprocess.run([sys.executable, __file__, "--one", way, source, target], check=True, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "unified_ckpt",
+            "convert",
+        ]
+        told = subprocess.run(
+            [*command, str(source), str(target), "--json"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return {
+            "seconds": json.loads(told.stdout)["seconds"],
+            "with_start": time.perf_counter() - began,
+        }
+    told = subprocess.run(
+        [sys.executable, __file__, "--one", way, source, target],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     found: dict[str, object] = json.loads(told.stdout)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="1GiB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="unified,dcp,torch")
@@ -99,7 +130,11 @@ def main() -> None:
     root = Path(options.dir, f"bench-convert-{os.getpid()}")
     root.mkdir()
     try:
-        sources = {name: path for name, path in make_sources(root, parse_size(options.size)).items() if name in options.only.split(",")}
+        sources = {
+            name: path
+            for name, path in make_sources(root, parse_size(options.size)).items()
+            if name in options.only.split(",")
+        }
         os.sync()
         for name, source in sources.items():
             for ranks in map(int, options.ranks.split(",")):
@@ -109,7 +144,9 @@ def main() -> None:
         shutil.rmtree(root)
 
 
-def compare(name: str, source: Path, root: Path, ranks: int, options: argparse.Namespace) -> dict[str, object]:
+def compare(
+    name: str, source: Path, root: Path, ranks: int, options: argparse.Namespace
+) -> dict[str, object]:
     runs: dict[str, list[dict[str, object]]] = {"copy": [], "convert": []}
     for turn in range(options.repeats + 1):  # the first warms the page cache
         for way, found in runs.items():
@@ -125,12 +162,27 @@ def compare(name: str, source: Path, root: Path, ranks: int, options: argparse.N
             if turn:
                 found.append(one)
     seconds = {way: [float(str(one["seconds"])) for one in found] for way, found in runs.items()}
-    ratios = [copy / convert for copy, convert in zip(seconds["copy"], seconds["convert"], strict=True)]
-    row: dict[str, object] = {"bench": "convert", "source": name, "size": options.size, "ranks": ranks, "n": options.repeats}
+    ratios = [
+        copy / convert for copy, convert in zip(seconds["copy"], seconds["convert"], strict=True)
+    ]
+    row: dict[str, object] = {
+        "bench": "convert",
+        "source": name,
+        "size": options.size,
+        "ranks": ranks,
+        "n": options.repeats,
+    }
     row |= {f"{way}_median": round(statistics.median(of), 3) for way, of in seconds.items()}
-    row |= {"speed_of_copy": round(statistics.median(ratios), 3), "rounds": [round(one, 3) for one in ratios]}
+    row |= {
+        "speed_of_copy": round(statistics.median(ratios), 3),
+        "rounds": [round(one, 3) for one in ratios],
+    }
     for key in ("peak_anon", "peak_all"):
-        row |= {f"{key}_mib": max((int(str(one[key])) >> 20 for one in runs["convert"] if key in one), default=None)}
+        row |= {
+            f"{key}_mib": max(
+                (int(str(one[key])) >> 20 for one in runs["convert"] if key in one), default=None
+            )
+        }
     return row
 
 

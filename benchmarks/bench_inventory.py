@@ -25,18 +25,26 @@ from typing import Any
 
 from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, TP, add_scale, llama_405b, moe
 
-from unified_ckpt.core.geometry import Box, chunk
-from unified_ckpt.core.islands import FRAGMENTS, fragment_name
-from unified_ckpt.core.sharding import Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
-from unified_ckpt.engine.folders import Folders
-from unified_ckpt.engine.inventory import Inventory, Listing, Numbers, classify, decode_inventory, decode_listing, listing_name
-from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.whole import choose, decode_whole
+from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.sharding.boxes import Box, chunk
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
+from unified_ckpt.engine.nodes.coverage import choose, decode_whole
+from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.engine.nodes.inventory import (
+    Inventory,
+    Listing,
+    Numbers,
+    classify,
+    decode_inventory,
+    decode_listing,
+    listing_name,
+)
+from unified_ckpt.engine.nodes.source import Joint
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header
-from unified_ckpt.runtime.peers import PeerStorage
-from unified_ckpt.runtime.wire import Address, parse_address
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 
 EXPERT_GROUPS = 64
 FILE_NBYTES = 5_000_000_000
@@ -57,8 +65,19 @@ def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int) -> 
     call()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": repeats}
-    row = {"bench": "inventory", **what, **times, "peak_bytes": peak, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    times = {
+        "seconds": round(statistics.median(seconds), 4),
+        "min": round(min(seconds), 4),
+        "max": round(max(seconds), 4),
+        "n": repeats,
+    }
+    row = {
+        "bench": "inventory",
+        **what,
+        **times,
+        "peak_bytes": peak,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     print(json.dumps(row), flush=True)
     return row
 
@@ -68,11 +87,17 @@ def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int) -> 
 
 def held_by(machine: int, row: Row, ranks: int) -> list[Box]:
     """The boxes of a tensor that a machine's ranks hold."""
-    boxes = [box for rank in range(machine * ranks, (machine + 1) * ranks) for box, _ in row.sharding.boxes(rank, row.spec.shape)]
+    boxes = [
+        box
+        for rank in range(machine * ranks, (machine + 1) * ranks)
+        for box, _ in row.sharding.boxes(rank, row.spec.shape)
+    ]
     return [box for box in dict.fromkeys(boxes) if box.numel]
 
 
-def stored_by(machine: int, rows: Sequence[Row], *, ranks: int = TP) -> dict[str, dict[str, TensorSpec]]:
+def stored_by(
+    machine: int, rows: Sequence[Row], *, ranks: int = TP
+) -> dict[str, dict[str, TensorSpec]]:
     """What a machine stores, by its own parts and names: what is cut over machines in fragments, the rest whole."""
     found: dict[str, dict[str, TensorSpec]] = {}
     for row in rows:
@@ -92,11 +117,15 @@ def patterns(rows: Sequence[Row]) -> list[Row]:
     return list(first.values())
 
 
-def inventory_of(machine: int, machines: int, listing: Listing, spans: Numbers, totals: dict[str, list[int]]) -> Inventory:
+def inventory_of(
+    machine: int, machines: int, listing: Listing, spans: Numbers, totals: dict[str, list[int]]
+) -> Inventory:
     files = []
     for part, (_, nbytes) in totals.items():
         count = max(1, nbytes // machines // FILE_NBYTES)
-        files += [f"{part}{FRAGMENTS}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] + [f"{part}.safetensors.index.json"]
+        files += [
+            f"{part}{FRAGMENTS}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
+        ] + [f"{part}.safetensors.index.json"]
     return Inventory(
         root="/local/run/checkpoint-1000", machine=machine, volume="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
         count=machines, number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing,
@@ -125,7 +154,10 @@ def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, byt
         made.append((listing, spans, listing_name(body)))
         listings[listing_name(body)] = zlib.compress(body)
     turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
-    told = [inventory_of(m, machines, listing, spans, totals).encode(listing=name) for m, listing, spans, name in turns]
+    told = [
+        inventory_of(m, machines, listing, spans, totals).encode(listing=name)
+        for m, listing, spans, name in turns
+    ]
     return len(tensors), told, listings
 
 
@@ -160,7 +192,9 @@ def list_folder(machine: int, machines: int, rows: Sequence[Row]) -> Callable[[]
         listing, spans = classify(stored)
         body = listing.encode()
         zlib.compress(body)
-        return inventory_of(machine, machines, listing, spans, {}).encode(listing=listing_name(body))
+        return inventory_of(machine, machines, listing, spans, {}).encode(
+            listing=listing_name(body)
+        )
 
     return call
 
@@ -182,7 +216,15 @@ def learn(body: bytes, addresses: bytes, own: int) -> Joint:
     found = decode_whole(body)
     servers = [parse_address(text) for text in zlib.decompress(addresses).decode().split("\n")]
     storages = [
-        PeerStorage(servers[one.machine], folder=0, root=one.root, rank=0, names=one.files, timeout_seconds=1) for one in found.folders
+        PeerStorage(
+            servers[one.machine],
+            folder=0,
+            root=one.root,
+            rank=0,
+            names=one.files,
+            timeout_seconds=1,
+        )
+        for one in found.folders
     ]
     return Joint(found, Folders(storages), own=[own], turn=own * TP)
 
@@ -190,9 +232,16 @@ def learn(body: bytes, addresses: bytes, own: int) -> Joint:
 def headers_of(machine: int, rows: Sequence[Row]) -> list[tuple[bytes, int]]:
     """The headers of a machine's folder, of its parts and of its digests, each with the bytes of its file."""
     stored = stored_by(machine, rows)
-    files = [[(name, spec.dtype, spec.shape) for name, spec in tensors.items()] for tensors in stored.values()]
+    files = [
+        [(name, spec.dtype, spec.shape) for name, spec in tensors.items()]
+        for tensors in stored.values()
+    ]
     files.append(
-        [(f"{part}:{name}", "U64", (block_count(spec.nbytes),)) for part, tensors in stored.items() for name, spec in tensors.items()]
+        [
+            (f"{part}:{name}", "U64", (block_count(spec.nbytes),))
+            for part, tensors in stored.items()
+            for name, spec in tensors.items()
+        ]
     )
     found = []
     for items in files:
@@ -218,7 +267,9 @@ def look_up(joint: Joint, windows: Sequence[tuple[Row, int, int]]) -> int:
     return count
 
 
-def windows_of(rows: Sequence[Row], machines: int, rank: int, *, how: str) -> list[tuple[Row, int, int]]:
+def windows_of(
+    rows: Sequence[Row], machines: int, rank: int, *, how: str
+) -> list[tuple[Row, int, int]]:
     """The rows of each tensor that a rank reads."""
     found = []
     for row in rows:
@@ -227,38 +278,74 @@ def windows_of(rows: Sequence[Row], machines: int, rank: int, *, how: str) -> li
         if how == "rows":
             spans = [chunk(row.spec.shape[0], machines * TP, rank)]
         else:
-            spans = [(box.offsets[0], box.offsets[0] + box.shape[0]) for box, _ in row.sharding.boxes(rank, row.spec.shape)]
+            spans = [
+                (box.offsets[0], box.offsets[0] + box.shape[0])
+                for box, _ in row.sharding.boxes(rank, row.spec.shape)
+            ]
         found += [(row, low, high) for low, high in spans if low < high]
     return found
 
 
 def bench_405b(machines: int, layers: int, measure: Measure) -> None:
-    rows = sorted((row for stage in range(PP) for row in llama_405b(stage, machines, layers=layers)), key=lambda row: row.key)
+    rows = sorted(
+        (row for stage in range(PP) for row in llama_405b(stage, machines, layers=layers)),
+        key=lambda row: row.key,
+    )
     own = machines // 3
     told, listings = fleet(machines, rows)
-    case = {"model": "llama-405b", "mesh": f"fsdp{machines} tp{TP}", "machines": machines, "tensors": len(rows)}
+    case = {
+        "model": "llama-405b",
+        "mesh": f"fsdp{machines} tp{TP}",
+        "machines": machines,
+        "tensors": len(rows),
+    }
     pieces = sum(map(len, stored_by(own, rows).values()))
-    sent = {"pieces": pieces, "inventory_bytes": len(told[own]), "listing_bytes": max(map(len, listings.values()))}
+    sent = {
+        "pieces": pieces,
+        "inventory_bytes": len(told[own]),
+        "listing_bytes": max(map(len, listings.values())),
+    }
     measure({**case, "who": "first rank of a machine", **sent}, list_folder(own, machines, rows))
     joint = bench_gather(case, told, listings, own, measure)
     headers = headers_of(own, rows)
-    what = {**case, "who": "a rank, for each folder that it reads from", "header_bytes": sum(len(head) for head, _ in headers)}
+    what = {
+        **case,
+        "who": "a rank, for each folder that it reads from",
+        "header_bytes": sum(len(head) for head, _ in headers),
+    }
     measure(what, lambda: open_one(joint, own, headers))
     for how in ("same", "rows"):
         windows = windows_of(rows, machines, own * TP + 3, how=how)
-        what = {**case, "who": "every rank, looking up", "layout": how, "windows": len(windows), "regions": look_up(joint, windows)}
+        what = {
+            **case,
+            "who": "every rank, looking up",
+            "layout": how,
+            "windows": len(windows),
+            "regions": look_up(joint, windows),
+        }
         measure(what, lambda windows=windows: look_up(joint, windows))
 
 
-def bench_gather(case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, measure: Measure) -> Joint:
+def bench_gather(
+    case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, measure: Measure
+) -> Joint:
     """What rank 0 does, and every rank."""
     body, machines = decide(told, listings), case["machines"]
     address = Address("10.20.30.40", 43210, "").encode()
-    addresses = zlib.compress("\n".join(address + secrets.token_hex(16) for _ in range(machines)).encode())
-    heard = {"received_bytes": sum(map(len, told)) + sum(map(len, listings.values())), "listings": len(listings)}
+    addresses = zlib.compress(
+        "\n".join(address + secrets.token_hex(16) for _ in range(machines)).encode()
+    )
+    heard = {
+        "received_bytes": sum(map(len, told)) + sum(map(len, listings.values())),
+        "listings": len(listings),
+    }
     measure({**case, "who": "rank 0", **heard}, lambda: decide(told, listings))
     got = len(body) + len(addresses)
-    out = {"received_bytes": got, "of_which_addresses": len(addresses), "all_ranks_received_bytes": got * machines * TP}
+    out = {
+        "received_bytes": got,
+        "of_which_addresses": len(addresses),
+        "all_ranks_received_bytes": got * machines * TP,
+    }
     measure({**case, "who": "every rank", **out}, lambda: learn(body, addresses, own))
     return learn(body, addresses, own)
 
@@ -278,7 +365,12 @@ def main() -> None:
         bench_405b(machines, options.layers or LLAMA_LAYERS, measure)
         if machines >= EXPERT_GROUPS:
             tensors, told, listings = experts(machines, options.layers or MOE_LAYERS)
-            case = {"model": "moe", "mesh": f"ep{EXPERT_GROUPS}", "machines": machines, "tensors": tensors}
+            case = {
+                "model": "moe",
+                "mesh": f"ep{EXPERT_GROUPS}",
+                "machines": machines,
+                "tensors": tensors,
+            }
             bench_gather(case, told, listings, 5, measure)
     if options.out:
         with open(options.out, "w") as file:

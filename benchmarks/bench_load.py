@@ -85,7 +85,15 @@ def load_case(
         common.check_pattern(state, options.kind, where=name)
         return {}
 
-    return Case(name=name, limit="raw", reset=reset, run=load, check=check or right, columns={}, settings=settings or {})
+    return Case(
+        name=name,
+        limit="raw",
+        reset=reset,
+        run=load,
+        check=check or right,
+        columns={},
+        settings=settings or {},
+    )
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
@@ -96,7 +104,18 @@ def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
         peers.raw_check(pieces)
         return {}
 
-    return {"raw": [load_case("raw", partial(peers.raw_read, pieces), scratch / "merged", state, options, check=check)]}
+    return {
+        "raw": [
+            load_case(
+                "raw",
+                partial(peers.raw_read, pieces),
+                scratch / "merged",
+                state,
+                options,
+                check=check,
+            )
+        ]
+    }
 
 
 def unified_contests(scratch: Path, state: State, options: Namespace, owned: ExitStack) -> Contests:
@@ -104,7 +123,9 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
 
     folder = scratch / "merged"
 
-    def contest(name: str, verify: Literal["read", "off"], load: Callable[..., uc.LoadReport]) -> list[Case]:
+    def contest(
+        name: str, verify: Literal["read", "off"], load: Callable[..., uc.LoadReport]
+    ) -> list[Case]:
         reports: list[uc.LoadReport] = []
 
         def run() -> None:
@@ -115,28 +136,46 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
             common.check_pattern(state, options.kind, where=name)
             return {"verified_bytes": over_ranks(reports[0].verified_bytes, dist.ReduceOp.SUM)}
 
-        return [load_case(name, run, folder, state, options, check=check, settings={"verify": verify})]
+        return [
+            load_case(name, run, folder, state, options, check=check, settings={"verify": verify})
+        ]
 
     return {  # a Checkpointer each, for one that another case has used holds its buffers already
         "unified": contest("unified", "off", owned.enter_context(uc.Checkpointer()).load),
-        "unified_verified": contest("unified_verified", "read", owned.enter_context(uc.Checkpointer()).load),
+        "unified_verified": contest(
+            "unified_verified", "read", owned.enter_context(uc.Checkpointer()).load
+        ),
         "unified_oneshot": contest("unified_oneshot", "off", uc.load),
     }
 
 
 def peer_contests(scratch: Path, state: State, options: Namespace) -> Contests:
     def case(name: str, folder: str, load: Callable[..., object], **settings: object) -> Case:
-        return load_case(name, partial(load, scratch / folder, state, **settings), scratch / folder, state, options, settings=settings)
+        return load_case(
+            name,
+            partial(load, scratch / folder, state, **settings),
+            scratch / folder,
+            state,
+            options,
+            settings=settings,
+        )
 
     contests = {
         "dcp": [case("dcp", "dcp", peers.dcp_load)],
         "dcp_hf": [case("dcp_hf", "view", peers.hf_load, threads=threads) for threads in (1, 2)],
         "torch_load": [],
-        "safetensors_load": [case("safetensors_load", "merged", peers.load_slices, kind=options.kind)],
+        "safetensors_load": [
+            case("safetensors_load", "merged", peers.load_slices, kind=options.kind)
+        ],
     }
     if options.scenario == "same":  # files of one rank each serve no other layout
-        contests["torch_load"] = [case("torch_load", "pt", peers.load_shards, suffix="pt", mmap=mmap) for mmap in (False, True)]
-        contests["safetensors_load"].append(case("safetensors_load", "safetensors", peers.load_shards, suffix="safetensors"))
+        contests["torch_load"] = [
+            case("torch_load", "pt", peers.load_shards, suffix="pt", mmap=mmap)
+            for mmap in (False, True)
+        ]
+        contests["safetensors_load"].append(
+            case("safetensors_load", "safetensors", peers.load_shards, suffix="safetensors")
+        )
     return contests
 
 
@@ -149,7 +188,12 @@ def check_damage(folder: Path, state: State) -> None:
         flip(path, first + nbytes // 2)
     dist.barrier()
     try:
-        uc.load(folder, model=state.model, optimizer=state.optimizer, options=uc.LoadOptions(verify="read"))
+        uc.load(
+            folder,
+            model=state.model,
+            optimizer=state.optimizer,
+            options=uc.LoadOptions(verify="read"),
+        )
     except uc.IntegrityError:
         return
     raise RuntimeError(f"{path}: one bit was flipped and a load with verify='read' did not see it")
@@ -180,14 +224,18 @@ def load_all(options: Namespace) -> None:
         "saved_ranks": saved_ranks,
         "cache": "cold" if options.cold else "warm",
         "merged_by": "unified" if unified else "dcp",
-        "nbytes": over_ranks(sum(local.nbytes for local in locals_of(state.tensors()).values()), dist.ReduceOp.SUM),
+        "nbytes": over_ranks(
+            sum(local.nbytes for local in locals_of(state.tensors()).values()), dist.ReduceOp.SUM
+        ),
         "load_average": os.getloadavg()[0],
     }
     with ExitStack() as owned:
         contests = raw_contests(scratch, state, options)
         contests |= unified_contests(scratch, state, options, owned) if unified else {}
         contests |= peer_contests(scratch, state, options)
-        trials = race(chosen(contests, options.only), repeats=options.repeats, before_round=dist.barrier)
+        trials = race(
+            chosen(contests, options.only), repeats=options.repeats, before_round=dist.barrier
+        )
         found = rows(trials, same=same)
         if unified:
             check_damage(scratch / "merged", state)
@@ -198,8 +246,16 @@ def load_all(options: Namespace) -> None:
 
 def parser() -> ArgumentParser:
     made = common.parser(__doc__ or "")
-    made.add_argument("--scenario", default="same,reshard,world", help="same layout; other sharded dim; other number of ranks")
-    made.add_argument("--cold", action="store_true", help="drop the page cache before each load (needs root to be thorough)")
+    made.add_argument(
+        "--scenario",
+        default="same,reshard,world",
+        help="same layout; other sharded dim; other number of ranks",
+    )
+    made.add_argument(
+        "--cold",
+        action="store_true",
+        help="drop the page cache before each load (needs root to be thorough)",
+    )
     return made
 
 
@@ -215,8 +271,12 @@ def main(arguments: Sequence[str]) -> None:
             for scenario in options.scenario.split(","):
                 if saved := origin(scenario, kind, ranks):
                     shared = [*arguments, "--stamp", stamp, "--scenario", scenario]
-                    common.launch(__file__, [*shared, "--stage", "save", "--kind", saved[0]], ranks=saved[1])
-                    common.launch(__file__, [*shared, "--stage", "load", "--kind", kind], ranks=ranks)
+                    common.launch(
+                        __file__, [*shared, "--stage", "save", "--kind", saved[0]], ranks=saved[1]
+                    )
+                    common.launch(
+                        __file__, [*shared, "--stage", "load", "--kind", kind], ranks=ranks
+                    )
     shutil.rmtree(Path(options.scratch) / "bench_load")
 
 

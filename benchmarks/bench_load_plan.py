@@ -15,8 +15,8 @@ from typing import Any
 
 from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, add_scale, llama_405b, measured, moe
 
-from unified_ckpt.engine.census import Census, publish_by_machine
-from unified_ckpt.engine.sharing import overlap
+from unified_ckpt.engine.load.share_reads import overlap
+from unified_ckpt.engine.plan.holders import Census, publish_by_machine
 
 RANKS, EXPERT_GROUPS = 8, 64
 
@@ -37,10 +37,22 @@ class Store:
 def census_of(model: str, machines: int, layers: int | None) -> Census:
     world = RANKS * machines
     if model == "llama-405b":
-        every = {row.key: row for stage in range(PP) for row in llama_405b(stage, machines, layers=layers or LLAMA_LAYERS)}
-        return Census({"all": sorted(every.values(), key=lambda row: row.key)}, {"all": list(range(world))})
-    tables = {f"ep{group}": moe(group, EXPERT_GROUPS, layers=layers or MOE_LAYERS) for group in range(EXPERT_GROUPS)}
-    return Census(tables, {name: list(range(group, world, EXPERT_GROUPS)) for group, name in enumerate(tables)})
+        every = {
+            row.key: row
+            for stage in range(PP)
+            for row in llama_405b(stage, machines, layers=layers or LLAMA_LAYERS)
+        }
+        return Census(
+            {"all": sorted(every.values(), key=lambda row: row.key)}, {"all": list(range(world))}
+        )
+    tables = {
+        f"ep{group}": moe(group, EXPERT_GROUPS, layers=layers or MOE_LAYERS)
+        for group in range(EXPERT_GROUPS)
+    }
+    return Census(
+        tables,
+        {name: list(range(group, world, EXPERT_GROUPS)) for group, name in enumerate(tables)},
+    )
 
 
 def rank_0(census: Census, machines: list[int]) -> int:
@@ -59,12 +71,29 @@ def main() -> None:
     rows = []
     for model in ("llama-405b", "moe"):
         for count in map(int, options.machines.split(",")):
-            census, machines = census_of(model, count, options.layers), [rank // RANKS for rank in range(RANKS * count)]
-            case = {"model": model, "machines": count, "ranks": len(machines), "tables": len(census.tables)}
-            case |= {"rows_in_tables": sum(map(len, census.tables.values())), "told_bytes": rank_0(census, machines)}
+            census, machines = (
+                census_of(model, count, options.layers),
+                [rank // RANKS for rank in range(RANKS * count)],
+            )
+            case = {
+                "model": model,
+                "machines": count,
+                "ranks": len(machines),
+                "tables": len(census.tables),
+            }
+            case |= {
+                "rows_in_tables": sum(map(len, census.tables.values())),
+                "told_bytes": rank_0(census, machines),
+            }
             act = partial(rank_0, census, machines)
             measure = measured({**case, "who": "rank 0"}, act, repeats=options.repeats)
-            rows.append({**measure, "bench": "load plan", "date": datetime.now(UTC).isoformat(timespec="seconds")})
+            rows.append(
+                {
+                    **measure,
+                    "bench": "load plan",
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
     if options.out:
         with open(options.out, "w") as file:

@@ -30,7 +30,7 @@ began = perf_counter()
 found = FileSystemReader(sys.argv[1]).read_metadata()
 """
 UNIFIED = """
-import unified_ckpt.sources.dcp
+import unified_ckpt.sources.pytorch.dcp
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources import open_any
 from time import perf_counter
@@ -66,8 +66,12 @@ def write(folder: str, ranks: int, tensors: int) -> None:
         for rank in range(ranks):
             at = torch.Size([rank, 0])
             chunks.append(ChunkStorageMetadata(at, torch.Size([1, 64])))
-            places[MetadataIndex(fqn, at, rank)] = _StorageInfo(f"__{rank}_0.distcp", n * NBYTES, NBYTES)
-        state[fqn] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([ranks, 64]), chunks)
+            places[MetadataIndex(fqn, at, rank)] = _StorageInfo(
+                f"__{rank}_0.distcp", n * NBYTES, NBYTES
+            )
+        state[fqn] = TensorStorageMetadata(
+            TensorProperties(torch.float32), torch.Size([ranks, 64]), chunks
+        )
     with open(f"{folder}/.metadata", "wb") as file:
         pickle.dump(Metadata(state, None, places), file)
     for rank in range(ranks):
@@ -86,7 +90,9 @@ def measure(body: str, folder: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="64,1024,16384")
     parser.add_argument("--shards", type=int, default=300_000, help="of all tensors together")
     parser.add_argument("--repeats", type=int, default=3)
@@ -97,14 +103,28 @@ def main() -> None:
         folder, tensors = tempfile.mkdtemp(dir=told.scratch), max(told.shards // ranks, 1)
         try:
             write(folder, ranks, tensors)
-            rounds = [{"dcp": measure(DCP, folder), "unified": measure(UNIFIED, folder)} for _ in range(told.repeats)]
+            rounds = [
+                {"dcp": measure(DCP, folder), "unified": measure(UNIFIED, folder)}
+                for _ in range(told.repeats)
+            ]
             size = os.path.getsize(f"{folder}/.metadata")
         finally:
             shutil.rmtree(folder)
         for case in ("dcp", "unified"):
             seconds = [one[case]["seconds"] for one in rounds]
-            row = {"bench": "open_dcp", "case": case, "ranks": ranks, "tensors": tensors, "shards": ranks * tensors, "metadata_bytes": size}
-            row |= {"seconds_median": statistics.median(seconds), "rounds": seconds, "kept_bytes": rounds[-1][case]["kept_bytes"]}
+            row = {
+                "bench": "open_dcp",
+                "case": case,
+                "ranks": ranks,
+                "tensors": tensors,
+                "shards": ranks * tensors,
+                "metadata_bytes": size,
+            }
+            row |= {
+                "seconds_median": statistics.median(seconds),
+                "rounds": seconds,
+                "kept_bytes": rounds[-1][case]["kept_bytes"],
+            }
             write_rows([row], told.out)
 
 

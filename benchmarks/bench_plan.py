@@ -16,13 +16,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from unified_ckpt.core import exchange, lines, sharding
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row, encode_table
-from unified_ckpt.engine.census import Census, Membership
-from unified_ckpt.engine.extras import Extra, Told
-from unified_ckpt.engine.plan import checked_groups, list_pages, plan_group, write_book
-from unified_ckpt.engine.seal import make_manifest
+from unified_ckpt.core.planning import exchange, slabs
+from unified_ckpt.core.sharding import shardings
+from unified_ckpt.core.sharding.declarations import Row, encode_table
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.folder.extra_state import Extra, Told
+from unified_ckpt.engine.plan.holders import Census, Membership
+from unified_ckpt.engine.plan.save_plan import checked_groups, list_pages, plan_group, write_book
+from unified_ckpt.engine.save.finalize import make_manifest
 from unified_ckpt.format.index import encode_index
 from unified_ckpt.format.manifest import IndexFile, encode_manifest
 
@@ -30,13 +31,17 @@ BOUND = 5_000_000_000
 TP, PP = 8, 4
 RUNS = 5
 LLAMA_LAYERS, MOE_LAYERS = 126, 61
-STATES = (("master_weights", "F32", ""), ("optimizer", "F32", "/exp_avg"), ("optimizer", "F32", "/exp_avg_sq"))
+STATES = (
+    ("master_weights", "F32", ""),
+    ("optimizer", "F32", "/exp_avg"),
+    ("optimizer", "F32", "/exp_avg_sq"),
+)
 
 
 def forget() -> None:
     """Empties the planner's caches: each run is a first save."""
     for function in (
-        lines.manner, lines.own_runs, lines.segments, lines.part_nbytes, lines.inner_boxes, sharding._intervals, sharding._positions,
+        slabs.manner, slabs.own_runs, slabs.segments, slabs.part_nbytes, slabs.inner_boxes, shardings._intervals, shardings._positions,
         exchange._ranks_along,
     ):  # fmt: skip
         function.cache_clear()
@@ -47,7 +52,9 @@ def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[Row
     """A parameter in bf16, its fp32 master, two moments and a step."""
     whole = Sharding(cuts)
     found = [Row("model", fqn, TensorSpec("BF16", shape), whole)]
-    found += [Row(part, fqn + suffix, TensorSpec(dtype, shape), whole) for part, dtype, suffix in STATES]
+    found += [
+        Row(part, fqn + suffix, TensorSpec(dtype, shape), whole) for part, dtype, suffix in STATES
+    ]
     return [*found, Row("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
 
 
@@ -76,7 +83,9 @@ def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Row
     if stage == 0:
         found += rows_of("model.embed_tokens.weight", (vocab, hidden), column)
     if stage == PP - 1:
-        found += rows_of("model.norm.weight", (hidden,), norm) + rows_of("lm_head.weight", (vocab, hidden), column)
+        found += rows_of("model.norm.weight", (hidden,), norm) + rows_of(
+            "lm_head.weight", (vocab, hidden), column
+        )
     return sorted(found, key=lambda r: r.key)
 
 
@@ -86,13 +95,25 @@ def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[Row
     found = []
     for layer in range(layers):
         for expert in range(256 * expert_group // groups, 256 * (expert_group + 1) // groups):
-            for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
-                found += rows_of(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, ())
-        found += rows_of(f"model.layers.{layer}.self_attn.o_proj.weight", (hidden, 16384), (Cut(0, groups, 1, name="dp"),))
+            for name, shape in (
+                ("gate_proj", (inner, hidden)),
+                ("up_proj", (inner, hidden)),
+                ("down_proj", (hidden, inner)),
+            ):
+                found += rows_of(
+                    f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, ()
+                )
+        found += rows_of(
+            f"model.layers.{layer}.self_attn.o_proj.weight",
+            (hidden, 16384),
+            (Cut(0, groups, 1, name="dp"),),
+        )
     return sorted(found, key=lambda r: r.key)
 
 
-def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int = RUNS) -> dict[str, Any]:
+def measured(
+    what: dict[str, Any], call: Callable[[], Any], *, repeats: int = RUNS
+) -> dict[str, Any]:
     """Times a call, then runs it once more for its peak memory."""
     seconds = []
     for _ in range(repeats):
@@ -105,7 +126,12 @@ def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int = RU
     call()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    times = {"seconds": round(statistics.median(seconds), 4), "min": round(min(seconds), 4), "max": round(max(seconds), 4), "n": repeats}
+    times = {
+        "seconds": round(statistics.median(seconds), 4),
+        "min": round(min(seconds), 4),
+        "max": round(max(seconds), 4),
+        "n": repeats,
+    }
     return {"bench": "plan", **what, **times, "peak_bytes": peak}
 
 
@@ -125,7 +151,11 @@ def llama_job(world: int, *, layers: int = LLAMA_LAYERS) -> tuple[Census, int, d
 def members_of(census: Census, table: str) -> list[Membership]:
     """What rank 0 tells the ranks of a table."""
     pages, _ = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
-    return [Membership(p.group.index, p.holders, p.group.rows, p.note) for p in pages if table in p.group.tables]
+    return [
+        Membership(p.group.index, p.holders, p.group.rows, p.note)
+        for p in pages
+        if table in p.group.tables
+    ]
 
 
 def one_rank(census: Census, table: str, rank: int) -> Callable[[], object]:
@@ -147,7 +177,9 @@ def writer(census: Census) -> Callable[[], object]:
         files = {name for page in pages for name in names_in(page)}
         book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
         indexes = {
-            part: IndexFile.of(encode_index(total_size=book.part_nbytes[part], weight_map=weight_map))
+            part: IndexFile.of(
+                encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
+            )
             for part, weight_map in book.weight_maps.items()
         }
         manifest = make_manifest(
@@ -160,19 +192,27 @@ def writer(census: Census) -> Callable[[], object]:
 
 
 def names_in(page: Any) -> list[str]:
-    from unified_ckpt.engine.plan import _file_name
+    from unified_ckpt.engine.plan.save_plan import _file_name
 
     return [_file_name(plan.part, plan.number, page.note) for plan in page.files]
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=RUNS)
-    parser.add_argument("--layers", type=int, help=f"of each model, in place of its own {LLAMA_LAYERS} or {MOE_LAYERS}")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help=f"of each model, in place of its own {LLAMA_LAYERS} or {MOE_LAYERS}",
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", default="64,1024,16384", help="of the 405B model, comma-separated multiples of 64")
+    parser.add_argument(
+        "--ranks",
+        default="64,1024,16384",
+        help="of the 405B model, comma-separated multiples of 64",
+    )
     add_scale(parser)
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -181,22 +221,48 @@ def main() -> None:
     for world in map(int, options.ranks.split(",")):
         census, rank, case = llama_job(world, layers=options.layers or LLAMA_LAYERS)
         stage = census.tables["stage1"]
-        own = {**case, "who": "one rank", "tensors": len(stage), "announced_bytes": len(encode_table(stage))}
+        own = {
+            **case,
+            "who": "one rank",
+            "tensors": len(stage),
+            "announced_bytes": len(encode_table(stage)),
+        }
         rows.append(measured(own, one_rank(census, "stage1", rank), repeats=repeats))
         total = sum(len(table) for table in census.tables.values())
-        rows.append(measured({**case, "who": "writer of index and manifest", "tensors": total}, writer(census), repeats=repeats))
+        rows.append(
+            measured(
+                {**case, "who": "writer of index and manifest", "tensors": total},
+                writer(census),
+                repeats=repeats,
+            )
+        )
         print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     groups = 64
     tables = {f"ep{g}": moe(g, groups, layers=options.layers or MOE_LAYERS) for g in range(groups)}
     census = census_of(tables, {f"ep{g}": [g] for g in range(groups)})
     distinct = sum(len(g.rows) for g in checked_groups(census))
     case = {"model": "moe", "mesh": f"ep{groups}", "ranks": groups}
-    rows.append(measured({**case, "who": "one rank", "tensors": len(tables["ep5"])}, one_rank(census, "ep5", 5), repeats=repeats))
-    rows.append(measured({**case, "who": "writer of index and manifest", "tensors": distinct}, writer(census), repeats=repeats))
+    rows.append(
+        measured(
+            {**case, "who": "one rank", "tensors": len(tables["ep5"])},
+            one_rank(census, "ep5", 5),
+            repeats=repeats,
+        )
+    )
+    rows.append(
+        measured(
+            {**case, "who": "writer of index and manifest", "tensors": distinct},
+            writer(census),
+            repeats=repeats,
+        )
+    )
     print(json.dumps(rows[-2]), json.dumps(rows[-1]), sep="\n", flush=True)
     if options.out:
         with open(options.out, "w") as file:
-            file.writelines(json.dumps({**row, "date": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n" for row in rows)
+            file.writelines(
+                json.dumps({**row, "date": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n"
+                for row in rows
+            )
 
 
 if __name__ == "__main__":

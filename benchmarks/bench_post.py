@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from unified_ckpt.core.volumes import Volume
-from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.wire import Address, connect, receive_words, send_words
+from unified_ckpt.core.nodes.write_alignment import Volume
+from unified_ckpt.runtime.exchange.tcp import Address, connect, receive_words, send_words
+from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 BODY = bytes(64 << 10)
 
@@ -47,7 +47,11 @@ def main() -> None:
         storage = LocalStorage(root)
         storage.make_folder("folder")
         post.open("save", storage, "folder")
-        moment, before, threads = threading.Barrier(count), resident_nbytes(), threading.active_count()
+        moment, before, threads = (
+            threading.Barrier(count),
+            resident_nbytes(),
+            threading.active_count(),
+        )
 
         def arrive(number: int) -> None:
             moment.wait(60)
@@ -62,15 +66,32 @@ def main() -> None:
 
         def write_all() -> None:
             for number, line in lines.items():
-                send_words(line, {"what": "write", "save": "save", "file": "x", "start": number * len(BODY)}, nbytes=len(BODY))
+                send_words(
+                    line,
+                    {"what": "write", "save": "save", "file": "x", "start": number * len(BODY)},
+                    nbytes=len(BODY),
+                )
                 line.sendall(BODY)
                 send_words(line, {"what": "flush"})
             for line in lines.values():
                 assert receive_words(line)[0] == {"error": ""}
 
-        row = {"bench": "post", "connections": count, "connect_seconds": timed(arrive_all), "write_seconds": timed(write_all)}
+        row = {
+            "bench": "post",
+            "connections": count,
+            "connect_seconds": timed(arrive_all),
+            "write_seconds": timed(write_all),
+        }
         held = resident_nbytes() - before
-        print(json.dumps({**row, "threads": threading.active_count() - threads, "resident_bytes_each": held // count}))
+        print(
+            json.dumps(
+                {
+                    **row,
+                    "threads": threading.active_count() - threads,
+                    "resident_bytes_each": held // count,
+                }
+            )
+        )
         for line in lines.values():
             line.close()
         post.close()

@@ -23,7 +23,16 @@ Save = Callable[[], object]
 Check = Callable[[], object]
 
 
-def save_case(name: str, save: Save, check: Check, folder: Path, *, durable: bool, hf_loadable: bool, **settings: object) -> Case:
+def save_case(
+    name: str,
+    save: Save,
+    check: Check,
+    folder: Path,
+    *,
+    durable: bool,
+    hf_loadable: bool,
+    **settings: object,
+) -> Case:
     return Case(
         name=name,
         limit="raw" if durable else "raw_nosync",
@@ -38,11 +47,21 @@ def save_case(name: str, save: Save, check: Check, folder: Path, *, durable: boo
 def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object]:
     """What the folder shows after a save. A case that claims to be durable must have left no dirty page in any of its files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    dirty = {path.name: count for path in folder.iterdir() if path.is_file() and (count := dirty_bytes(path))}
+    dirty = {
+        path.name: count
+        for path in folder.iterdir()
+        if path.is_file() and (count := dirty_bytes(path))
+    }
     if durable and dirty:
-        raise RuntimeError(f"{folder}: claims to be durable, but there were bytes not yet on disk when it returned: {dirty}")
+        raise RuntimeError(
+            f"{folder}: claims to be durable, but there were bytes not yet on disk when it returned: {dirty}"
+        )
     check()
-    return {"folder_bytes": sum(path.stat().st_size for path in files), "files": len(files), "dirty_bytes_after": sum(dirty.values())}
+    return {
+        "folder_bytes": sum(path.stat().st_size for path in files),
+        "files": len(files),
+        "dirty_bytes_after": sum(dirty.values()),
+    }
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
@@ -55,23 +74,53 @@ def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
             folder.mkdir(exist_ok=True)
             peers.raw_write(pieces, [path for path, _, _ in files], fsync=fsync, early=early)
 
-        return [save_case(name, save, partial(peers.raw_check, pieces), folder, durable=fsync, hf_loadable=False)]
+        return [
+            save_case(
+                name,
+                save,
+                partial(peers.raw_check, pieces),
+                folder,
+                durable=fsync,
+                hf_loadable=False,
+            )
+        ]
 
-    return {"raw": contest("raw", True), "raw_early": contest("raw_early", True, early=True), "raw_nosync": contest("raw_nosync", False)}
+    return {
+        "raw": contest("raw", True),
+        "raw_early": contest("raw_early", True, early=True),
+        "raw_nosync": contest("raw_nosync", False),
+    }
 
 
 def unified_contests(scratch: Path, state: State, options: Namespace, owned: ExitStack) -> Contests:
     import unified_ckpt as uc
 
     folder = scratch / "checkpoint-1"
-    files = sum(common.file_count(part, max_file_bytes=options.max_file_bytes) for part in (state.model, state.optimizer))
+    files = sum(
+        common.file_count(part, max_file_bytes=options.max_file_bytes)
+        for part in (state.model, state.optimizer)
+    )
     check = partial(peers.check_merged, folder, state, options.kind, files=files)
 
     def contest(name: str, fsync: bool, reused: bool) -> list[Case]:
         how = uc.SaveOptions(fsync=fsync, max_file_bytes=options.max_file_bytes)
-        save = owned.enter_context(uc.Checkpointer(options=how)).save if reused else partial(uc.save, options=how)
+        save = (
+            owned.enter_context(uc.Checkpointer(options=how)).save
+            if reused
+            else partial(uc.save, options=how)
+        )
         run = partial(save, folder, model=state.model, optimizer=state.optimizer)
-        return [save_case(name, run, check, folder, durable=fsync, hf_loadable=True, checkpointer="reused" if reused else "new")]
+        return [
+            save_case(
+                name,
+                run,
+                check,
+                folder,
+                durable=fsync,
+                hf_loadable=True,
+                checkpointer="reused" if reused else "new",
+            )
+        ]
 
     return {
         "unified": contest("unified", fsync=True, reused=True),
@@ -89,7 +138,9 @@ def shard_contests(scratch: Path, state: State) -> Contests:
             peers.write_shards(folder, state, suffix=suffix, fsync=fsync)
 
         def check() -> None:
-            check_equal(peers.read_shards(folder, suffix=suffix), locals_of(state.tensors()), where=name)
+            check_equal(
+                peers.read_shards(folder, suffix=suffix), locals_of(state.tensors()), where=name
+            )
 
         merged = suffix == "safetensors" and dist.get_world_size() == 1
         return [save_case(name, save, check, folder, durable=fsync, hf_loadable=merged)]
@@ -98,7 +149,9 @@ def shard_contests(scratch: Path, state: State) -> Contests:
         "torch_save": contest("torch_save", "pt", True),
         "torch_save_nosync": contest("torch_save_nosync", "pt", False),
         "safetensors_save_file": contest("safetensors_save_file", "safetensors", True),
-        "safetensors_save_file_nosync": contest("safetensors_save_file_nosync", "safetensors", False),
+        "safetensors_save_file_nosync": contest(
+            "safetensors_save_file_nosync", "safetensors", False
+        ),
     }
 
 
@@ -113,7 +166,16 @@ def dcp_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
     def case(name: str, fsync: bool, threads: int) -> Case:
         save = partial(peers.dcp_save, folder, state, fsync=fsync, threads=threads)
-        return save_case(name, save, check, folder, durable=fsync, hf_loadable=False, threads=threads, plan_cache=True)
+        return save_case(
+            name,
+            save,
+            check,
+            folder,
+            durable=fsync,
+            hf_loadable=False,
+            threads=threads,
+            plan_cache=True,
+        )
 
     return {
         "dcp": [case("dcp", True, threads) for threads in (1, 2)],
@@ -129,18 +191,39 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
     def case(everywhere: bool, threads: int) -> Case:
         def save() -> None:
             folder.mkdir(exist_ok=True)
-            peers.hf_save(folder, state, mapping=mapping, everywhere=everywhere, threads=threads, fsync=True)
+            peers.hf_save(
+                folder, state, mapping=mapping, everywhere=everywhere, threads=threads, fsync=True
+            )
 
         by = "every rank" if everywhere else "rank 0"
-        return save_case(name, save, check, folder, durable=True, hf_loadable=True, consolidated_by=by, threads=threads, plan_cache=True)
+        return save_case(
+            name,
+            save,
+            check,
+            folder,
+            durable=True,
+            hf_loadable=True,
+            consolidated_by=by,
+            threads=threads,
+            plan_cache=True,
+        )
 
-    choices = [(False, 1), (False, 2)] if dist.get_world_size() == 1 else [(False, 2), (True, 1), (True, 2)]
+    choices = (
+        [(False, 1), (False, 2)]
+        if dist.get_world_size() == 1
+        else [(False, 2), (True, 1), (True, 2)]
+    )
     return {name: [case(everywhere, threads) for everywhere, threads in choices]}
 
 
 def first_row(trial: Trial, same: Mapping[str, object]) -> dict[str, object]:
     """The first save in the life of the process: planning, buffers never touched, nothing cached."""
-    return {**same, "case": f"{trial.case.name}_first", **spread([trial.first.seconds]), **trial.case.columns}
+    return {
+        **same,
+        "case": f"{trial.case.name}_first",
+        **spread([trial.first.seconds]),
+        **trial.case.columns,
+    }
 
 
 def work(options: Namespace) -> None:
@@ -151,19 +234,32 @@ def work(options: Namespace) -> None:
         contests = raw_contests(scratch, state, options)
         if common.wants_unified(options.only):
             contests |= unified_contests(scratch, state, options, owned)
-        contests |= shard_contests(scratch, state) | dcp_contests(scratch, state, options) | hf_contests(scratch, state, options)
+        contests |= (
+            shard_contests(scratch, state)
+            | dcp_contests(scratch, state, options)
+            | hf_contests(scratch, state, options)
+        )
         load_average = os.getloadavg()[0]
-        trials = race(chosen(contests, options.only), repeats=options.repeats, before_round=partial(common.bump, state))
+        trials = race(
+            chosen(contests, options.only),
+            repeats=options.repeats,
+            before_round=partial(common.bump, state),
+        )
         same: dict[str, object] = {
             "bench": "save",
             "run": options.stamp,
             "size": options.size,
             "ranks": mesh.size(),
             "kind": options.kind,
-            "nbytes": over_ranks(sum(local.nbytes for local in locals_of(state.tensors()).values()), dist.ReduceOp.SUM),
+            "nbytes": over_ranks(
+                sum(local.nbytes for local in locals_of(state.tensors()).values()),
+                dist.ReduceOp.SUM,
+            ),
             "load_average": load_average,
         }
-        found = rows(trials, same=same) + [first_row(trial, same) for trial in trials if trial.case.name == "unified"]
+        found = rows(trials, same=same) + [
+            first_row(trial, same) for trial in trials if trial.case.name == "unified"
+        ]
     if mesh.get_rank() == 0:
         common.write_rows(found, options.out)
     common.empty(scratch)
@@ -179,7 +275,11 @@ def main(arguments: Sequence[str]) -> None:
     common.write_rows([{**common.environment(Path(options.scratch)), "run": run}], options.out)
     for ranks in map(int, options.ranks.split(",")):
         for kind in options.kind.split(",") if ranks > 1 else ["dim0"]:  # one rank, one layout
-            common.launch(__file__, [*arguments, "--stage", "save", "--stamp", run, "--kind", kind], ranks=ranks)
+            common.launch(
+                __file__,
+                [*arguments, "--stage", "save", "--stamp", run, "--kind", kind],
+                ranks=ranks,
+            )
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import torch
 from common import write_rows
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
 WAYS = ("never", "always")
@@ -45,7 +45,10 @@ class Volume:
             storage.machine = threading.current_thread().name  # type: ignore[attr-defined]  # the rank's thread makes what it serves, too
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
-            blocks = {(storage.machine, name, block) for block in range(start >> 20, -(-(start + len(into)) >> 20))}  # type: ignore[attr-defined]
+            blocks = {
+                (storage.machine, name, block)
+                for block in range(start >> 20, -(-(start + len(into)) >> 20))
+            }  # type: ignore[attr-defined]
             with volume._lock:
                 fresh = min(len(blocks - volume._seen) << 20, len(into))
                 volume._seen |= blocks

@@ -37,7 +37,11 @@ def names() -> list[str]:
     """The parameters of 256 experts in each of 61 layers, and of attention: 234,545 tensors with their state."""
     found = []
     for layer in range(61):
-        found += [f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight" for expert in range(256) for name in SHAPES]
+        found += [
+            f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+            for expert in range(256)
+            for name in SHAPES
+        ]
         found.append(f"model.layers.{layer}.self_attn.o_proj.weight")
     return found
 
@@ -61,8 +65,14 @@ class Training:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.masters = {name: parameter.detach().float() for name, parameter in self.module.named_parameters()}
-        self.state = {"model": self.module, "optimizer": self.optimizer, "master_weights": self.masters}
+        self.masters = {
+            name: parameter.detach().float() for name, parameter in self.module.named_parameters()
+        }
+        self.state = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "master_weights": self.masters,
+        }
 
 
 def cpu_seconds() -> float:
@@ -147,11 +157,16 @@ def one_round(tensors: int, ranks: int, scratch: str) -> dict[str, tuple[float, 
         else:
             subprocess.run([sys.executable, __file__, *arguments], check=True)
         of_ranks = [json.loads(path.read_text()) for path in sorted(Path(root).glob("rank-*.json"))]
-    return {name: tuple(max(one[name][i] for one in of_ranks if name in one) for i in (0, 1)) for name in of_ranks[0]}  # type: ignore[misc]
+    return {
+        name: tuple(max(one[name][i] for one in of_ranks if name in one) for i in (0, 1))
+        for name in of_ranks[0]
+    }  # type: ignore[misc]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tensors", default="20000,40000,80000,160000,234545")
     parser.add_argument("--ranks", default="1")
     parser.add_argument("--repeats", type=int, default=3)
@@ -171,8 +186,18 @@ def main() -> None:
         for count, found in rounds.items():
             for name in found[0]:
                 each = [round(one[name][0] / count * 1e6, 1) for one in found]
-                row = {"bench": "small_tensors", "operation": name, "tensors": count, "ranks": ranks, "us_a_tensor": min(each)}
-                row |= {"rounds": each, "peak_bytes": max(one[name][1] for one in found), "load_average": os.getloadavg()[0]}
+                row = {
+                    "bench": "small_tensors",
+                    "operation": name,
+                    "tensors": count,
+                    "ranks": ranks,
+                    "us_a_tensor": min(each),
+                }
+                row |= {
+                    "rounds": each,
+                    "peak_bytes": max(one[name][1] for one in found),
+                    "load_average": os.getloadavg()[0],
+                }
                 write_rows([row], options.out)
 
 

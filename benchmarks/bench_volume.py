@@ -18,8 +18,8 @@ from typing import Any
 
 from bench_plan import BOUND, llama_job, members_of
 
-from unified_ckpt.core.volumes import NO_BLOCKS, WHOLE_FILES, Volume
-from unified_ckpt.engine.plan import GroupPlan, plan_group
+from unified_ckpt.core.nodes.write_alignment import NO_BLOCKS, WHOLE_FILES, Volume
+from unified_ckpt.engine.plan.save_plan import GroupPlan, plan_group
 
 BLOCKS = {"coherent": NO_BLOCKS, "nfs": 1 << 20, "unknown": WHOLE_FILES}
 RANKS_OF_A_MACHINE = 8
@@ -42,13 +42,28 @@ def sent(groups: list[GroupPlan], volume: Volume, rank: int) -> dict[str, Any]:
                     blocks += high - low
                     to.add(writer)
         for tile in group.moves.shared:
-            own = sum((piece.stop - piece.start) // len(piece.parties) for piece in tile.pieces if rank in piece.parties)
+            own = sum(
+                (piece.stop - piece.start) // len(piece.parties)
+                for piece in tile.pieces
+                if rank in piece.parties
+            )
             held += own
             if not volume.near(rank, tile.mover):
                 pieces += own
                 movers.add(tile.mover)
-        parties |= {party for tile in group.moves.mine for party in tile.parties if not volume.near(rank, party)}
-    return {"held": held, "sent_blocks": blocks, "sent_pieces": pieces, "sends_to": len(to | movers), "hears_from": len(parties)}
+        parties |= {
+            party
+            for tile in group.moves.mine
+            for party in tile.parties
+            if not volume.near(rank, party)
+        }
+    return {
+        "held": held,
+        "sent_blocks": blocks,
+        "sent_pieces": pieces,
+        "sends_to": len(to | movers),
+        "hears_from": len(parties),
+    }
 
 
 def main() -> None:
@@ -59,7 +74,10 @@ def main() -> None:
     rows = []
     for world in map(int, arguments.ranks.split(",")):
         census, rank, case = llama_job(world)
-        groups = [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members_of(census, "stage1")]
+        groups = [
+            plan_group(member, rank=rank, max_file_bytes=BOUND)
+            for member in members_of(census, "stage1")
+        ]
         machines = tuple(one // RANKS_OF_A_MACHINE for one in range(world))
         for kind, block in BLOCKS.items():
             seconds = []
@@ -68,7 +86,13 @@ def main() -> None:
                 found = sent(groups, volume, rank)
                 seconds.append(time.perf_counter() - began)
             row = {"bench": "volume", **case, "volume": kind, **found}
-            rows.append({**row, "seconds": round(statistics.median(seconds), 4), "date": datetime.now(UTC).isoformat(timespec="seconds")})
+            rows.append(
+                {
+                    **row,
+                    "seconds": round(statistics.median(seconds), 4),
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
     if arguments.out is not None:
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

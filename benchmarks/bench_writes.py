@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import parse_size, write_rows
 
-from unified_ckpt.runtime.calls import _DONTCACHE, can_be_uncached
+from unified_ckpt.runtime.storage.write_calls import _DONTCACHE, can_be_uncached
 
 CALLS = [(length, 0) for length in ("64KiB", "256KiB", "1MiB", "2MiB", "4MiB", "16MiB")]
 CALLS += [(length, _DONTCACHE) for length in ("256KiB", "1MiB", "4MiB")]  # where the kernel has it
@@ -35,7 +35,9 @@ def write(path: Path, nbytes: int, length: int, flags: int) -> tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="2GiB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", default="/var/tmp")
@@ -45,13 +47,25 @@ def main() -> None:
     ways = [one for one in CALLS if not one[1] or can_be_uncached(platform.release())]
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(options.repeats):
-        for at in range(len(ways)):  # memory that one run has used is quick to take for the next one: each comes after each
+        for at in range(
+            len(ways)
+        ):  # memory that one run has used is quick to take for the next one: each comes after each
             length, flags = ways[(turn + at * (1 + turn % 2)) % len(ways)]
             runs[length, flags].append(write(path, nbytes, parse_size(length), flags))
     for (length, flags), found in runs.items():
         calls, syncs = ([round(one, 3) for one in of] for of in zip(*found, strict=True))
-        row = {"bench": "writes", "call": length, "uncached": bool(flags), "size": options.size, "n": options.repeats}
-        row |= {"kernel": platform.release(), "calls_median": statistics.median(calls), "fsync_median": statistics.median(syncs)}
+        row = {
+            "bench": "writes",
+            "call": length,
+            "uncached": bool(flags),
+            "size": options.size,
+            "n": options.repeats,
+        }
+        row |= {
+            "kernel": platform.release(),
+            "calls_median": statistics.median(calls),
+            "fsync_median": statistics.median(syncs),
+        }
         row |= {"calls_seconds": calls, "fsync_seconds": syncs}
         write_rows([row], options.out)
 

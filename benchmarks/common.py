@@ -52,14 +52,18 @@ class State:
 def parse_size(text: str) -> int:
     number, unit = text[:-3], text[-3:]
     if unit not in UNITS or not number.replace(".", "", 1).isdigit():
-        raise argparse.ArgumentTypeError(f"size {text!r}: needed a number with KiB, MiB or GiB, as in 64MiB")
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: needed a number with KiB, MiB or GiB, as in 64MiB"
+        )
     return int(float(number) * UNITS[unit])
 
 
 def llama_shapes(nbytes: int) -> dict[str, Shape]:
     """Shapes of a Llama of LAYERS layers (grouped heads 4:1, MLP 3.5x) whose training state has about `nbytes`."""
     parameters = nbytes // BYTES_PER_PARAMETER
-    hidden = 1 << int(math.log2(math.sqrt(parameters / (13.5 * LAYERS))))  # a layer has about 13 hidden^2, the embedding takes the rest
+    hidden = 1 << int(
+        math.log2(math.sqrt(parameters / (13.5 * LAYERS)))
+    )  # a layer has about 13 hidden^2, the embedding takes the rest
     wide, heads = hidden * 7 // 2, hidden // 4
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (hidden, hidden),
@@ -74,8 +78,16 @@ def llama_shapes(nbytes: int) -> dict[str, Shape]:
     }
     in_layers = LAYERS * sum(math.prod(shape) for shape in layer.values())
     vocabulary = max(64, (parameters - in_layers) // hidden // 64 * 64)
-    layers = {f"model.layers.{index}.{name}": shape for index in range(LAYERS) for name, shape in layer.items()}
-    return {"model.embed_tokens.weight": (vocabulary, hidden), **layers, "model.norm.weight": (hidden,)}
+    layers = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(LAYERS)
+        for name, shape in layer.items()
+    }
+    return {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        **layers,
+        "model.norm.weight": (hidden,),
+    }
 
 
 def split_dim(kind: str, shape: Shape) -> int | None:
@@ -90,7 +102,9 @@ def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[
     if dim is None:
         return tuple(0 for _ in shape), shape
     if shape[dim] % ranks:
-        raise ValueError(f"shape {shape}: dim {dim} does not divide by {ranks} ranks; use a power of two")
+        raise ValueError(
+            f"shape {shape}: dim {dim} does not divide by {ranks} ranks; use a power of two"
+        )
     part = shape[dim] // ranks
     offsets = tuple(part * rank if axis == dim else 0 for axis in range(len(shape)))
     return offsets, tuple(part if axis == dim else size for axis, size in enumerate(shape))
@@ -134,16 +148,23 @@ def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> Non
 def make_state(nbytes: int, kind: str, mesh: DeviceMesh, *, filled: bool = True) -> State:
     """Allocate this rank's part. `filled=False`: zeros, written once so that every page exists."""
     shapes = llama_shapes(nbytes)
-    model = {fqn: make_tensor(fqn, shape, torch.bfloat16, kind, mesh, filled) for fqn, shape in shapes.items()}
+    model = {
+        fqn: make_tensor(fqn, shape, torch.bfloat16, kind, mesh, filled)
+        for fqn, shape in shapes.items()
+    }
     optimizer = {
         f"{fqn}/{moment}": make_tensor(f"{fqn}/{moment}", shape, torch.float32, kind, mesh, filled)
         for fqn, shape in shapes.items()
         for moment in MOMENTS
     }
-    return State(model, optimizer, sum(math.prod(shape) for shape in shapes.values()) * BYTES_PER_PARAMETER)
+    return State(
+        model, optimizer, sum(math.prod(shape) for shape in shapes.values()) * BYTES_PER_PARAMETER
+    )
 
 
-def make_tensor(name: str, shape: Shape, dtype: torch.dtype, kind: str, mesh: DeviceMesh, filled: bool) -> DTensor:
+def make_tensor(
+    name: str, shape: Shape, dtype: torch.dtype, kind: str, mesh: DeviceMesh, filled: bool
+) -> DTensor:
     dim = split_dim(kind, shape)
     offsets, local_shape = local_box(shape, dim, rank=mesh.get_rank(), ranks=mesh.size())
     local = torch.zeros(local_shape, dtype=dtype)
@@ -152,7 +173,9 @@ def make_tensor(name: str, shape: Shape, dtype: torch.dtype, kind: str, mesh: De
         fill(local, name=name, shape=shape, offsets=offsets)
     stride = (shape[1], 1) if len(shape) == 2 else (1,)
     placement = Replicate() if dim is None else Shard(dim)
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
@@ -165,8 +188,12 @@ def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice
     found = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        offsets, lengths = local_box(shape, split_dim(kind, shape), rank=dist.get_rank(), ranks=dist.get_world_size())
-        found[name] = tuple(slice(lo, lo + length) for lo, length in zip(offsets, lengths, strict=True))
+        offsets, lengths = local_box(
+            shape, split_dim(kind, shape), rank=dist.get_rank(), ranks=dist.get_world_size()
+        )
+        found[name] = tuple(
+            slice(lo, lo + length) for lo, length in zip(offsets, lengths, strict=True)
+        )
     return found
 
 
@@ -181,13 +208,19 @@ def clear(state: State) -> None:
         local.fill_(0)
 
 
-def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, where: str) -> None:
+def check_equal(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, where: str
+) -> None:
     """Raise unless both hold the same names, shapes, dtypes and bits."""
     if found.keys() != expected.keys():
         raise RuntimeError(f"{where}: names differ: {sorted(found.keys() ^ expected.keys())[:4]} …")
     for name, tensor in expected.items():
         other = found[name]
-        if other.dtype != tensor.dtype or other.shape != tensor.shape or not torch.equal(bits(other), bits(tensor)):
+        if (
+            other.dtype != tensor.dtype
+            or other.shape != tensor.shape
+            or not torch.equal(bits(other), bits(tensor))
+        ):
             raise RuntimeError(f"{where}: {name}: bytes differ from what was saved")
 
 
@@ -196,7 +229,12 @@ def check_pattern(state: State, kind: str, *, where: str) -> None:
     boxes, tensors = boxes_of(state.tensors(), kind), state.tensors()
     for name, local in locals_of(tensors).items():
         expected = torch.empty_like(local)
-        fill(expected, name=name, shape=tuple(tensors[name].shape), offsets=tuple(piece.start for piece in boxes[name]))
+        fill(
+            expected,
+            name=name,
+            shape=tuple(tensors[name].shape),
+            offsets=tuple(piece.start for piece in boxes[name]),
+        )
         check_equal({name: local}, {name: expected}, where=where)
 
 
@@ -213,8 +251,19 @@ def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
     """Run `script` on `ranks` gloo processes of this machine, one OpenMP thread each (torchrun's default); raises when one fails."""
     root = str(Path(script).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script, *arguments]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        script,
+        *arguments,
+    ]
+    subprocess.run(
+        command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    )
 
 
 def empty(folder: Path) -> None:
@@ -279,7 +328,11 @@ def environment(scratch: Path) -> dict[str, object]:
 def filesystem(path: Path, mounts: str) -> str:
     """Device, mount point and type of the deepest mount that holds `path`."""
     found = [tuple(line.split()[:3]) for line in mounts.splitlines()]
-    holding = {mount: (device, kind) for device, mount, kind in found if path.resolve().is_relative_to(mount)}
+    holding = {
+        mount: (device, kind)
+        for device, mount, kind in found
+        if path.resolve().is_relative_to(mount)
+    }
     deepest = max(holding, key=len)
     return " ".join([holding[deepest][0], deepest, holding[deepest][1]])
 
@@ -287,14 +340,35 @@ def filesystem(path: Path, mounts: str) -> str:
 def parser(description: str) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--size", default="64MiB", help="bytes of the whole state, all ranks: 64MiB, 1GiB, 4GiB")
-    made.add_argument("--ranks", default="1,2", help="process counts, comma-separated powers of two")
-    made.add_argument("--kind", default="dim0,inner", help="dim0: all Shard(0); inner: Shard(1) for matrices; bench_async also: replica")
+    made.add_argument(
+        "--size", default="64MiB", help="bytes of the whole state, all ranks: 64MiB, 1GiB, 4GiB"
+    )
+    made.add_argument(
+        "--ranks", default="1,2", help="process counts, comma-separated powers of two"
+    )
+    made.add_argument(
+        "--kind",
+        default="dim0,inner",
+        help="dim0: all Shard(0); inner: Shard(1) for matrices; bench_async also: replica",
+    )
     made.add_argument("--repeats", type=int, default=7, help="rounds; each runs every case once")
-    made.add_argument("--only", default="", help="cases to run, comma-separated (their raw limit is added)")
-    made.add_argument("--max-file-bytes", type=int, default=5_000_000_000, help="bound of one merged file; all make as many")
-    made.add_argument("--scratch", default="/tmp/bench", help="folder on the disk to measure; a new one is made inside it and deleted")
-    made.add_argument("--out", default=None, help="file to append the JSON lines to, besides standard output")
+    made.add_argument(
+        "--only", default="", help="cases to run, comma-separated (their raw limit is added)"
+    )
+    made.add_argument(
+        "--max-file-bytes",
+        type=int,
+        default=5_000_000_000,
+        help="bound of one merged file; all make as many",
+    )
+    made.add_argument(
+        "--scratch",
+        default="/tmp/bench",
+        help="folder on the disk to measure; a new one is made inside it and deleted",
+    )
+    made.add_argument(
+        "--out", default=None, help="file to append the JSON lines to, besides standard output"
+    )
     made.add_argument("--stamp", default="", help=argparse.SUPPRESS)
     made.add_argument("--stage", default="", help=argparse.SUPPRESS)
     return made

@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-COUNTED = {"bytes_written": "write_bytes", "bytes_read": "rchar", "bytes_read_disk": "read_bytes"}  # column: count of /proc/self/io
+COUNTED = {
+    "bytes_written": "write_bytes",
+    "bytes_read": "rchar",
+    "bytes_read_disk": "read_bytes",
+}  # column: count of /proc/self/io
 CACHESTAT = 451  # number of the system call on every architecture
 
 
@@ -24,7 +28,9 @@ class Case:
     limit: str  # name of the case that does the physical minimum of the same work
     reset: Callable[[], object]
     run: Callable[[], object]
-    check: Callable[[], Mapping[str, object]]  # after the first and the last run: raises on wrong bytes; gives more columns
+    check: Callable[
+        [], Mapping[str, object]
+    ]  # after the first and the last run: raises on wrong bytes; gives more columns
     columns: Mapping[str, object]
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -52,20 +58,33 @@ class Trial:
 
 
 def resident_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 
 def io_counts() -> dict[str, int]:
-    return {key: int(value) for key, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())}
+    return {
+        key: int(value)
+        for key, value in (
+            line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()
+        )
+    }
 
 
 def dirty_bytes(path: Path) -> int:
     """Bytes of the file that are in memory only, or on their way to the disk: cachestat(2), Linux 6.5."""
-    descriptor, span, found = os.open(path, os.O_RDONLY), (c_uint64 * 2)(0, 0), (c_uint64 * 5)()  # found: cached, dirty, writeback, …
+    descriptor, span, found = (
+        os.open(path, os.O_RDONLY),
+        (c_uint64 * 2)(0, 0),
+        (c_uint64 * 5)(),
+    )  # found: cached, dirty, writeback, …
     try:
         if CDLL(None).syscall(CACHESTAT, descriptor, byref(span), byref(found), 0):
-            raise OSError(f"{path}: cachestat failed; a kernel of 6.5 or later is needed to see whether a save is durable")
+            raise OSError(
+                f"{path}: cachestat failed; a kernel of 6.5 or later is needed to see whether a save is durable"
+            )
     finally:
         os.close(descriptor)
     return (found[1] + found[2]) * os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +93,9 @@ def dirty_bytes(path: Path) -> int:
 def timed(run: Callable[[], object]) -> Sample:
     """Collective. All ranks start together; the clock is one for all, for they are on one machine."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again at what is resident now
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # the high-water mark starts again at what is resident now
     before, io_before = resident_bytes("VmRSS"), io_counts()
     dist.barrier()
     start = time.perf_counter()
@@ -83,14 +104,21 @@ def timed(run: Callable[[], object]) -> Sample:
     peak, after, io_after = resident_bytes("VmHWM"), resident_bytes("VmRSS"), io_counts()
     times = torch.tensor([-start, end], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return Sample(float(times.sum()), max(0, peak - before), after - before, {key: io_after[key] - io_before[key] for key in io_after})
+    return Sample(
+        float(times.sum()),
+        max(0, peak - before),
+        after - before,
+        {key: io_after[key] - io_before[key] for key in io_after},
+    )
 
 
 def try_out(variants: Sequence[Case]) -> Trial:
     """Collective. First run of the case; where it has variants, the fastest of them by its second run stays in the race."""
     trials = []
     for case in variants:
-        CDLL(None).malloc_trim(0)  # memory that another case freed must not hide what this one takes
+        CDLL(None).malloc_trim(
+            0
+        )  # memory that another case freed must not hide what this one takes
         case.reset()
         trial = Trial(case, timed(case.run), [])
         trial.columns.update(case.check())
@@ -105,7 +133,9 @@ def second_run(trial: Trial) -> float:
     return trial.warmups[0].seconds if trial.warmups else trial.first.seconds
 
 
-def race(contests: Iterable[Sequence[Case]], *, repeats: int, before_round: Callable[[], object]) -> list[Trial]:
+def race(
+    contests: Iterable[Sequence[Case]], *, repeats: int, before_round: Callable[[], object]
+) -> list[Trial]:
     """Collective. Every round runs each case once, in order (A B C, A B C, …), so that drift of the machine hits all alike."""
     trials = [try_out(variants) for variants in contests]
     for number in range(repeats):
@@ -159,7 +189,9 @@ def row(trial: Trial, limit: Trial, *, same: Mapping[str, object]) -> dict[str, 
         "ratio": round(ratio, 3),
         "ratio_of_mins": round(min(trial.seconds()) / min(limit.seconds()), 3),
         "ratio_of": limit.case.name,
-        "peak_extra_bytes": over_ranks(peak_extra_bytes([trial.first, *trial.warmups, *trial.steady]), dist.ReduceOp.MAX),
+        "peak_extra_bytes": over_ranks(
+            peak_extra_bytes([trial.first, *trial.warmups, *trial.steady]), dist.ReduceOp.MAX
+        ),
         **{name: over_ranks(last[key], dist.ReduceOp.SUM) for name, key in COUNTED.items()},
         **trial.case.columns,
         **trial.columns,

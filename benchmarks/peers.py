@@ -14,10 +14,15 @@ import torch.distributed as dist
 from common import CHUNK, State, boxes_of, check_equal, file_count, file_of_tensor, locals_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_read
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_write
 
@@ -76,11 +81,15 @@ def cut(memory: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
                 index, position = index + 1, 0
         groups.append(group)
     if index != len(queue):
-        raise ValueError(f"files hold {sum(lengths)} bytes of this rank, its tensors {sum(map(len, queue))}")
+        raise ValueError(
+            f"files hold {sum(lengths)} bytes of this rank, its tensors {sum(map(len, queue))}"
+        )
     return groups
 
 
-def raw_pieces(files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+def raw_pieces(
+    files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, torch.Tensor]
+) -> list[Piece]:
     """This rank's even share of each file (path, first data byte, data bytes), in pieces of at most CHUNK bytes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     spans = []
@@ -89,8 +98,13 @@ def raw_pieces(files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, tor
         spans += [(path, lo, min(CHUNK, stop - lo)) for lo in range(start, stop, CHUNK)]
     groups = cut(memory_of(tensors), [length for _, _, length in spans])
     if max(map(len, groups)) > IOV_MAX:
-        raise ValueError(f"{max(map(len, groups))} tensors in one chunk: more than one system call takes")
-    return [Piece(path, start, group, length) for (path, start, length), group in zip(spans, groups, strict=True)]
+        raise ValueError(
+            f"{max(map(len, groups))} tensors in one chunk: more than one system call takes"
+        )
+    return [
+        Piece(path, start, group, length)
+        for (path, start, length), group in zip(spans, groups, strict=True)
+    ]
 
 
 def raw_files(folder: Path, state: State, *, max_file_bytes: int) -> list[tuple[Path, int, int]]:
@@ -100,18 +114,28 @@ def raw_files(folder: Path, state: State, *, max_file_bytes: int) -> list[tuple[
         total = sum(tensor.nbytes for tensor in tensors.values())
         count = file_count(tensors, max_file_bytes=max_file_bytes)
         cuts = [total // 4096 * number // count * 4096 for number in range(count)] + [total]
-        found += [(folder / f"{part}-{number}", 0, hi - lo) for number, (lo, hi) in enumerate(pairwise(cuts))]
+        found += [
+            (folder / f"{part}-{number}", 0, hi - lo)
+            for number, (lo, hi) in enumerate(pairwise(cuts))
+        ]
     return found
 
 
-def raw_write(pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, early: bool = False) -> None:
+def raw_write(
+    pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, early: bool = False
+) -> None:
     """`early`: have the kernel start to write each piece to the disk at once, while the next is copied."""
     opened = {path: os.open(path, os.O_WRONLY | os.O_CREAT) for path in files}
     try:
         for piece in pieces:
             moved(os.pwritev(opened[piece.path], piece.buffers, piece.start), piece)
             if early:
-                CDLL(None).sync_file_range(opened[piece.path], c_int64(piece.start), c_int64(piece.nbytes), SYNC_FILE_RANGE_WRITE)
+                CDLL(None).sync_file_range(
+                    opened[piece.path],
+                    c_int64(piece.start),
+                    c_int64(piece.nbytes),
+                    SYNC_FILE_RANGE_WRITE,
+                )
     finally:
         for descriptor in opened.values():
             os.close(descriptor)
@@ -121,7 +145,9 @@ def raw_write(pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, ea
 
 
 def raw_read(pieces: Sequence[Piece]) -> None:
-    opened = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(piece.path for piece in pieces)}
+    opened = {
+        path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(piece.path for piece in pieces)
+    }
     try:
         for piece in pieces:
             moved(os.preadv(opened[piece.path], piece.buffers, piece.start), piece)
@@ -141,7 +167,9 @@ def raw_check(pieces: Sequence[Piece]) -> None:
         with piece.path.open("rb") as file:
             file.seek(piece.start)
             if file.read(piece.nbytes) != b"".join(piece.buffers):
-                raise RuntimeError(f"{piece.path}: bytes at {piece.start} differ from what was written")
+                raise RuntimeError(
+                    f"{piece.path}: bytes at {piece.start} differ from what was written"
+                )
 
 
 # ---- torch.save and safetensors.save_file: each rank its own files, no merging, no resharding
@@ -168,7 +196,9 @@ def read_shards(folder: Path, *, suffix: str, mmap: bool = False) -> dict[str, t
     found: dict[str, torch.Tensor] = {}
     for part in ("model", "optimizer"):
         path = shard_path(folder, part, suffix)
-        found |= torch.load(path, weights_only=True, mmap=mmap) if suffix == "pt" else load_file(path)
+        found |= (
+            torch.load(path, weights_only=True, mmap=mmap) if suffix == "pt" else load_file(path)
+        )
     return found
 
 
@@ -184,7 +214,11 @@ def load_shards(folder: Path, state: State, *, suffix: str, mmap: bool = False) 
 def weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file, of all parts of a Hugging Face folder."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
-    return {name: file for index in indexes for name, file in json.loads(index.read_text())["weight_map"].items()}
+    return {
+        name: file
+        for index in indexes
+        for name, file in json.loads(index.read_text())["weight_map"].items()
+    }
 
 
 def merged_files(folder: Path) -> list[tuple[Path, int, int]]:
@@ -197,7 +231,9 @@ def merged_files(folder: Path) -> list[tuple[Path, int, int]]:
     return found
 
 
-def read_slices(folder: Path, boxes: Mapping[str, tuple[slice, ...]], use: Callable[[str, torch.Tensor], object]) -> None:
+def read_slices(
+    folder: Path, boxes: Mapping[str, tuple[slice, ...]], use: Callable[[str, torch.Tensor], object]
+) -> None:
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map(folder).items():
         by_file.setdefault(file, []).append(name)
@@ -213,21 +249,33 @@ def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
     expected, boxes, where = locals_of(tensors), boxes_of(tensors, kind), str(folder)
     mapped = weight_map(folder)
     if mapped.keys() != tensors.keys():
-        raise RuntimeError(f"{where}: the indexes name other tensors: {sorted(mapped.keys() ^ tensors.keys())[:4]}")
+        raise RuntimeError(
+            f"{where}: the indexes name other tensors: {sorted(mapped.keys() ^ tensors.keys())[:4]}"
+        )
     if len(set(mapped.values())) != files:
-        raise RuntimeError(f"{where}: {len(set(mapped.values()))} files, raw wrote {files}; set --max-file-bytes to compare the same work")
+        raise RuntimeError(
+            f"{where}: {len(set(mapped.values()))} files, raw wrote {files}; set --max-file-bytes to compare the same work"
+        )
     for file in set(mapped.values()):
         with safe_open(folder / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, not a dict
                 if opened.get_slice(name).get_shape() != list(tensors[name].shape):
-                    raise RuntimeError(f"{where}: {name} has shape {opened.get_slice(name).get_shape()}, needed {tensors[name].shape}")
-    read_slices(folder, boxes, lambda name, found: check_equal({name: found}, {name: expected[name]}, where=where))
+                    raise RuntimeError(
+                        f"{where}: {name} has shape {opened.get_slice(name).get_shape()}, needed {tensors[name].shape}"
+                    )
+    read_slices(
+        folder,
+        boxes,
+        lambda name, found: check_equal({name: found}, {name: expected[name]}, where=where),
+    )
 
 
 def load_slices(folder: Path, state: State, kind: str) -> None:
     """What a careful user writes by hand with safetensors: each rank copies its slices of the merged files."""
     target = locals_of(state.tensors())
-    read_slices(folder, boxes_of(state.tensors(), kind), lambda name, found: target[name].copy_(found))
+    read_slices(
+        folder, boxes_of(state.tensors(), kind), lambda name, found: target[name].copy_(found)
+    )
 
 
 def link_merged(folder: Path, view: Path) -> None:
@@ -261,13 +309,24 @@ def hf_mapping(state: State, *, max_file_bytes: int) -> dict[str, int]:
     """Name -> number of its file, counted from 1: as many files as the merged checkpoint has."""
     mapping: dict[str, int] = {}
     for part in (state.model, state.optimizer):
-        count, before = file_count(part, max_file_bytes=max_file_bytes), max(mapping.values(), default=0)
+        count, before = (
+            file_count(part, max_file_bytes=max_file_bytes),
+            max(mapping.values(), default=0),
+        )
         chosen = file_of_tensor({name: tensor.nbytes for name, tensor in part.items()}, files=count)
         mapping |= {name: before + 1 + index for name, index in chosen.items()}
     return mapping
 
 
-def hf_save(folder: Path, state: State, *, mapping: Mapping[str, int], everywhere: bool, threads: int, fsync: bool) -> None:
+def hf_save(
+    folder: Path,
+    state: State,
+    *,
+    mapping: Mapping[str, int],
+    everywhere: bool,
+    threads: int,
+    fsync: bool,
+) -> None:
     """DCP's way to a merged folder: shards, then consolidation by rank 0 or, as torchtitan does, by every rank.
 
     Only the merged files are synced (DCP syncs the shards by default and never the result); the shards stay in `sharded/`.
@@ -283,10 +342,14 @@ def hf_save(folder: Path, state: State, *, mapping: Mapping[str, int], everywher
     writer.sync_files = False
     dcp_write(state.tensors(), storage_writer=writer, planner=planner(f"hf_{everywhere}_{threads}"))
     if everywhere:
-        consolidate_safetensors_files_on_every_rank(str(shards), str(folder), dict(mapping), num_threads=threads)
+        consolidate_safetensors_files_on_every_rank(
+            str(shards), str(folder), dict(mapping), num_threads=threads
+        )
     if fsync:
         sync_shared([path for path in sorted(folder.iterdir()) if path.is_file()])
 
 
 def hf_load(folder: Path, state: State, *, threads: int) -> None:
-    dcp_read(state.tensors(), storage_reader=HuggingFaceStorageReader(str(folder), thread_count=threads))
+    dcp_read(
+        state.tensors(), storage_reader=HuggingFaceStorageReader(str(folder), thread_count=threads)
+    )

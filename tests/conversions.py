@@ -16,7 +16,10 @@ CALLS: list[str] = []
 
 def renamed(parts: Parts) -> dict[str, dict[str, Any]]:
     """Names only: nothing is read."""
-    return {part: {f"net.{name}": tensor for name, tensor in tensors.items()} for part, tensors in parts.items()}
+    return {
+        part: {f"net.{name}": tensor for name, tensor in tensors.items()}
+        for part, tensors in parts.items()
+    }
 
 
 def turned(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -27,7 +30,9 @@ def turned(parts: Parts) -> dict[str, dict[str, Any]]:
         CALLS.append(name)
         return model[name][...].T
 
-    found: dict[str, Callable[[], torch.Tensor] | torch.Tensor | uc.LazyTensor] = {name: partial(called, name) for name in model}
+    found: dict[str, Callable[[], torch.Tensor] | torch.Tensor | uc.LazyTensor] = {
+        name: partial(called, name) for name in model
+    }
     one = model["lazy"]
     found["lazy"] = uc.LazyTensor(one.dtype, tuple(reversed(one.shape)), partial(called, "lazy"))
     found["new"] = torch.arange(3)

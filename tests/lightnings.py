@@ -26,21 +26,36 @@ class Net(pl.LightningModule):
     """Dropout draws random numbers, running statistics and the metric `own` differ between ranks, the scheduler has a state."""
 
     def __init__(
-        self, *, width: int = 16, loader: str = "plain", sharded: bool = False, lr: float = 0.01, batch: int = 4, dropout: float = 0.2
+        self,
+        *,
+        width: int = 16,
+        loader: str = "plain",
+        sharded: bool = False,
+        lr: float = 0.01,
+        batch: int = 4,
+        dropout: float = 0.2,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.up, self.down, self.dropout = nn.Linear(8, width), nn.Linear(width, 1), nn.Dropout(dropout)
+        self.up, self.down, self.dropout = (
+            nn.Linear(8, width),
+            nn.Linear(width, 1),
+            nn.Dropout(dropout),
+        )
         self.norm = nn.Identity() if sharded else nn.BatchNorm1d(width)
         self.losses: list[float] = []
         self.seen: list[list[int]] = []  # samples of each batch
 
     def configure_model(self) -> None:
-        if not self.hparams["sharded"] or isinstance(self.up.weight, torch.distributed.tensor.DTensor):
+        if not self.hparams["sharded"] or isinstance(
+            self.up.weight, torch.distributed.tensor.DTensor
+        ):
             return
         mesh = self.device_mesh
         if mesh["tensor_parallel"].size() > 1:
-            parallelize_module(self, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                self, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
         if mesh["data_parallel"].size() > 1:
             for layer in (self.up, self.down):
                 fully_shard(layer, mesh=mesh["data_parallel"])
@@ -64,7 +79,13 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+                "interval": "step",
+            },
+        }
 
     def train_dataloader(self) -> Any:
         kind, workers = self.hparams["loader"], 1 if self.hparams["loader"] == "workers" else 0
@@ -80,22 +101,51 @@ class Net(pl.LightningModule):
 
 def samples() -> TensorDataset:
     numbers = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(16, 8, generator=numbers), torch.randn(16, 1, generator=numbers), torch.arange(16))
+    return TensorDataset(
+        torch.randn(16, 8, generator=numbers),
+        torch.randn(16, 1, generator=numbers),
+        torch.arange(16),
+    )
 
 
 def trainer(
-    out: Path | str, *, stock: bool = False, checkpoints: dict[str, Any] | None = None, callbacks: Any = (), **arguments: Any
+    out: Path | str,
+    *,
+    stock: bool = False,
+    checkpoints: dict[str, Any] | None = None,
+    callbacks: Any = (),
+    **arguments: Any,
 ) -> pl.Trainer:
     """`checkpoints`: of a ModelCheckpoint that writes into `out`, None for no such."""
-    told = [] if checkpoints is None else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
+    told = (
+        []
+        if checkpoints is None
+        else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
+    )
     ours = [] if stock else [UnifiedCheckpointCallback(save_options=OPTIONS)]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(told)}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": bool(told),
+    }
     return pl.Trainer(
-        default_root_dir=str(out), accelerator="cpu", **quiet, **{"max_epochs": 2, **arguments}, callbacks=[*told, *ours, *callbacks]
+        default_root_dir=str(out),
+        accelerator="cpu",
+        **quiet,
+        **{"max_epochs": 2, **arguments},
+        callbacks=[*told, *ours, *callbacks],
     )  # type: ignore[arg-type]
 
 
-def fit(out: Path | str, *, ckpt_path: Any = None, seed: int = 0, net: dict[str, Any] | None = None, **arguments: Any) -> Net:
+def fit(
+    out: Path | str,
+    *,
+    ckpt_path: Any = None,
+    seed: int = 0,
+    net: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Net:
     """A fresh module, trained."""
     torch.manual_seed(seed)
     module = Net(**(net or {}))

@@ -18,13 +18,13 @@ from test_reshard import Case, bits
 
 import unified_ckpt as uc
 from unified_ckpt import api
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine import request
-from unified_ckpt.engine.load import LoadRequest
-from unified_ckpt.engine.resumable import SaveRequest
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.state import State
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.load import request
+from unified_ckpt.engine.load.load import LoadRequest
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import State
 from unified_ckpt.testing import Arrangement, checkpointer_of, run_ranks, try_ranks
 
 NAME = "checkpoint-1"
@@ -43,9 +43,22 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
         if not isinstance(what.model, State):
             return save_request(comm, what, options)
-        return SaveRequest(what.model, what.extra, what.rank_extra, None, set(), {}, what.step, what.metrics or {}, what.attach, options)
+        return SaveRequest(
+            what.model,
+            what.extra,
+            what.rank_extra,
+            None,
+            set(),
+            {},
+            what.step,
+            what.metrics or {},
+            what.attach,
+            options,
+        )
 
-    def to_load(comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions) -> LoadRequest:
+    def to_load(
+        comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions
+    ) -> LoadRequest:
         if not isinstance(what.model, State):
             return load_request(comm, folder, what, strict=strict, options=options)
         return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
@@ -67,7 +80,9 @@ def once(saved: Path, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def on_machine(comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None) -> Iterator[uc.Checkpointer]:
+def on_machine(
+    comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
+) -> Iterator[uc.Checkpointer]:
     """A Checkpointer of a rank on its machine. `storage`: what it writes to, by the folder's path."""
     made = checkpointer_of(comm)
     made._machine = f"machine {machines[comm.rank]}"
@@ -84,12 +99,18 @@ def folder_of(root: Path, machine: int) -> Path:
     return root / f"machine-{machine}" / NAME
 
 
-def save_all(root: Path, machines: Sequence[int], state: Callable[[int], Any], **what: Any) -> list[uc.SaveReport]:
+def save_all(
+    root: Path, machines: Sequence[int], state: Callable[[int], Any], **what: Any
+) -> list[uc.SaveReport]:
     """Each rank saves to its machine's folder."""
 
     def act(comm: Comm) -> uc.SaveReport:
         with on_machine(comm, machines) as made:
-            return made.save(folder_of(root, machines[comm.rank]), model=state(comm.rank), **{"options": SAVE, **what})
+            return made.save(
+                folder_of(root, machines[comm.rank]),
+                model=state(comm.rank),
+                **{"options": SAVE, **what},
+            )
 
     return run_ranks(len(machines), act)
 
@@ -99,14 +120,20 @@ def save_case(case: Case, root: Path, machines: Sequence[int], **what: Any) -> l
 
 
 def load_case(
-    case: Case, wanted: Arrangement, machines: Sequence[int], paths: Mapping[int, Paths], **what: Any
+    case: Case,
+    wanted: Arrangement,
+    machines: Sequence[int],
+    paths: Mapping[int, Paths],
+    **what: Any,
 ) -> list[uc.LoadReport | BaseException]:
     """Loads from the folders of each machine, and compares every byte of the ranks that got through."""
 
     def act(comm: Comm) -> uc.LoadReport:
         state = case.target(wanted, comm.rank)
         with on_machine(comm, machines) as made:
-            report = made.load(list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what})
+            report = made.load(
+                list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what}
+            )
         for part in state.parts:
             oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
             assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
@@ -144,7 +171,9 @@ class Held:
         """Nothing is held that was not at first, once threads that are about to end are gone."""
         bound, deadline = (self.threads, self.files), time.monotonic() + SECONDS
         while any(now > most for now, most in zip(self._now(), bound, strict=True)):
-            assert time.monotonic() < deadline, f"{self._now()} threads and open files; needed at most {bound}"
+            assert time.monotonic() < deadline, (
+                f"{self._now()} threads and open files; needed at most {bound}"
+            )
             time.sleep(0.01)
 
     @staticmethod
@@ -168,7 +197,9 @@ def gaps(case: Case, machines: Sequence[int], there: Sequence[int]) -> tuple[lis
     for one in case.saved.held:
         mask = np.zeros(one.row.spec.shape, dtype=bool)
         holders = [rank for rank in one.ranks if machines[rank] in there]
-        boxes = [box for rank in holders for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape)]
+        boxes = [
+            box for rank in holders for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape)
+        ]
         for box in boxes:
             mask[where(box)] = True
         if mask.size == 0 and holders:

@@ -15,19 +15,29 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import checkpointer_of
 
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
 
 
 def manager_of(
-    comm: Comm | None, root: Path, *, save_options: uc.SaveOptions | None = None, machine: str | None = None, **options: Any
+    comm: Comm | None,
+    root: Path,
+    *,
+    save_options: uc.SaveOptions | None = None,
+    machine: str | None = None,
+    **options: Any,
 ) -> uc.CheckpointManager:
     """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say otherwise."""
     save_options = save_options or uc.SaveOptions(timeout_seconds=30)
-    made = uc.CheckpointManager(root, options=uc.ManagerOptions(**{**QUICK, **options}), save_options=save_options, machine=machine)
+    made = uc.CheckpointManager(
+        root,
+        options=uc.ManagerOptions(**{**QUICK, **options}),
+        save_options=save_options,
+        machine=machine,
+    )
     if comm is not None:
         made._checkpointer._comm = checkpointer_of(comm)._comm
     return made
@@ -35,13 +45,19 @@ def manager_of(
 
 def state(step: int, *, full: bool = True) -> dict[str, Any]:
     model = {"w": torch.full((3, 40), float(step)), "b": torch.full((5,), float(step))}
-    return {"model": model, "optimizer": {"w/exp_avg": torch.full((3, 40), -float(step))}} if full else {"model": model}
+    return (
+        {"model": model, "optimizer": {"w/exp_avg": torch.full((3, 40), -float(step))}}
+        if full
+        else {"model": model}
+    )
 
 
 def check_state(found: dict[str, Any], step: int) -> None:
     for kind, wanted in state(step, full="optimizer" in found).items():
         for name, tensor in wanted.items():
-            assert torch.equal(found[kind][name], tensor), f"{kind}:{name} is not that of step {step}"
+            assert torch.equal(found[kind][name], tensor), (
+                f"{kind}:{name} is not that of step {step}"
+            )
 
 
 def put(root: Path, *steps: int, full: bool = True, **more: Any) -> None:

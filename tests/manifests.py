@@ -24,7 +24,12 @@ def edit_index(folder: Path, part: str, edit: Callable[[dict[str, Any]], object]
     told = json.loads(path.read_text())
     edit(told)
     path.write_text(json.dumps(told))
-    edit_manifest(folder, lambda manifest: manifest["parts"][part].update(index=IndexFile.of(path.read_bytes()).model_dump()))
+    edit_manifest(
+        folder,
+        lambda manifest: manifest["parts"][part].update(
+            index=IndexFile.of(path.read_bytes()).model_dump()
+        ),
+    )
 
 
 def sealed(told: dict[str, Any]) -> bytes:

@@ -54,16 +54,23 @@ class Job:
         return self.hidden // self.heads
 
 
-def megatron_state(hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int, experts: range, layers: range) -> Tensors:
+def megatron_state(
+    hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int, experts: range, layers: range
+) -> Tensors:
     """What a rank holds of some layers, numbered from 0. The rest of the model is beside it: see `ends`."""
     found: Tensors = {}
     for number, layer in enumerate(layers):
         theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{number}."
         fused = job.norms == "fused"
-        norm, moe_norm = ours + "self_attention.linear_qkv.layer_norm_weight", ours + "mlp.linear_fc1.layer_norm_weight"
+        norm, moe_norm = (
+            ours + "self_attention.linear_qkv.layer_norm_weight",
+            ours + "mlp.linear_fc1.layer_norm_weight",
+        )
         if not fused:
             found[ours + "input_layernorm.weight"] = hub[theirs + "input_layernorm.weight"]
-        found[ours + "self_attention.linear_proj.weight"] = columns(hub[theirs + "self_attn.o_proj.weight"], tp, job.tp)
+        found[ours + "self_attention.linear_proj.weight"] = columns(
+            hub[theirs + "self_attn.o_proj.weight"], tp, job.tp
+        )
         if fused:
             found[norm] = hub[theirs + "input_layernorm.weight"]
         for kind in ("weight", "bias"):
@@ -72,7 +79,9 @@ def megatron_state(hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int,
                 found[ours + f"self_attention.linear_qkv.{kind}"] = qkv(q, k, v, job, tp)
         for one in "qk":
             if theirs + f"self_attn.{one}_norm.weight" in hub:
-                found[ours + f"self_attention.{one}_layernorm.weight"] = hub[theirs + f"self_attn.{one}_norm.weight"]
+                found[ours + f"self_attention.{one}_layernorm.weight"] = hub[
+                    theirs + f"self_attn.{one}_norm.weight"
+                ]
         after = hub[theirs + "post_attention_layernorm.weight"]
         if job.experts:
             found[ours + "pre_mlp_layernorm.weight"] = after
@@ -83,12 +92,16 @@ def megatron_state(hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int,
         else:
             found[moe_norm] = after
         gate, up, down = (hub[theirs + f"mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
-        found[ours + "mlp.linear_fc1.weight"] = torch.cat([rows(gate, tp, job.tp), rows(up, tp, job.tp)])
+        found[ours + "mlp.linear_fc1.weight"] = torch.cat(
+            [rows(gate, tp, job.tp), rows(up, tp, job.tp)]
+        )
         found[ours + "mlp.linear_fc2.weight"] = columns(down, tp, job.tp)
     return found
 
 
-def expert_state(hub: Mapping[str, torch.Tensor], job: Job, theirs: str, ours: str, etp: int, experts: range) -> Tensors:
+def expert_state(
+    hub: Mapping[str, torch.Tensor], job: Job, theirs: str, ours: str, etp: int, experts: range
+) -> Tensors:
     mixtral = theirs + "block_sparse_moe.gate.weight" in hub
     place = theirs + ("block_sparse_moe." if mixtral else "mlp.")
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -107,8 +120,12 @@ def expert_state(hub: Mapping[str, torch.Tensor], job: Job, theirs: str, ours: s
         found |= {f"{ours}mlp.experts.linear_fc1.weight{n}": one for n, one in enumerate(first)}
         found |= {f"{ours}mlp.experts.linear_fc2.weight{n}": two for n, two in enumerate(second)}
     if job.experts_as == "grouped":
-        found[ours + "mlp.experts.weight1"] = torch.stack([one.t() for one in first]).reshape(job.hidden, -1).clone()
-        found[ours + "mlp.experts.weight2"] = torch.stack([two.t() for two in second]).reshape(-1, job.hidden).clone()
+        found[ours + "mlp.experts.weight1"] = (
+            torch.stack([one.t() for one in first]).reshape(job.hidden, -1).clone()
+        )
+        found[ours + "mlp.experts.weight2"] = (
+            torch.stack([two.t() for two in second]).reshape(-1, job.hidden).clone()
+        )
     return found
 
 
@@ -123,22 +140,32 @@ def columns(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, job: Job, rank: int) -> torch.Tensor:
     """Queries of a group, its key, its value; group after group."""
     of_groups = [one.chunk(job.groups) for one in (q, k, v)]
-    return rows(torch.cat([one[group] for group in range(job.groups) for one in of_groups]), rank, job.tp)
+    return rows(
+        torch.cat([one[group] for group in range(job.groups) for one in of_groups]), rank, job.tp
+    )
 
 
 def padded(tensor: torch.Tensor, job: Job) -> torch.Tensor:
     return torch.cat([tensor, torch.zeros(job.padding, *tensor.shape[1:], dtype=tensor.dtype)])
 
 
-def stage(hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, int], virtual: int) -> Tensors:
+def stage(
+    hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, int], virtual: int
+) -> Tensors:
     """One virtual stage of a rank (tp, pp, ep, etp)."""
     tp, pp, ep, etp = rank
     count = job.layers // (job.pp * job.vpp)
     place = virtual * job.pp + pp
-    experts = range(ep * (job.experts // job.ep), (ep + 1) * (job.experts // job.ep)) if job.experts else range(0)
+    experts = (
+        range(ep * (job.experts // job.ep), (ep + 1) * (job.experts // job.ep))
+        if job.experts
+        else range(0)
+    )
     found: Tensors = {}
     if place == 0:
-        found["embedding.word_embeddings.weight"] = rows(padded(hub["model.embed_tokens.weight"], job), tp, job.tp)
+        found["embedding.word_embeddings.weight"] = rows(
+            padded(hub["model.embed_tokens.weight"], job), tp, job.tp
+        )
     found |= megatron_state(hub, job, tp, etp, experts, range(place * count, (place + 1) * count))
     if place == job.pp * job.vpp - 1:
         found["decoder.final_layernorm.weight"] = hub["model.norm.weight"]
@@ -150,10 +177,18 @@ def stage(hub: Mapping[str, torch.Tensor], job: Job, rank: tuple[int, int, int, 
 
 def nested(chunk: Tensors) -> dict[str, Any]:
     """As the models of before Megatron-Core are saved."""
-    found: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}
+    found: dict[str, Any] = {
+        "embedding": {"word_embeddings": {}},
+        "encoder": {},
+        "output_layer": {},
+    }
     for name, tensor in chunk.items():
         module, _, rest = name.partition(".")
-        rest = rest.replace("linear_qkv", "query_key_value").replace("linear_proj", "dense").replace("pre_mlp", "post_attention")
+        rest = (
+            rest.replace("linear_qkv", "query_key_value")
+            .replace("linear_proj", "dense")
+            .replace("pre_mlp", "post_attention")
+        )
         rest = rest.replace("linear_fc1", "dense_h_to_4h").replace("linear_fc2", "dense_4h_to_h")
         place = (
             found["encoder"]
@@ -163,7 +198,11 @@ def nested(chunk: Tensors) -> dict[str, Any]:
             else found["embedding"]["word_embeddings"]
         )
         place[rest.removeprefix("word_embeddings.")] = tensor
-    return {"language_model": {key: one for key, one in found.items() if one and one != {"word_embeddings": {}}}}
+    return {
+        "language_model": {
+            key: one for key, one in found.items() if one and one != {"word_embeddings": {}}
+        }
+    }
 
 
 @contextmanager
@@ -241,7 +280,12 @@ States = dict[str, list[Tensors]]  # "param", "exp_avg", "exp_avg_sq" -> stages 
 
 def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> dict[str, Any]:
     """As torch's optimizer and Float16OptimizerWithFloat16Params save."""
-    params = [(n, name) for n, chunk in enumerate(model) for name in chunk if expert is None or (".experts." in name) == expert]
+    params = [
+        (n, name)
+        for n, chunk in enumerate(model)
+        for name in chunk
+        if expert is None or (".experts." in name) == expert
+    ]
     state, groups, masters, index = {}, [], [], 0
     for decay in (True, False):
         mine = [(n, name) for n, name in params if no_decay(name, model[n][name]) != decay]
@@ -271,15 +315,29 @@ def flat_buffer(names: list[str], state: Tensors, shared: set[str], bucket: int)
     return torch.cat([one for of in buckets for one in of])
 
 
-def flat(job: Job, pp: int, model: list[Tensors], states: States, *, expert: bool | None) -> dict[Any, Any]:
+def flat(
+    job: Job, pp: int, model: list[Tensors], states: States, *, expert: bool | None
+) -> dict[Any, Any]:
     told: dict[Any, Any] = {"buckets_coalesced": True}
-    shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if job.tied and job.pp > 1 else set[str]()
+    shared = (
+        {"embedding.word_embeddings.weight", "output_layer.weight"}
+        if job.tied and job.pp > 1
+        else set[str]()
+    )
     for n, chunk in enumerate(model):
         names = [name for name in chunk if expert is None or (".experts." in name) == expert]
         if names:
             bucket = job.bucket if pp == 0 and n == 0 else 0
-            buffers = {key: flat_buffer(names, states[key][n], shared, bucket) for key in ("param", "exp_avg", "exp_avg_sq")}
-            told[len(told) - 1] = {(torch.bfloat16, torch.float32): {**buffers, "numel_unpadded": buffers["param"].numel()}}
+            buffers = {
+                key: flat_buffer(names, states[key][n], shared, bucket)
+                for key in ("param", "exp_avg", "exp_avg_sq")
+            }
+            told[len(told) - 1] = {
+                (torch.bfloat16, torch.float32): {
+                    **buffers,
+                    "numel_unpadded": buffers["param"].numel(),
+                }
+            }
     return told
 
 
@@ -292,24 +350,37 @@ def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path
                 for ep in range(job.ep):
                     if job.etp == 1 and job.ep > 1 and ep % job.tp != tp:
                         continue  # experts' ranks are counted along others' tensor parallelism
-                    write_rank(folder, job, hub, (tp, pp, ep, 0 if job.etp == 1 else tp), backend, more)
+                    write_rank(
+                        folder, job, hub, (tp, pp, ep, 0 if job.etp == 1 else tp), backend, more
+                    )
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     return root
 
 
 def place_of(rank: int, args: argparse.Namespace) -> tuple[int, int, int]:
     """The (tensor, pipeline, expert) rank of a global rank, in Megatron's order tp-cp-ep-dp-pp."""
-    inner, pp = rank % (args.world_size // args.pipeline_model_parallel_size), args.pipeline_model_parallel_size
+    inner, pp = (
+        rank % (args.world_size // args.pipeline_model_parallel_size),
+        args.pipeline_model_parallel_size,
+    )
     ep = inner // args.expert_tensor_parallel_size % args.expert_model_parallel_size
     return inner % args.tensor_model_parallel_size, rank // (args.world_size // pp), ep
 
 
 def write_rank(
-    folder: Path, job: Job, hub: Mapping[str, Tensors], rank: tuple[int, int, int, int], backend: Any, more: Mapping[str, Any]
+    folder: Path,
+    job: Job,
+    hub: Mapping[str, Tensors],
+    rank: tuple[int, int, int, int],
+    backend: Any,
+    more: Mapping[str, Any],
 ) -> None:
     tp, pp, ep, _ = rank
     states = {key: [stage(one, job, rank, n) for n in range(job.vpp)] for key, one in hub.items()}
-    model = [{name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()} for chunk in states["param"]]
+    model = [
+        {name: tensor.to(torch.bfloat16) for name, tensor in chunk.items()}
+        for chunk in states["param"]
+    ]
     args = arguments(job, attention_backend=backend.flash, **more)
     args.rank = next(r for r in range(args.world_size) if place_of(r, args) == (tp, pp, ep))
     told: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
@@ -321,18 +392,40 @@ def write_rank(
         }
         told["model" if job.vpp == 1 else f"model{n}"] = nested(chunk) if job.old else chunk | extra
     told["opt_param_scheduler"] = {"max_lr": 0.01, "num_steps": 700}
-    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.tensor([tp, pp, ep])}
+    rng = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.tensor([tp, pp, ep]),
+    }
     told["rng_state"] = [rng]
-    into = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if job.pp > 1 else "") + (f"_{ep:03d}" if job.ep > 1 else ""))
+    into = folder / (
+        f"mp_rank_{tp:02d}"
+        + (f"_{pp:03d}" if job.pp > 1 else "")
+        + (f"_{ep:03d}" if job.ep > 1 else "")
+    )
     into.mkdir(parents=True)
     kinds: list[bool | None] = [False, True] if job.ep > 1 else [None]
     if job.optimizer == "groups":
         parts: list[Any] = [by_groups(model, states, expert=kind) for kind in kinds]
         told["optimizer"] = parts if len(parts) > 1 else parts[0]
     if job.optimizer == "flat":
-        parts = [{"optimizer": {"param_groups": [group(d, bool(kind)) for d in ((True,) if kind else (True, False))]}} for kind in kinds]
+        parts = [
+            {
+                "optimizer": {
+                    "param_groups": [
+                        group(d, bool(kind)) for d in ((True,) if kind else (True, False))
+                    ]
+                }
+            }
+            for kind in kinds
+        ]
         told["optimizer"] = parts if len(parts) > 1 else parts[0]
         # of each holder of a tensor one rank writes: here the last for experts, the first for all else
-        buffers = [flat(job, pp, model, states, expert=kind) if kind or ep == tp % job.ep or not job.etp else None for kind in kinds]
+        buffers = [
+            flat(job, pp, model, states, expert=kind)
+            if kind or ep == tp % job.ep or not job.etp
+            else None
+            for kind in kinds
+        ]
         torch.save(buffers if len(buffers) > 1 else buffers[0], into / "distrib_optim.pt")
     torch.save(told, into / "model_optim_rng.pt")

@@ -47,23 +47,41 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, defaults)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.master_weights = master_weights
-        self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": torch.float32}
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": torch.float32,
+        }
         self.store_param_remainders = store_param_remainders and master_weights
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def _keeps_remainders(self, param: torch.Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
-    def _initialize_state(self, param: torch.Tensor, name: str, zero_buffer: bool, store_param_remainders: bool = False) -> None:
+    def _initialize_state(
+        self,
+        param: torch.Tensor,
+        name: str,
+        zero_buffer: bool,
+        store_param_remainders: bool = False,
+    ) -> None:
         dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[name]
         made = torch.zeros_like if zero_buffer or store_param_remainders else torch.empty_like
         state = made(_local(param), dtype=dtype, requires_grad=False)
         if isinstance(param, DTensor):
-            state = DTensor.from_local(state, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+            state = DTensor.from_local(
+                state, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+            )
         self.state[param][name] = state
         if self.name_to_dtype_map[name] != torch.float32:
             self._scales.setdefault(param, {})[name] = torch.ones([1], device=param.device)
@@ -76,7 +94,9 @@ class FusedAdam(torch.optim.Optimizer):
             if not store_param_remainders:
                 self.set_scaled_state(param, "master_param", _local(param).detach().clone().float())
 
-    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
         remainders = state_name == "master_param" and self._keeps_remainders(param)
         assert unscaled_state.dtype == (torch.int16 if remainders else torch.float32)
         if state_name not in self.state[param]:
@@ -97,7 +117,13 @@ class FusedAdam(torch.optim.Optimizer):
             for name in state["state"].get(number, ()):
                 local = self.get_unscaled_state(param, name)
                 if isinstance(param, DTensor):
-                    local = DTensor.from_local(local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+                    local = DTensor.from_local(
+                        local,
+                        param.device_mesh,
+                        param.placements,
+                        shape=param.shape,
+                        stride=param.stride(),
+                    )
                 state["state"][number] = {**state["state"][number], name: local}
         return state
 
@@ -111,7 +137,9 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param] = {}
             for name, value in state_dict["state"][number].items():
                 remainders = name == "master_param" and self._keeps_remainders(param)
-                self.set_scaled_state(param, name, _local(value) if remainders else _local(value).float())
+                self.set_scaled_state(
+                    param, name, _local(value) if remainders else _local(value).float()
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -153,10 +181,19 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             weight.copy_(master.to(weight.dtype))
 
-    def _adam(self, weight: torch.Tensor, grad: torch.Tensor, moment: torch.Tensor, square: torch.Tensor, group: Mapping[str, Any]) -> None:
+    def _adam(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        moment: torch.Tensor,
+        square: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> None:
         """In float32, in place, as the kernel `multi_tensor_adam` computes it."""
         (first, second), number = group["betas"], group["step"]
-        one, two = (1 - first**number, 1 - second**number) if group["bias_correction"] else (1.0, 1.0)
+        one, two = (
+            (1 - first**number, 1 - second**number) if group["bias_correction"] else (1.0, 1.0)
+        )
         if not self.adam_w_mode:
             grad = grad + group["weight_decay"] * weight
         moment.mul_(first).add_(grad, alpha=1 - first)

@@ -12,12 +12,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.exchange import Moves, Piece
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.lines import inner_boxes, manner, segments
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.planning.exchange import Moves, Piece
+from unified_ckpt.core.planning.slabs import inner_boxes, manner, segments
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
 
 Array = NDArray[np.generic]
 NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -25,7 +25,9 @@ NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype(
 
 def where(box: Box) -> tuple[slice, ...]:
     """A box as numpy's index."""
-    return tuple(slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True))
+    return tuple(
+        slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True)
+    )
 
 
 def filled(spec: TensorSpec, *, seed: int = 0) -> Array:
@@ -42,7 +44,14 @@ def part_of(array: Array, sharding: Sharding, rank: int) -> Array:
     return local
 
 
-def row(shape: Iterable[int], *cuts: Cut, dtype: str = "F32", fqn: str = "w", part: str = "model", ranks: Iterable[int] = ()) -> Row:
+def row(
+    shape: Iterable[int],
+    *cuts: Cut,
+    dtype: str = "F32",
+    fqn: str = "w",
+    part: str = "model",
+    ranks: Iterable[int] = (),
+) -> Row:
     return Row(part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(cuts, tuple(ranks)))
 
 
@@ -63,11 +72,32 @@ class World:
         return [filled(one.spec, seed=i) for i, one in enumerate(self.rows)]
 
 
-MESHES = [[1], [2], [3], [4], [2, 2], [3, 2], [2, 4], [3, 4], [4, 1, 2], [2, 2, 2], [2, 3, 2], [2, 2, 4], [3, 2, 4]]
+MESHES = [
+    [1],
+    [2],
+    [3],
+    [4],
+    [2, 2],
+    [3, 2],
+    [2, 4],
+    [3, 4],
+    [4, 1, 2],
+    [2, 2, 2],
+    [2, 3, 2],
+    [2, 2, 4],
+    [3, 2, 4],
+]
 # Made once: making a strategy costs more than drawing from it.
 MESH, SEED = st.sampled_from(MESHES), st.integers(0, 9999)
-DTYPE, PART = st.sampled_from(["F32", "BF16", "U8", "F64", "F8_E4M3", "BOOL"]), st.sampled_from(["model", "optimizer"])
-NDIM, SHORT, OTHER = st.integers(0, 3), st.sampled_from([0, 1, 2, 3, 5, 7]), st.sampled_from([1, 2, 3, 5, 8, 12, 40])
+DTYPE, PART = (
+    st.sampled_from(["F32", "BF16", "U8", "F64", "F8_E4M3", "BOOL"]),
+    st.sampled_from(["model", "optimizer"]),
+)
+NDIM, SHORT, OTHER = (
+    st.integers(0, 3),
+    st.sampled_from([0, 1, 2, 3, 5, 7]),
+    st.sampled_from([1, 2, 3, 5, 8, 12, 40]),
+)
 NUMEL = st.sampled_from([17_000, 40_000, 150_000])
 ONE_IN_FOUR = st.sampled_from([False, False, False, True])
 KIND = st.sampled_from(["plain", "plain", "plain", "count", "padded"])
@@ -98,11 +128,20 @@ def worlds(draw: st.DrawFn, *, max_rows: int = 3) -> World:
     for number in range(draw(st.integers(1, max_rows))):
         shape = _shape(draw)
         cuts = tuple(_cuts(draw, shape, sizes, strides))
-        rows.append(Row(draw(PART), f"t{number}", TensorSpec(draw(DTYPE), shape), Sharding(cuts, permuted if cuts else ())))
+        rows.append(
+            Row(
+                draw(PART),
+                f"t{number}",
+                TensorSpec(draw(DTYPE), shape),
+                Sharding(cuts, permuted if cuts else ()),
+            )
+        )
     return World(sorted(rows, key=lambda r: r.key), tuple(range(world)))
 
 
-def _cuts(draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]) -> Iterator[Cut]:
+def _cuts(
+    draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]
+) -> Iterator[Cut]:
     for i in _shuffled(draw, range(len(sizes))):
         if sizes[i] == 1 or not shape or draw(ONE_IN_FOUR):
             continue
@@ -135,7 +174,9 @@ def moved(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> list[list[tuple[
 def assert_moved_once(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> None:
     """Every byte of every row has one mover."""
     for one, pieces in zip(rows, moved(rows, by_rank), strict=True):
-        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][: len(pieces)], one
+        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][
+            : len(pieces)
+        ], one
         assert (pieces[-1][1] if pieces else 0) == one.spec.nbytes, one
         assert all(start < stop for start, stop, _ in pieces), one
 
@@ -152,11 +193,15 @@ def local_lines(part: Array, piece: Piece) -> Array:
     return flat[piece.first_line : piece.first_line + piece.lines]
 
 
-def line_boxes(one: Row, rank: int, piece: Piece) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def line_boxes(
+    one: Row, rank: int, piece: Piece
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """What a rank holds of each line: index in the line, index in the local line."""
     position = one.sharding.position(rank)
     assert position is not None
-    for in_line, in_local in inner_boxes(one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.split):
+    for in_line, in_local in inner_boxes(
+        one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.split
+    ):
         yield (slice(None), *where(in_line)), (slice(None), *where(in_local))
 
 
@@ -169,10 +214,15 @@ def movers(row: Row, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], 
         assert position is not None
         places.setdefault(how.outer.coordinates(position), []).append(rank)
     for coordinates, ranks in places.items():
-        yield frozenset(ranks), sum(s.stop - s.start for s in segments(row.spec, how.outer, coordinates))
+        yield (
+            frozenset(ranks),
+            sum(s.stop - s.start for s in segments(row.spec, how.outer, coordinates)),
+        )
 
 
-def lowest_peak(ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]) -> float:
+def lowest_peak(
+    ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]
+) -> float:
     """The least largest load of any division: of a set of ranks, the mean of what nobody else can take, for the worst set."""
     return max(
         (sum(n for who, n in demands if who <= set(some)) + sum(fixed[r] for r in some)) / len(some)

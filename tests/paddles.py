@@ -20,13 +20,20 @@ def stored(folder: Path, stem: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         found |= load_file(path)
-    return {name: tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor for name, tensor in found.items()}
+    return {
+        name: tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+        for name, tensor in found.items()
+    }
 
 
 def as_torch(name: str, tensor: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
     """Paddle's tensor as torch has it, by a list of layers that is not the library's."""
     layer = name.partition("/")[0].split(".")[-2]
-    return tensor.t() if tensor.dim() == 2 and layer in LINEAR and not (tied and layer == "lm_head") else tensor
+    return (
+        tensor.t()
+        if tensor.dim() == 2 and layer in LINEAR and not (tied and layer == "lm_head")
+        else tensor
+    )
 
 
 def torch_name(name: str) -> str:

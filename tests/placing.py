@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing import start_processes
 
-from unified_ckpt.core.layout import Layout
-from unified_ckpt.core.sharding import Sharding, missing_coordinates
-from unified_ckpt.core.tables import describe
+from unified_ckpt.core.sharding.declarations import describe
+from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.shardings import Sharding, missing_coordinates
 from unified_ckpt.errors import LayoutError, RankError
-from unified_ckpt.runtime.comm import from_torch
-from unified_ckpt.runtime.placements import Placer
+from unified_ckpt.runtime.comm.comm import from_torch
+from unified_ckpt.runtime.torch_state.placements import Placer
 
 WORLD = 4
 Problems = list[str]
@@ -48,7 +48,13 @@ def numbered(*shape: int) -> torch.Tensor:
 
 
 def compare(
-    rank: int, what: str, tensor: torch.Tensor, whole: torch.Tensor, *, placer: Placer | None = None, everywhere: bool = True
+    rank: int,
+    what: str,
+    tensor: torch.Tensor,
+    whole: torch.Tensor,
+    *,
+    placer: Placer | None = None,
+    everywhere: bool = True,
 ) -> Problems:
     """What the placed tensor says, against the tensor that it was cut from."""
     placed = (placer or Placer(rank, range(WORLD), None)).place("w", tensor)
@@ -60,12 +66,23 @@ def compare(
     found = torch.full_like(placed.local, -1)
     for in_global, in_local in placed.sharding.boxes(rank, placed.shape):
         found[slices(in_local)] = whole[slices(in_global)]
-    problems = [] if torch.equal(found, placed.local) else [f"{rule}: says {found.tolist()}, really {placed.local.tolist()}"]
+    problems = (
+        []
+        if torch.equal(found, placed.local)
+        else [f"{rule}: says {found.tolist()}, really {placed.local.tolist()}"]
+    )
     rules: list[Sharding] = [placed.sharding] * WORLD
     if everywhere:
         dist.all_gather_object(rules, placed.sharding)
-        problems += [f"{rule}: rank {r} says {describe(other)}" for r, other in enumerate(rules) if other != placed.sharding]
-        problems += [f"{rule}: nobody holds {missing}" for missing in missing_coordinates(placed.sharding, range(WORLD))]
+        problems += [
+            f"{rule}: rank {r} says {describe(other)}"
+            for r, other in enumerate(rules)
+            if other != placed.sharding
+        ]
+        problems += [
+            f"{rule}: nobody holds {missing}"
+            for missing in missing_coordinates(placed.sharding, range(WORLD))
+        ]
     return problems
 
 
@@ -78,7 +95,12 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
 
 
-def spread(rank: int, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], placements: Sequence[Sequence[Placement]]) -> Problems:
+def spread(
+    rank: int,
+    mesh: DeviceMesh,
+    shapes: Sequence[tuple[int, ...]],
+    placements: Sequence[Sequence[Placement]],
+) -> Problems:
     problems = []
     for shape, one in product(shapes, placements):
         whole = numbered(*shape)
@@ -90,7 +112,12 @@ def spread(rank: int, mesh: DeviceMesh, shapes: Sequence[tuple[int, ...]], place
 def one_mesh_dim(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     shapes = [(8, 4), (5, 3), (3, 9), (1, 1), (4, 0, 4)]
-    return spread(rank, mesh, shapes, [[Replicate()], [Shard(0)], [Shard(1)], [Shard(-1)], [_StridedShard(0, split_factor=2)]])
+    return spread(
+        rank,
+        mesh,
+        shapes,
+        [[Replicate()], [Shard(0)], [Shard(1)], [Shard(-1)], [_StridedShard(0, split_factor=2)]],
+    )
 
 
 @case
@@ -104,8 +131,17 @@ def two_mesh_dims(rank: int) -> Problems:
 def strided_shards_of_two_mesh_dims(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     strided = _StridedShard(0, split_factor=2)
-    placements: list[list[Placement]] = [[strided, Shard(0)], [strided, Shard(1)], [strided, Replicate()], [Replicate(), strided]]
-    placements += [[Shard(1), strided], [_StridedShard(1, split_factor=4), Shard(0)], [_StridedShard(1, split_factor=3), Replicate()]]
+    placements: list[list[Placement]] = [
+        [strided, Shard(0)],
+        [strided, Shard(1)],
+        [strided, Replicate()],
+        [Replicate(), strided],
+    ]
+    placements += [
+        [Shard(1), strided],
+        [_StridedShard(1, split_factor=4), Shard(0)],
+        [_StridedShard(1, split_factor=3), Replicate()],
+    ]
     return spread(rank, mesh, [(8, 8), (16, 12), (9, 7), (3, 5)], placements)
 
 
@@ -114,7 +150,11 @@ def mesh_dims_of_one(rank: int) -> Problems:
     problems = []
     for sizes in [(1, 4), (4, 1), (2, 1, 2), (1, 2, 2)]:
         mesh = init_device_mesh("cpu", sizes)
-        each: list[list[Placement]] = [[Shard(0)] * len(sizes), [Shard(1)] * len(sizes), [Shard(i % 2) for i in range(len(sizes))]]
+        each: list[list[Placement]] = [
+            [Shard(0)] * len(sizes),
+            [Shard(1)] * len(sizes),
+            [Shard(i % 2) for i in range(len(sizes))],
+        ]
         problems += spread(rank, mesh, [(8, 4), (5, 3)], each)
     return problems
 
@@ -123,10 +163,20 @@ def mesh_dims_of_one(rank: int) -> Problems:
 def permuted_meshes(rank: int) -> Problems:
     none = Replicate()
     regular = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
-    placements = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), none], [none, Shard(1)], [none, none]]
+    placements = [
+        [Shard(0), Shard(1)],
+        [Shard(0), Shard(0)],
+        [Shard(0), none],
+        [none, Shard(1)],
+        [none, none],
+    ]
     problems = spread(rank, regular, [(8, 8), (5, 7)], placements)
-    listed = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("a", "b"))  # no stride gives these coordinates
-    return problems + spread(rank, listed, [(8, 8), (5, 7)], [[none, Shard(0)], [none, Shard(1)], [none, none]])
+    listed = DeviceMesh(
+        "cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("a", "b")
+    )  # no stride gives these coordinates
+    return problems + spread(
+        rank, listed, [(8, 8), (5, 7)], [[none, Shard(0)], [none, Shard(1)], [none, none]]
+    )
 
 
 @case
@@ -138,7 +188,9 @@ def descending_meshes(rank: int) -> Problems:
         for one in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
             tensor = distribute_tensor(numbered(4, 4), mesh, one)
             try:
-                problems += compare(rank, f"{one} over {ranks}", tensor, tensor.full_tensor(), everywhere=False)
+                problems += compare(
+                    rank, f"{one} over {ranks}", tensor, tensor.full_tensor(), everywhere=False
+                )
             except LayoutError:
                 continue  # to refuse such a mesh is right, too
     return problems
@@ -167,7 +219,11 @@ def slices_of_a_mesh(rank: int) -> Problems:
 
 def pieces(rank: int, what: str, module: nn.Module, wholes: dict[str, torch.Tensor]) -> Problems:
     state = module.state_dict()
-    return [text for fqn, whole in wholes.items() for text in compare(rank, f"{what} {fqn}", state[fqn], whole)]
+    return [
+        text
+        for fqn, whole in wholes.items()
+        for text in compare(rank, f"{what} {fqn}", state[fqn], whole)
+    ]
 
 
 def layers(shapes: Sequence[tuple[int, int]]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -189,7 +245,9 @@ def fsdp2(rank: int) -> Problems:
 def fsdp2_over_columns(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     module, wholes = layers([(5, 8), (3, 4)])
-    fully_shard(module, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else Shard(0))
+    fully_shard(
+        module, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else Shard(0)
+    )
     return pieces(rank, "fsdp", module, wholes)
 
 
@@ -204,7 +262,12 @@ def hsdp(rank: int) -> Problems:
 def tensor_parallel(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     module, wholes = layers([(8, 4), (4, 8), (6, 5), (5, 6)])
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(), "3": RowwiseParallel()}
+    plan = {
+        "0": ColwiseParallel(),
+        "1": RowwiseParallel(),
+        "2": ColwiseParallel(),
+        "3": RowwiseParallel(),
+    }
     return pieces(rank, "tp", parallelize_module(module, mesh, plan), wholes)
 
 
@@ -212,7 +275,12 @@ def tensor_parallel(rank: int) -> Problems:
 def fsdp2_and_tensor_parallel(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module, wholes = layers([(8, 4), (4, 8), (12, 5), (7, 12)])
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(), "3": RowwiseParallel()}
+    plan = {
+        "0": ColwiseParallel(),
+        "1": RowwiseParallel(),
+        "2": ColwiseParallel(),
+        "3": RowwiseParallel(),
+    }
     parallelize_module(module, mesh["tp"], plan)
     return pieces(rank, "fsdp x tp", fully_shard(module, mesh=mesh["dp"]), wholes)
 
@@ -232,9 +300,16 @@ def fsdp2_over_packed_tensor_parallel(rank: int) -> Problems:
     for rows, split_factor in [(16, 2), (24, 3), (16, 4), (8, 2), (12, 2), (20, 2)]:
         module, wholes = layers([(rows, 3)])
         for name in ("weight", "bias"):
-            packed = cut(wholes[f"0.{name}"], mesh["tp"], [_StridedShard(0, split_factor=split_factor)])
+            packed = cut(
+                wholes[f"0.{name}"], mesh["tp"], [_StridedShard(0, split_factor=split_factor)]
+            )
             module[0].register_parameter(name, nn.Parameter(packed))  # type: ignore[index]
-        problems += pieces(rank, f"{split_factor} packed in {rows} rows", fully_shard(module, mesh=mesh["dp"]), wholes)
+        problems += pieces(
+            rank,
+            f"{split_factor} packed in {rows} rows",
+            fully_shard(module, mesh=mesh["dp"]),
+            wholes,
+        )
     return problems
 
 
@@ -259,12 +334,20 @@ def experts(rank: int) -> Problems:
     return pieces(rank, "experts", module, {"experts": whole})
 
 
-def split_by_hand(rank: int, rule: dict[str, object], part: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> Problems:
+def split_by_hand(
+    rank: int, rule: dict[str, object], part: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh
+) -> Problems:
     module = nn.Module()
     module.w = nn.Parameter(part.clone())
     fully_shard(module, mesh=mesh)
     layout = Layout(mesh={"dp": 2, "tp": 2}, rules={"w": rule})  # type: ignore[dict-item]
-    return compare(rank, f"by hand {rule}", module.state_dict()["w"], whole, placer=Placer(rank, range(WORLD), layout))
+    return compare(
+        rank,
+        f"by hand {rule}",
+        module.state_dict()["w"],
+        whole,
+        placer=Placer(rank, range(WORLD), layout),
+    )
 
 
 @case
@@ -312,14 +395,21 @@ def meshes_speak_of_global_ranks(rank: int) -> Problems:
     whole = numbered(5, 3)
     tensor = cut(whole, mesh, [Shard(0)])
     if rank not in members:
-        return raised(f"rank {rank} is not in the process group given", lambda: from_torch(group), RankError)
+        return raised(
+            f"rank {rank} is not in the process group given", lambda: from_torch(group), RankError
+        )
     comm = from_torch(group)
     if (comm.rank, comm.ranks, comm.world) != (members.index(rank), members, 2):
         return [f"comm of {members} says {comm.rank} of {comm.ranks}"]
     comm.meet("save", same=True, timeout_seconds=30).agree("written")
     placer = Placer(comm.rank, comm.ranks, None)
-    problems = compare(comm.rank, "group of 1 and 3", tensor, whole, placer=placer, everywhere=False)
-    return problems + raised("w: its device mesh has ranks outside the process group", lambda: Placer(0, (rank,), None).place("w", tensor))
+    problems = compare(
+        comm.rank, "group of 1 and 3", tensor, whole, placer=placer, everywhere=False
+    )
+    return problems + raised(
+        "w: its device mesh has ranks outside the process group",
+        lambda: Placer(0, (rank,), None).place("w", tensor),
+    )
 
 
 @case
@@ -335,7 +425,9 @@ def run(rank: int, folder: str, port: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, WORLD, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
     Path(folder, f"{rank}.json").write_text(json.dumps(dict(results(rank))))
     dist.barrier()
     dist.destroy_process_group()
@@ -352,5 +444,7 @@ def results(rank: int) -> Iterator[tuple[str, Problems]]:
 
 
 if __name__ == "__main__":
-    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    server = dist.TCPStore(
+        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+    )
     start_processes(run, args=(sys.argv[1], server.port), nprocs=WORLD, start_method="fork")

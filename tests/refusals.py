@@ -11,7 +11,9 @@ import unified_ckpt as uc
 HARD = 60.0  # seconds; no rank may take longer
 
 
-def same_error(found: Sequence[object], kind: type[uc.CheckpointError], match: str) -> uc.CheckpointError:
+def same_error(
+    found: Sequence[object], kind: type[uc.CheckpointError], match: str
+) -> uc.CheckpointError:
     """Every rank raised this very class, with one text."""
     for error in found:
         assert type(error) is kind, f"{error!r}"

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from training_jobs import OTHER_STATE, PRECISIONS, SAME_STATE, TRAITS, USUAL, Job, JobSpec, differences
+from training_jobs import (
+    OTHER_STATE,
+    PRECISIONS,
+    SAME_STATE,
+    TRAITS,
+    USUAL,
+    Job,
+    JobSpec,
+    differences,
+)
 
 import unified_ckpt as uc
 
@@ -55,10 +64,18 @@ def draw_case(pick: Pick) -> Case:
     """Any job, saved by any options in any way, and loaded into any target."""
     spec = JobSpec(pick(PRECISIONS), frozenset(trait for trait in TRAITS if pick((False, True))))
     kind = None if spec.precision == "master_dict" else USUAL.get(spec.precision, "AdamW")
-    others = (*(["same state"] if kind in SAME_STATE else []), *OTHER_STATE[kind]) if kind is not None else ("AdamW",)
-    ways = WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")  # lazy copies wait for an Optimizer's step
+    others = (
+        (*(["same state"] if kind in SAME_STATE else []), *OTHER_STATE[kind])
+        if kind is not None
+        else ("AdamW",)
+    )
+    ways = (
+        WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")
+    )  # lazy copies wait for an Optimizer's step
     parts: tuple[str, ...] | None = None
-    options = uc.SaveOptions(fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None)
+    options = uc.SaveOptions(
+        fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None
+    )
     source = pick(("parts", "parts", "paddle", "maxtext"))
     if source == "paddle":
         config = pick(sorted(PADDLE))
@@ -68,7 +85,9 @@ def draw_case(pick: Pick) -> Case:
     else:
         parts = pick(CHOICES)
         options = options.model_copy(update={"parts": parts})
-    return Case(spec, pick((0, 1, 2)), pick(ways), pick(("fresh", "warmed", *others)), parts, options)
+    return Case(
+        spec, pick((0, 1, 2)), pick(ways), pick(("fresh", "warmed", *others)), parts, options
+    )
 
 
 def stored_parts(case: Case, job: Job) -> set[str]:
@@ -83,7 +102,11 @@ def verdict_of_save(case: Case, job: Job) -> str:
     stored = stored_parts(case, job)
     if case.parts is not None and set(case.parts) - stored:
         known = {"master_weights"}  # a job may have none yet, and may have none at all
-        return "error" if set(case.parts) - stored - known or not stored or "model" not in stored else "either"
+        return (
+            "error"
+            if set(case.parts) - stored - known or not stored or "model" not in stored
+            else "either"
+        )
     if "model" not in stored:
         return "success" if "master_weights" in stored else "error"
     return "success"
@@ -112,7 +135,12 @@ def save(case: Case, job: Job, root: Path) -> None:
     """Saves step `case.steps` in the case's way."""
     state = job.targets()
     if case.way.startswith("manager"):
-        options = uc.ManagerOptions(interval_steps=1, on_preemption=False, asynchronous=case.way.endswith("async"), retries=0)
+        options = uc.ManagerOptions(
+            interval_steps=1,
+            on_preemption=False,
+            asynchronous=case.way.endswith("async"),
+            retries=0,
+        )
         with uc.CheckpointManager(root, options=options, save_options=case.options) as manager:
             manager.save(case.steps, force=True, **state)
             manager.wait()
@@ -121,12 +149,16 @@ def save(case: Case, job: Job, root: Path) -> None:
         if case.way == "save":
             checkpointer.save(f"checkpoint-{case.steps}", step=case.steps, **state)
         else:
-            checkpointer.save_async(f"checkpoint-{case.steps}", step=case.steps, lazy=case.way == "lazy", **state).result()
+            checkpointer.save_async(
+                f"checkpoint-{case.steps}", step=case.steps, lazy=case.way == "lazy", **state
+            ).result()
 
 
 def load(case: Case, targets: dict[str, Any], root: Path) -> uc.LoadReport:
     if case.way.startswith("manager"):
-        with uc.CheckpointManager(root, options=uc.ManagerOptions(interval_steps=1, on_preemption=False)) as manager:
+        with uc.CheckpointManager(
+            root, options=uc.ManagerOptions(interval_steps=1, on_preemption=False)
+        ) as manager:
             report = manager.restore(**targets)
             assert report is not None
             return report
@@ -198,7 +230,13 @@ def check_model(case: Case, job: Job, root: Path, at_save: Mapping[str, Any], sh
     if case.spec.precision == "model_dtype" and "master_weights" not in stored:
         return
     target = Job(case.spec, seed=2, shard=shard)
-    load(case, {"model": target.model} | ({"parts": {"ema": target.ema}} if "ema" in stored else {}), root)
+    load(
+        case,
+        {"model": target.model} | ({"parts": {"ema": target.ema}} if "ema" in stored else {}),
+        root,
+    )
     model = {name: value for name, value in at_save.items() if name.startswith("model:")}
-    lost = differences({name: value for name, value in target.state().items() if name in model}, model)
+    lost = differences(
+        {name: value for name, value in target.state().items() if name in model}, model
+    )
     assert not lost

@@ -16,10 +16,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.acc_folders import is_stock
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
+from unified_ckpt.integrations.accelerate.folders import is_stock
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated"
+)  # torchdata 0.11 calls it
 FAST = uc.SaveOptions(fsync=False)
 
 
@@ -45,7 +47,13 @@ class Count:
 
 
 def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     config.attention_dropout = 0.1  # so that random states matter
     return LlamaForCausalLM(config)
 
@@ -53,18 +61,42 @@ def llama() -> LlamaForCausalLM:
 class Job:
     """A training script: everything prepared, ready to run, to save and to go on."""
 
-    def __init__(self, seed: int = 0, *, stateful: bool = True, workers: int = 0, project: Path | None = None, **naming: Any) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        stateful: bool = True,
+        workers: int = 0,
+        project: Path | None = None,
+        **naming: Any,
+    ) -> None:
         torch.manual_seed(seed)
-        loading = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True)
-        named = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, **naming) if project else None
-        self.accelerator = Accelerator(cpu=True, dataloader_config=loading, project_config=named, gradient_accumulation_steps=2)
+        loading = DataLoaderConfiguration(
+            use_stateful_dataloader=stateful, use_seedable_sampler=True
+        )
+        named = (
+            ProjectConfiguration(
+                project_dir=str(project), automatic_checkpoint_naming=True, **naming
+            )
+            if project
+            else None
+        )
+        self.accelerator = Accelerator(
+            cpu=True, dataloader_config=loading, project_config=named, gradient_accumulation_steps=2
+        )
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        loader = torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True, num_workers=workers)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        loader = torch.utils.data.DataLoader(
+            Sequences(), batch_size=4, shuffle=True, num_workers=workers
+        )
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
         if workers:
-            self.loader.load_state_dict({})  # else its first epoch is in the order of a sampler that Accelerate has replaced
+            self.loader.load_state_dict(
+                {}
+            )  # else its first epoch is in the order of a sampler that Accelerate has replaced
         self.count = Count()
         self.accelerator.register_for_checkpointing(self.count)
         self.losses: list[float] = []
@@ -99,7 +131,9 @@ class Job:
 
 def same(one: Job, other: Job) -> bool:
     found, wanted = one.tensors(), other.tensors()
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in found
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -121,12 +155,16 @@ def straight() -> Job:
     return Job().run(3)
 
 
-@pytest.mark.parametrize("stop", [4, 6, 10], ids=["midway", "at the last batch", "midway in the second"])
+@pytest.mark.parametrize(
+    "stop", [4, 6, 10], ids=["midway", "at the last batch", "midway in the second"]
+)
 def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, straight: Job, stop: int) -> None:
     stopped = Job().run(3, stop=stop)
     report = save_state(stopped.accelerator, tmp_path / "c", step=stop, options=FAST)
     assert report.step == stop
-    assert not [name for name in os.listdir(tmp_path / "c") if name.endswith((".bin", ".pkl", ".pt"))], "nothing is pickled"
+    assert not [
+        name for name in os.listdir(tmp_path / "c") if name.endswith((".bin", ".pkl", ".pt"))
+    ], "nothing is pickled"
     resumed = Job(seed=7)
     assert load_state(resumed.accelerator, tmp_path / "c").step == stop
     assert same(resumed, stopped)
@@ -160,18 +198,26 @@ def test_a_save_before_the_first_batch_keeps_the_position(tmp_path: Path, worker
         save_state(job.accelerator, tmp_path / name, options=FAST)
     last = Job(seed=8, workers=workers)
     load_state(last.accelerator, tmp_path / "e")
-    assert [batch.tolist() for batch in last.loader] == [batch.tolist() for batch in Job(workers=workers).loader][2:]
+    assert [batch.tolist() for batch in last.loader] == [
+        batch.tolist() for batch in Job(workers=workers).loader
+    ][2:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_batch_size_finds_its_place_by_samples(tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_batch_size_finds_its_place_by_samples(
+    tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4 come again, which is said."""
     stopped = Job(workers=workers).run(1, stop=3)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
     order = [ids.tolist() for batch in Job().loader for ids in batch]
     for size, first, said in ((6, 12, ""), (8, 8, "4 samples come again")):
         job = Job(seed=7)
-        loader = job.accelerator.prepare(torch.utils.data.DataLoader(Sequences(), batch_size=size, shuffle=True, num_workers=workers))
+        loader = job.accelerator.prepare(
+            torch.utils.data.DataLoader(
+                Sequences(), batch_size=size, shuffle=True, num_workers=workers
+            )
+        )
         job.accelerator._dataloaders[:] = [loader]
         load_state(job.accelerator, tmp_path / "c")
         assert [ids.tolist() for batch in loader for ids in batch] == order[first:]
@@ -180,8 +226,15 @@ def test_another_batch_size_finds_its_place_by_samples(tmp_path: Path, workers: 
 
 def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
     job = Job().run(1, stop=2)
-    save_state(job.accelerator, tmp_path / "c", attach=lambda folder: Path(folder, "note.txt").write_text("mine"), options=FAST)
-    assert {"config.json", "generation_config.json", "model.safetensors", "note.txt"} <= set(os.listdir(tmp_path / "c"))
+    save_state(
+        job.accelerator,
+        tmp_path / "c",
+        attach=lambda folder: Path(folder, "note.txt").write_text("mine"),
+        options=FAST,
+    )
+    assert {"config.json", "generation_config.json", "model.safetensors", "note.txt"} <= set(
+        os.listdir(tmp_path / "c")
+    )
     assert uc.verify(tmp_path / "c", deep=True).ok
     found, said = LlamaForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not said["missing_keys"]
@@ -191,12 +244,17 @@ def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
 
 
-def two_models(seed: int, steps: int, swapped: bool = False) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
+def two_models(
+    seed: int, steps: int, swapped: bool = False
+) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
     """A generator and a critic with an optimizer each, one optimizer over both, and an average that is registered."""
     torch.manual_seed(seed)
     accelerator = Accelerator(cpu=True)
     made, critic = nn.Linear(4, 3), nn.Linear(3, 1)
-    mine, other = torch.optim.AdamW(made.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    mine, other = (
+        torch.optim.AdamW(made.parameters()),
+        torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9),
+    )
     average = torch.optim.swa_utils.AveragedModel(made)
     prepared = accelerator.prepare(made, critic, *((other, mine) if swapped else (mine, other)))
     accelerator.register_for_checkpointing(average)
@@ -223,8 +281,14 @@ def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -
     for one, other in zip(optimizers, fresh, strict=True):
         wanted, found = one.state_dict(), other.state_dict()
         assert found["param_groups"] == wanted["param_groups"]
-        assert {i: sorted(state) for i, state in found["state"].items()} == {i: sorted(state) for i, state in wanted["state"].items()}
-        assert all(torch.equal(found["state"][i][key], value) for i, state in wanted["state"].items() for key, value in state.items())
+        assert {i: sorted(state) for i, state in found["state"].items()} == {
+            i: sorted(state) for i, state in wanted["state"].items()
+        }
+        assert all(
+            torch.equal(found["state"][i][key], value)
+            for i, state in wanted["state"].items()
+            for key, value in state.items()
+        )
 
 
 def test_another_optimizer_class_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -232,9 +296,13 @@ def test_another_optimizer_class_is_an_error_and_nothing_is_changed(tmp_path: Pa
     save_state(accelerator, tmp_path / "c", options=FAST)
     again, others, _, _ = two_models(1, steps=0, swapped=True)
     before = [tensor.clone() for tensor in others[0].state_dict().values()]
-    with pytest.raises(uc.MismatchError, match="optimizers: checkpoint has AdamW, SGD, accelerator has SGD, AdamW"):
+    with pytest.raises(
+        uc.MismatchError, match="optimizers: checkpoint has AdamW, SGD, accelerator has SGD, AdamW"
+    ):
         load_state(again, tmp_path / "c")
-    assert all(torch.equal(a, b) for a, b in zip(before, others[0].state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, others[0].state_dict().values(), strict=True)
+    )
 
 
 def names(project: Path) -> list[str]:
@@ -253,13 +321,17 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
     save_state(resumed.accelerator, options=FAST)
     assert names(tmp_path) == ["checkpoint_3", "checkpoint_4"]
     fresh = Job(project=tmp_path, total_limit=2, iteration=4)
-    with pytest.raises(uc.StorageError, match="checkpoint_4: is there already; needed load_state first"):
+    with pytest.raises(
+        uc.StorageError, match="checkpoint_4: is there already; needed load_state first"
+    ):
         save_state(fresh.accelerator)
     with pytest.raises(uc.LayoutError, match="its number; needed a path, or no step"):
         save_state(fresh.accelerator, step=3)
 
 
-def test_what_is_not_whole_is_passed_over_and_never_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_whole_is_passed_over_and_never_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one for it."""
     job = Job(project=tmp_path)
     for stop in (2, 4, 6):
@@ -269,17 +341,21 @@ def test_what_is_not_whole_is_passed_over_and_never_counted(tmp_path: Path, capl
     (tmp_path / "checkpoints/checkpoint_1/unified_checkpoint.json").unlink()
     resumed = Job(seed=7, project=tmp_path, total_limit=2)
     assert load_state(resumed.accelerator).step == 0
-    warned = [record.getMessage() for record in caplog.records if "passes over" in record.getMessage()]
+    warned = [
+        record.getMessage() for record in caplog.records if "passes over" in record.getMessage()
+    ]
     assert len(warned) == 1
     assert "checkpoint_2: optimizer.safetensors is missing" in warned[0]
     assert "checkpoint_1: it has no unified_checkpoint.json" in warned[0]
     save_state(resumed.accelerator, options=FAST)
-    assert names(tmp_path) == [f"checkpoint_{number}" for number in range(4)], "0 and 3 are the good ones: the limit is kept"
+    assert names(tmp_path) == [f"checkpoint_{number}" for number in range(4)], (
+        "0 and 3 are the good ones: the limit is kept"
+    )
 
 
 def test_a_save_that_fails_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: the old checkpoint is deleted before the new one is there."""
-    from unified_ckpt.engine import commit
+    from unified_ckpt.engine.folder import commit
 
     job = Job(project=tmp_path, total_limit=1)
     save_state(job.accelerator, options=FAST)
@@ -326,9 +402,13 @@ def test_attached_the_script_needs_no_change(tmp_path: Path) -> None:
     attach(resumed.accelerator)
     resumed.accelerator.load_state(str(tmp_path / "latest"))
     assert same(resumed, stopped)
-    with pytest.raises(uc.StorageError, match=r"stock: holds other files \(.*\), expected a checkpoint"):
+    with pytest.raises(
+        uc.StorageError, match=r"stock: holds other files \(.*\), expected a checkpoint"
+    ):
         resumed.accelerator.save_state(str(tmp_path / "stock"))
-    with pytest.raises(uc.NotFoundError, match=r"wrote itself; needed accelerator.load_state, or attach"):
+    with pytest.raises(
+        uc.NotFoundError, match=r"wrote itself; needed accelerator.load_state, or attach"
+    ):
         load_state(resumed.accelerator, tmp_path / "stock")
 
 
@@ -342,10 +422,14 @@ def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) ->
     job.accelerator.project_configuration.iteration = 1
     job.accelerator.save_state("not used")
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_1"]
-    assert os.listdir(tmp_path / "checkpoints/checkpoint_0") != [], "what is not ours is not rotated"
+    assert os.listdir(tmp_path / "checkpoints/checkpoint_0") != [], (
+        "what is not ours is not rotated"
+    )
     job.accelerator.project_configuration.iteration = 0
     job.accelerator.save_state("not used")
-    assert names(tmp_path) == ["checkpoint_0", "checkpoint_0-before-1", "checkpoint_1"], "what has the name is kept"
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_0-before-1", "checkpoint_1"], (
+        "what has the name is kept"
+    )
     assert is_stock(str(tmp_path / "checkpoints/checkpoint_0-before-1"))
     shutil.rmtree(tmp_path / "checkpoints/checkpoint_0")
     (tmp_path / "checkpoints/checkpoint_0-before-1").rename(tmp_path / "checkpoints/checkpoint_0")
@@ -377,7 +461,9 @@ def test_hooks_write_into_the_checkpoint_and_read_from_it(tmp_path: Path) -> Non
     job.run(1, stop=2)
     job.accelerator.load_state(str(tmp_path / "c"))
     assert told == ["1 1"]
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items()), "whatever the hooks take out"
+    assert all(
+        torch.equal(tensor, saved[name]) for name, tensor in job.model.state_dict().items()
+    ), "whatever the hooks take out"
 
 
 def test_errors_that_users_make(tmp_path: Path) -> None:
@@ -385,7 +471,10 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
     save_state(job.accelerator, tmp_path / "run" / "checkpoint_0", step=0, options=FAST)
     whole = tmp_path / "run" / "checkpoint_0"
     for path, said in (
-        (tmp_path / "run", "holds checkpoints and is none; needed one of them, the newest is checkpoint_0"),
+        (
+            tmp_path / "run",
+            "holds checkpoints and is none; needed one of them, the newest is checkpoint_0",
+        ),
         (whole / "config.json", "is a file; needed a checkpoint folder"),
         (tmp_path / "nothing", "is not there; needed a checkpoint folder"),
     ):
@@ -393,26 +482,36 @@ def test_errors_that_users_make(tmp_path: Path) -> None:
             load_state(job.accelerator, path)
     shutil.copytree(whole, tmp_path / "cut")
     (tmp_path / "cut" / "unified_checkpoint.json").unlink()
-    with pytest.raises(uc.NotFoundError, match="has no manifest: it is unfinished, or no checkpoint"):
+    with pytest.raises(
+        uc.NotFoundError, match="has no manifest: it is unfinished, or no checkpoint"
+    ):
         load_state(job.accelerator, tmp_path / "cut")
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
         save_state(job.accelerator, whole)
-    with pytest.raises(uc.StorageError, match=r"there is no path; needed one, or ProjectConfiguration"):
+    with pytest.raises(
+        uc.StorageError, match=r"there is no path; needed one, or ProjectConfiguration"
+    ):
         save_state(job.accelerator)
-    with pytest.raises(uc.NotFoundError, match=r"there is no path; needed one, or ProjectConfiguration"):
+    with pytest.raises(
+        uc.NotFoundError, match=r"there is no path; needed one, or ProjectConfiguration"
+    ):
         load_state(job.accelerator)
     (tmp_path / "mine").mkdir()
     save_state(job.accelerator, tmp_path / "mine", options=FAST)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "log.txt").write_text("kept")
-    with pytest.raises(uc.StorageError, match=r"holds other files \(log.txt\), expected a checkpoint"):
+    with pytest.raises(
+        uc.StorageError, match=r"holds other files \(log.txt\), expected a checkpoint"
+    ):
         save_state(job.accelerator, tmp_path / "logs")
     assert sorted(os.listdir(tmp_path)) == ["cut", "logs", "mine", "run"]
     with pytest.raises(uc.NotFoundError, match="has no checkpoint to load"):
         load_state(Job(project=tmp_path / "fresh").accelerator)
 
 
-def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job()
     uc.save(tmp_path / "bare", model=job.model)
     with pytest.raises(uc.MismatchError) as caught:
@@ -422,7 +521,9 @@ def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(tmp_path:
     save_state(job.accelerator, tmp_path / "c", options=FAST)
     other = Job(seed=7)
     other.accelerator.register_for_checkpointing(Count())
-    with pytest.raises(uc.MismatchError, match="custom objects: checkpoint has Count, accelerator has Count, Count"):
+    with pytest.raises(
+        uc.MismatchError, match="custom objects: checkpoint has Count, accelerator has Count, Count"
+    ):
         load_state(other.accelerator, tmp_path / "c")
     load_state(other.accelerator, tmp_path / "c", strict=False)
     assert same(other, job)
@@ -432,7 +533,10 @@ def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(tmp_path:
     caplog.clear()
     load_state(reader, tmp_path / "c")
     assert "optimizers: checkpoint has AdamW, accelerator has none" in caplog.text
-    assert all(torch.equal(tensor, job.model.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, job.model.state_dict()[name])
+        for name, tensor in model.state_dict().items()
+    )
     wide = Accelerator(cpu=True)
     wide.prepare(nn.Linear(3, 3))
     wide.register_for_checkpointing(Count())
@@ -440,18 +544,27 @@ def test_what_the_accelerator_has_and_the_checkpoint_lacks_is_an_error(tmp_path:
         load_state(wide, tmp_path / "c")
 
 
-def test_gradients_that_are_being_accumulated_are_not_saved_unsaid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_being_accumulated_are_not_saved_unsaid(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_state(Job().run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
     assert "gradients are being accumulated, and are not saved" in caplog.text
 
 
-def test_an_order_that_cannot_be_had_again_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_order_that_cannot_be_had_again_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True))
+    loader = accelerator.prepare(
+        torch.utils.data.DataLoader(Sequences(), batch_size=4, shuffle=True)
+    )
     for _ in loader:
         save_state(accelerator, tmp_path / "c", options=FAST)
         break
-    assert "dataloader 0: is saved in the middle of an epoch, and its order cannot be had again" in caplog.text
+    assert (
+        "dataloader 0: is saved in the middle of an epoch, and its order cannot be had again"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -462,10 +575,14 @@ def test_an_order_that_cannot_be_had_again_is_said(tmp_path: Path, caplog: pytes
         (DistributedType.FSDP, "FSDP1 flattens parameters; needed FSDP2"),
     ],
 )
-def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, kind: DistributedType, said: str) -> None:
+def test_what_is_not_saved_is_refused_by_name(
+    tmp_path: Path, kind: DistributedType, said: str
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = kind
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1) if kind == DistributedType.FSDP else None
+    accelerator.state.fsdp_plugin = (
+        FullyShardedDataParallelPlugin(fsdp_version=1) if kind == DistributedType.FSDP else None
+    )
     for call in (save_state, load_state):
         with pytest.raises(uc.LayoutError, match=said):
             call(accelerator, tmp_path / "c")

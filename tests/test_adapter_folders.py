@@ -13,16 +13,20 @@ from test_trainer import model, trainer
 from torch import nn
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.hf_adapters import adapter_parts
+from unified_ckpt.integrations.transformers.adapters import adapter_parts
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # PEFT calls it
+    pytest.mark.filterwarnings(
+        "ignore:.*is deprecated and will be removed in v6:FutureWarning"
+    ),  # PEFT calls it
     pytest.mark.filterwarnings("ignore:Could not find a config file in"),
 ]
 
 
 def lora(seed: int) -> Any:
-    made = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    made = get_peft_model(
+        model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
     torch.manual_seed(seed)
     made.add_adapter("of-users", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
     for name, parameter in made.named_parameters():
@@ -37,31 +41,58 @@ def test_a_folder_of_peft_has_the_parts_that_ours_has(tmp_path: Path) -> None:
     needed = adapter_parts(made)
     with uc.open(tmp_path / "stock") as source:
         assert source.format == "peft"
-        assert set(source.parts) == {"adapter_model", "adapter_model_of_users"} == set(needed) - {"trainable"}
+        assert (
+            set(source.parts)
+            == {"adapter_model", "adapter_model_of_users"}
+            == set(needed) - {"trainable"}
+        )
         assert source.extra["adapters"]["adapter_model"]["r"] == 4
-    report = uc.load(tmp_path / "stock", parts={part: tensors for part, tensors in adapter_parts(other).items() if part != "trainable"})
+    report = uc.load(
+        tmp_path / "stock",
+        parts={
+            part: tensors for part, tensors in adapter_parts(other).items() if part != "trainable"
+        },
+    )
     assert report.missing == ()
-    assert all(torch.equal(tensor, needed[part][name]) for part, of in adapter_parts(other).items() for name, tensor in of.items())
+    assert all(
+        torch.equal(tensor, needed[part][name])
+        for part, of in adapter_parts(other).items()
+        for name, tensor in of.items()
+    )
 
 
 def test_pickled_weights_of_an_adapter(tmp_path: Path) -> None:
     """As older versions of PEFT wrote them."""
     made, other = lora(0), lora(1)
     made.save_pretrained(str(tmp_path / "stock"))
-    for part, folder in (("adapter_model", tmp_path / "stock"), ("adapter_model_of_users", tmp_path / "stock" / "of-users")):
+    for part, folder in (
+        ("adapter_model", tmp_path / "stock"),
+        ("adapter_model_of_users", tmp_path / "stock" / "of-users"),
+    ):
         (folder / "adapter_model.safetensors").unlink()
-        torch.save({name: tensor.detach() for name, tensor in adapter_parts(made)[part].items()}, folder / "adapter_model.bin")
+        torch.save(
+            {name: tensor.detach() for name, tensor in adapter_parts(made)[part].items()},
+            folder / "adapter_model.bin",
+        )
     uc.load(tmp_path / "stock", parts=adapter_parts(other))
     needed = adapter_parts(made)
-    assert all(torch.equal(tensor, needed[part][name]) for part, of in adapter_parts(other).items() for name, tensor in of.items())
+    assert all(
+        torch.equal(tensor, needed[part][name])
+        for part, of in adapter_parts(other).items()
+        for name, tensor in of.items()
+    )
     (tmp_path / "stock" / "of-users" / "adapter_model.bin").unlink()
-    with pytest.raises(uc.IncompleteError, match=r"of-users: has adapter_config.json and no weights"):
+    with pytest.raises(
+        uc.IncompleteError, match=r"of-users: has adapter_config.json and no weights"
+    ):
         uc.open(tmp_path / "stock")
 
 
 def test_the_stock_trainers_adapters_and_their_optimizer(tmp_path: Path) -> None:
     def adapted() -> Any:
-        return get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        return get_peft_model(
+            model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
 
     made = trainer(tmp_path, stock=True, net=adapted(), max_steps=2)
     made.train()
@@ -72,11 +103,18 @@ def test_the_stock_trainers_adapters_and_their_optimizer(tmp_path: Path) -> None
     report = uc.load(tmp_path / "checkpoint-2", parts=parts, optimizer=optimizer)
     assert report.step == 2
     inner = made.optimizer.optimizer  # type: ignore[union-attr]
-    theirs = {name: parameter for name, parameter in made.model.named_parameters() if parameter.requires_grad}
+    theirs = {
+        name: parameter
+        for name, parameter in made.model.named_parameters()
+        if parameter.requires_grad
+    }
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
             assert torch.equal(parameter, theirs[name])
-            assert all(torch.equal(value, inner.state[theirs[name]][key]) for key, value in optimizer.state[parameter].items())
+            assert all(
+                torch.equal(value, inner.state[theirs[name]][key])
+                for key, value in optimizer.state[parameter].items()
+            )
     assert len(optimizer.state) == len(inner.state) == 8
     with uc.open(tmp_path / "checkpoint-2") as source:
         assert source.parts == ("adapter_model", "optimizer")

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 import unified_ckpt as uc
-from unified_ckpt.manager.agreement import Agreement
-from unified_ckpt.manager.interruption import Interruption
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.manager.stopping.agreement import Agreement
+from unified_ckpt.manager.stopping.signals import Interruption
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
 
@@ -37,12 +37,22 @@ class Counted:
         return found
 
 
-def agreements(world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] | None = None) -> list[Agreement]:
+def agreements(
+    world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] | None = None
+) -> list[Agreement]:
     """By a clock that goes on by a second whenever somebody looks at it, where none is given."""
     store = dist.HashStore()
     clock = clock or itertools.count().__next__
     return [
-        Agreement(store, "test", rank=rank, ranks=range(world), margin_steps=margin, look_seconds=look, clock=clock)
+        Agreement(
+            store,
+            "test",
+            rank=rank,
+            ranks=range(world),
+            margin_steps=margin,
+            look_seconds=look,
+            clock=clock,
+        )
         for rank in range(world)
     ]
 
@@ -56,7 +66,10 @@ def test_all_act_at_the_highest_step_and_a_margin() -> None:
     first, second, third = agreements(3)
     first.notify("because")
     assert (first.at(10), second.at(11), third.at(9)) == (None, None, None)
-    assert [one.at(step) for one in (first, second, third) for step in (12, 13)] == [None, "because"] * 3
+    assert [one.at(step) for one in (first, second, third) for step in (12, 13)] == [
+        None,
+        "because",
+    ] * 3
     assert not any(one.pending for one in (first, second, third))
 
 
@@ -85,7 +98,10 @@ def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_other
     late.notify("x")
     late.at(1)
     other.at(1)
-    with pytest.raises(uc.RankError, match=r"rank 1 is at step 7, past step 2 .* needed a margin_steps larger than 1"):
+    with pytest.raises(
+        uc.RankError,
+        match=r"rank 1 is at step 7, past step 2 .* needed a margin_steps larger than 1",
+    ):
         other.at(7)
     with pytest.raises(uc.RankError, match="rank 1 is at step 7, past step 2"):
         late.at(2)
@@ -100,7 +116,9 @@ def test_a_rank_that_has_ended_leaves_the_others_training() -> None:
 def test_ranks_look_at_most_once_in_a_while() -> None:
     now = [0.0]
     store = Counted(dist.HashStore())
-    one = Agreement(store, "t", rank=0, ranks=range(2), margin_steps=2, look_seconds=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
+    one = Agreement(
+        store, "t", rank=0, ranks=range(2), margin_steps=2, look_seconds=1.0, clock=lambda: now[0]
+    )  # type: ignore[arg-type]
     for step in range(1000):
         now[0] += 0.01
         one.at(step)
@@ -108,7 +126,12 @@ def test_ranks_look_at_most_once_in_a_while() -> None:
 
 
 def test_in_a_large_world_they_look_less_often() -> None:
-    assert Agreement(dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, look_seconds=1.0)._look_seconds == 5.0
+    assert (
+        Agreement(
+            dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, look_seconds=1.0
+        )._look_seconds
+        == 5.0
+    )
 
 
 def test_keys_do_not_pile_up() -> None:
@@ -135,7 +158,9 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
 
     def act(comm: Comm) -> list[int]:
         look = 0.004 * comm.rank
-        one = Agreement(comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, look_seconds=look)
+        one = Agreement(
+            comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, look_seconds=look
+        )
         acted = []
         for step in range(150):
             barrier.wait(30)
@@ -166,7 +191,9 @@ def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
 
 
 def test_the_second_interrupt_goes_through() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's job in the background ignores it
     try:
         with Interruption() as interruption:
             signal.raise_signal(signal.SIGINT)
@@ -219,13 +246,18 @@ def test_outside_of_the_main_thread_it_does_nothing() -> None:
 def received() -> Iterator[list[int]]:
     """What a program's own callables for both signals get."""
     found: list[int] = []
-    before = [(number, signal.signal(number, lambda got, _: found.append(got))) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [
+        (number, signal.signal(number, lambda got, _: found.append(got)))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    ]
     yield found
     for number, one in before:
         signal.signal(number, one)
 
 
-def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(received: list[int]) -> None:
+def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(
+    received: list[int],
+) -> None:
     own = signal.getsignal(signal.SIGTERM)
     first, second = Interruption(), Interruption()
     first.start()
@@ -253,7 +285,7 @@ def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> N
 def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_thread() -> None:
     program = (
         "import signal, threading\n"
-        "from unified_ckpt.manager.interruption import Interruption\n"
+        "from unified_ckpt.manager.stopping.signals import Interruption\n"
         "one, other = Interruption(), Interruption()\n"
         "one.start(); other.start()\n"
         "for it in (one, other):\n"
@@ -261,11 +293,15 @@ def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_th
         "signal.raise_signal(signal.SIGTERM)\n"
         "print('goes on')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
-def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(received: list[int]) -> None:
+def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(
+    received: list[int],
+) -> None:
     beneath, above = Interruption(), Interruption()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     beneath.start()

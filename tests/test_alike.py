@@ -10,8 +10,8 @@ from machines import NAME, SAVE
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine.alike import check_alike, what_is_alike
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.engine.load.same_on_all_ranks import check_alike, what_is_alike
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import checkpointer_of, try_ranks
 
 COLUMNS = uc.Layout(mesh={"tp": 2}, rules={"w": {"tp": 1}})
@@ -20,19 +20,43 @@ LOAD = uc.LoadOptions(timeout_seconds=8)
 
 @pytest.mark.parametrize("extra", [False, True], ids=["all is there", "something is missing"])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("name", "values"), [("strict", (True, False)), ("verify", ("read", "off")), ("max_over_read", (1.0, 1000.0))])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("strict", (True, False)), ("verify", ("read", "off")), ("max_over_read", (1.0, 1000.0))],
+)
 def test_options_that_are_not_the_same_on_all_ranks(
     tmp_path: Path, name: str, values: tuple[object, object], turned: bool, extra: bool
 ) -> None:
-    uc.save(tmp_path / NAME, model={"w": torch.ones(1024, 1024), "s": torch.ones(4)}, step=1, options=SAVE)
+    uc.save(
+        tmp_path / NAME,
+        model={"w": torch.ones(1024, 1024), "s": torch.ones(4)},
+        step=1,
+        options=SAVE,
+    )
     values = values[::-1] if turned else values
-    targets = [{"w": torch.zeros(1024, 512), "s": torch.zeros(4), **({"x": torch.zeros(3)} if extra else {})} for _ in range(2)]
+    targets = [
+        {
+            "w": torch.zeros(1024, 512),
+            "s": torch.zeros(4),
+            **({"x": torch.zeros(3)} if extra else {}),
+        }
+        for _ in range(2)
+    ]
 
     def load(comm: Comm) -> None:
         value = values[comm.rank]
-        how = {"strict": value} if name == "strict" else {"options": LOAD.model_copy(update={name: value})}
+        how = (
+            {"strict": value}
+            if name == "strict"
+            else {"options": LOAD.model_copy(update={name: value})}
+        )
         with checkpointer_of(comm) as made:
-            made.load(tmp_path / NAME, model=targets[comm.rank], layout=COLUMNS, **{"options": LOAD, **how})
+            made.load(
+                tmp_path / NAME,
+                model=targets[comm.rank],
+                layout=COLUMNS,
+                **{"options": LOAD, **how},
+            )
 
     found = f"{name} is not the same on all ranks of this load: rank\\(s\\) 0 {values[0]!r}; rank\\(s\\) 1 {values[1]!r}; needed one value"
     same_error(try_ranks(2, load), uc.LayoutError, found)
@@ -41,7 +65,9 @@ def test_options_that_are_not_the_same_on_all_ranks(
 
 def test_many_ranks_are_told_in_few_words() -> None:
     told = [what_is_alike("ab"[rank in (1, 5)], strict=True, options=LOAD) for rank in range(2048)]
-    with pytest.raises(uc.StorageError, match=r"rank\(s\) 0, 2-4, 6-2047 save a; rank\(s\) 1, 5 save b; needed one"):
+    with pytest.raises(
+        uc.StorageError, match=r"rank\(s\) 0, 2-4, 6-2047 save a; rank\(s\) 1, 5 save b; needed one"
+    ):
         check_alike(told)
 
 

@@ -20,22 +20,42 @@ from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.peers import PeerStorage
-from unified_ckpt.runtime.staging import Window
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.exchange.shared_memory import Window
+from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks
 
 WORLD, LONG = 4, 60.0  # LONG: what no call may take, in seconds
 AT_ONCE = LONG / 2
 SHAPES = {"w": (500, 90), "o": (30, 30), "b": (5,)}
-FULL = {name: torch.arange(float(torch.Size(shape).numel())).reshape(shape) for name, shape in SHAPES.items()}
+FULL = {
+    name: torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    for name, shape in SHAPES.items()
+}
 LAYOUT = uc.Layout(mesh={"dp": WORLD}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes=SHAPES)
 TALK = ("put", "get", "count", "collect", "broadcast", "settle")
-STORAGE = ("read", "read_at", "write_at", "put", "make_folder", "rename", "sync", "sync_folder", "entries", "names", "kind", "stamp")
-_OWN = ("meeting.py", "comm.py", "contextlib.py")  # a meeting's own talk, which goes on when a rank fails
+STORAGE = (
+    "read",
+    "read_at",
+    "write_at",
+    "put",
+    "make_folder",
+    "rename",
+    "sync",
+    "sync_folder",
+    "entries",
+    "names",
+    "kind",
+    "stamp",
+)
+_OWN = (
+    "meeting.py",
+    "comm.py",
+    "contextlib.py",
+)  # a meeting's own talk, which goes on when a rank fails
 
 
 @dataclass
@@ -86,7 +106,11 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
 
     monkeypatch.setattr(threading.Thread, "start", of_the_same_rank)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    for owner, names in ((Meeting, TALK), (LocalStorage, STORAGE), (Window, ("serve", "advance", "mark"))):
+    for owner, names in (
+        (Meeting, TALK),
+        (LocalStorage, STORAGE),
+        (Window, ("serve", "advance", "mark")),
+    ):
         for name in names:
             made.watch(owner, name, monkeypatch)
     made.watch(Windows, "ready", monkeypatch)
@@ -111,11 +135,27 @@ class Call:
 
     def save(self, made: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
         cuts = {"w": 0, "o": 1}
-        model = {n: (full + step).chunk(WORLD, cuts[n])[rank].clone() if n in cuts else full + step for n, full in FULL.items()}
+        model = {
+            n: (full + step).chunk(WORLD, cuts[n])[rank].clone() if n in cuts else full + step
+            for n, full in FULL.items()
+        }
         options = SAVE.model_copy(
-            update={"timeout_seconds": LONG, "if_exists": "replace", "fsync": True, "machine_copies": self.copies, "write_alignment": 4096}
+            update={
+                "timeout_seconds": LONG,
+                "if_exists": "replace",
+                "fsync": True,
+                "machine_copies": self.copies,
+                "write_alignment": 4096,
+            }
         )
-        what = {"model": model, "layout": LAYOUT, "step": step, "extra": {"step": step}, "rank_extra": (rank, step), "options": options}
+        what = {
+            "model": model,
+            "layout": LAYOUT,
+            "step": step,
+            "extra": {"step": step},
+            "rank_extra": (rank, step),
+            "options": options,
+        }
         if self.background:
             made.save_async(self.place(root, rank), **what).result(2 * LONG)
         else:
@@ -123,7 +163,11 @@ class Call:
         return step
 
     def load(self, made: uc.Checkpointer, root: Path, rank: int) -> int:
-        target = {"w": torch.zeros(500 // WORLD, 90), "o": torch.zeros(FULL["o"].chunk(WORLD, 1)[rank].shape), "b": torch.zeros(5)}
+        target = {
+            "w": torch.zeros(500 // WORLD, 90),
+            "o": torch.zeros(FULL["o"].chunk(WORLD, 1)[rank].shape),
+            "b": torch.zeros(5),
+        }
         options = LOAD.model_copy(update={"timeout_seconds": LONG})
         report = made.load(self.place(root, rank), model=target, layout=LAYOUT, options=options)
         assert report.step is not None
@@ -135,7 +179,11 @@ class Call:
     def __call__(self, made: uc.Checkpointer, root: Path, rank: int) -> object:
         if self.do == "save":
             return self.save(made, root, rank, 2)
-        return self.load(made, root, rank) if self.do == "load" else len(made.repair(self.place(root, rank)))
+        return (
+            self.load(made, root, rank)
+            if self.do == "load"
+            else len(made.repair(self.place(root, rank)))
+        )
 
     def prepare(self, root: Path) -> None:
         root.mkdir()
@@ -171,7 +219,9 @@ CALLS = {
 }
 
 
-def run(call: Call, root: Path, moments: Moments, at: tuple[int, int]) -> tuple[list[object], list[object], float]:
+def run(
+    call: Call, root: Path, moments: Moments, at: tuple[int, int]
+) -> tuple[list[object], list[object], float]:
     """What the call gave on each rank when it failed there, and right after; and how many seconds both took."""
     together, seconds = threading.Barrier(WORLD), list[float]()
 

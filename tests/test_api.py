@@ -24,11 +24,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import unified_ckpt as uc
-from unified_ckpt.engine import save as save_module
-from unified_ckpt.manager.foreign import from_paddle
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.manager.option_aliases import from_paddle
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
 
@@ -64,7 +64,11 @@ def manifest(folder: Path) -> dict[str, object]:
 def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
     """Every tensor of a part, by the safetensors library."""
     weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
-    return {name: t for file in sorted(set(weight_map.values())) for name, t in load_file(folder / file).items()}
+    return {
+        name: t
+        for file in sorted(set(weight_map.values()))
+        for name, t in load_file(folder / file).items()
+    }
 
 
 # one folder
@@ -79,16 +83,36 @@ def test_a_module_goes_round(tmp_path: Path) -> None:
     memory = {name: t.data_ptr() for name, t in other.state_dict().items()}
     back = uc.load(tmp_path / "c", model=other)
     assert same_state(model, other)
-    assert {name: t.data_ptr() for name, t in other.state_dict().items()} == memory, "filled in place"
-    assert (back.step, back.extra, back.rank_extra, back.missing, back.unexpected, back.wrong) == (7, None, None, (), (), ())
+    assert {name: t.data_ptr() for name, t in other.state_dict().items()} == memory, (
+        "filled in place"
+    )
+    assert (back.step, back.extra, back.rank_extra, back.missing, back.unexpected, back.wrong) == (
+        7,
+        None,
+        None,
+        (),
+        (),
+        (),
+    )
     assert back.bytes_read == back.verified_bytes == report.nbytes
     assert back.sources == {"model": ("model",)}
 
 
 def test_the_folder_is_what_the_format_says(tmp_path: Path) -> None:
     model = Net()
-    uc.save(tmp_path / "c", model=model, optimizer={"embed.weight/exp_avg": torch.ones(30, 8)}, extra={"a": 1}, rank_extra=[2])
-    names = {"model.safetensors", "model.safetensors.index.json", "optimizer.safetensors", "optimizer.safetensors.index.json"}
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer={"embed.weight/exp_avg": torch.ones(30, 8)},
+        extra={"a": 1},
+        rank_extra=[2],
+    )
+    names = {
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.safetensors",
+        "optimizer.safetensors.index.json",
+    }
     assert {path.name for path in (tmp_path / "c").iterdir()} == names | {
         "digests.safetensors",
         "rank_extra.safetensors",
@@ -102,13 +126,22 @@ def test_the_folder_is_what_the_format_says(tmp_path: Path) -> None:
 
 def test_a_file_is_byte_for_byte_what_the_safetensors_library_writes(tmp_path: Path) -> None:
     tensors = {
-        f"t.{name}": torch.zeros(3, 4).to(dtype) if name != "F4" else torch.zeros(3, 4, dtype=torch.uint8).view(dtype)
+        f"t.{name}": torch.zeros(3, 4).to(dtype)
+        if name != "F4"
+        else torch.zeros(3, 4, dtype=torch.uint8).view(dtype)
         for name, dtype in TORCH_DTYPES.items()
     }
-    tensors |= {"große": torch.randn(300, 200), "0-d": torch.tensor(2.0), "empty": torch.zeros(0, 5), 'quo"ted\n': torch.ones(2)}
+    tensors |= {
+        "große": torch.randn(300, 200),
+        "0-d": torch.tensor(2.0),
+        "empty": torch.zeros(0, 5),
+        'quo"ted\n': torch.ones(2),
+    }
     uc.save(tmp_path / "c", model=tensors)
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (
+        tmp_path / "theirs.safetensors"
+    ).read_bytes()
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(tensors)
 
@@ -117,7 +150,9 @@ def test_files_are_bounded(tmp_path: Path) -> None:
     model = {f"w{n:02}": torch.full((100, 50), float(n)) for n in range(10)}  # 20,000 bytes each
     uc.save(tmp_path / "c", model=model, options=uc.SaveOptions(max_file_bytes=60_000))
     files = sorted((tmp_path / "c").glob("model-*"))
-    assert [path.name for path in files] == [f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)]
+    assert [path.name for path in files] == [
+        f"model-{n:05}-of-00004.safetensors" for n in range(1, 5)
+    ]
     assert all(path.stat().st_size < 62_000 for path in files)
     found = stored(tmp_path / "c")
     assert found.keys() == model.keys()
@@ -144,11 +179,19 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
 
 def test_memory_of_any_form(tmp_path: Path) -> None:
     whole = torch.arange(80_000.0).reshape(400, 200)
-    model = {"turned": whole.t(), "part": whole[::2, 3:77], "broadcast": torch.tensor(3.0).expand(200, 300), "grad": nn.Parameter(whole)}
+    model = {
+        "turned": whole.t(),
+        "part": whole[::2, 3:77],
+        "broadcast": torch.tensor(3.0).expand(200, 300),
+        "grad": nn.Parameter(whole),
+    }
     uc.save(tmp_path / "c", model=model)
     found = stored(tmp_path / "c")
     assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
-    target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype).t().contiguous().t() for name, tensor in model.items()}
+    target = {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype).t().contiguous().t()
+        for name, tensor in model.items()
+    }
     uc.load(tmp_path / "c", model=target)
     assert all(torch.equal(target[name], tensor) for name, tensor in model.items())
 
@@ -163,8 +206,13 @@ def test_views_that_negate_are_refused_by_name(tmp_path: Path, count: int) -> No
             uc.save(tmp_path / "d", model={name: tensor})
         with pytest.raises(uc.LayoutError, match=rf"{name}: is .*(conjugate|negative)"):
             uc.load(tmp_path / "c", model={name: tensor}, strict=False)
-        with pytest.raises(uc.LayoutError, match=rf"{name}: is .*(conjugate|negative)"):  # not the other's alias
-            uc.save(tmp_path / "d", model={"plain": pairs if name == "conj" else pairs.imag, name: tensor})
+        with pytest.raises(
+            uc.LayoutError, match=rf"{name}: is .*(conjugate|negative)"
+        ):  # not the other's alias
+            uc.save(
+                tmp_path / "d",
+                model={"plain": pairs if name == "conj" else pairs.imag, name: tensor},
+            )
         uc.save(tmp_path / name, model={}, extra={name: tensor})
         assert torch.equal(uc.open(tmp_path / name).extra[name], tensor)
     assert not (tmp_path / "d").exists()
@@ -226,7 +274,9 @@ def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> N
     other = Net(tied=True, seed=1)
     report = uc.load(tmp_path / "c", model=other)
     assert same_state(other, model)
-    assert report.notes == ("tied in the target, and stored as tensors that are equal: model:embed.weight",)
+    assert report.notes == (
+        "tied in the target, and stored as tensors that are equal: model:embed.weight",
+    )
 
 
 @pytest.mark.parametrize("verify", ["read", "off"])
@@ -239,7 +289,9 @@ def test_untied_weights_that_differ_do_not_load_into_tied(tmp_path: Path, verify
     uc.save(tmp_path / "c", model=model, optimizer=optimizer)
     before = copy.deepcopy(other.state_dict())
     options = uc.LoadOptions(verify=verify)
-    with pytest.raises(uc.MismatchError, match=r"as embed.weight and head.weight, which differ; .*'drop': True"):
+    with pytest.raises(
+        uc.MismatchError, match=r"as embed.weight and head.weight, which differ; .*'drop': True"
+    ):
         uc.load(tmp_path / "c", model=other, options=options)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
     dropped = uc.SourceOptions(rename=[{"match": "head.weight", "drop": True}])
@@ -274,14 +326,22 @@ def test_lists_of_modules_and_optimizers(tmp_path: Path) -> None:
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 1.1, 0.1, 1.1]
     uc.save(tmp_path / "d", model=whole, optimizer=fresh)
     again = [stage(3, 1, seed=8), stage(2, 0, seed=9)]
-    uc.load(tmp_path / "d", model=again, optimizer=[torch.optim.AdamW(one.parameters()) for one in again])
+    uc.load(
+        tmp_path / "d",
+        model=again,
+        optimizer=[torch.optim.AdamW(one.parameters()) for one in again],
+    )
     assert all(
-        torch.equal(dict(again[0].named_parameters())[n], dict(whole.named_parameters())[n]) for n in ("layer1.bias", "layer3.weight")
+        torch.equal(dict(again[0].named_parameters())[n], dict(whole.named_parameters())[n])
+        for n in ("layer1.bias", "layer3.weight")
     )
 
 
 def test_two_modules_with_one_name(tmp_path: Path) -> None:
-    with pytest.raises(uc.LayoutError, match=r"layer0\.weight: two modules of the model have this name for different tensors"):
+    with pytest.raises(
+        uc.LayoutError,
+        match=r"layer0\.weight: two modules of the model have this name for different tensors",
+    ):
         uc.save(tmp_path / "c", model=[stage(0), stage(0, seed=1)])
 
 
@@ -301,7 +361,9 @@ def test_further_parts(tmp_path: Path) -> None:
 def test_one_optimizer_of_two_models(tmp_path: Path) -> None:
     def made(seed: int, steps: int) -> tuple[Net, Net, torch.optim.Optimizer]:
         model, critic = Net(seed=seed), Net(seed=seed + 1)
-        optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": critic.parameters(), "lr": 0.5}])
+        optimizer = torch.optim.AdamW(
+            [{"params": model.parameters()}, {"params": critic.parameters(), "lr": 0.5}]
+        )
         for p in [p for _ in range(steps) for p in (*model.parameters(), *critic.parameters())]:
             p.grad = torch.ones_like(p)
         for _ in range(steps):
@@ -316,7 +378,11 @@ def test_one_optimizer_of_two_models(tmp_path: Path) -> None:
     assert same_state(other, critic)
     wanted, found = optimizer.state_dict(), fresh.state_dict()
     assert found["param_groups"] == wanted["param_groups"]
-    assert all(torch.equal(found["state"][i][key], value) for i, one in wanted["state"].items() for key, value in one.items())
+    assert all(
+        torch.equal(found["state"][i][key], value)
+        for i, one in wanted["state"].items()
+        for key, value in one.items()
+    )
 
 
 @pytest.mark.parametrize("gone", ["optimizer", "ema", "model"])
@@ -332,7 +398,9 @@ def test_a_part_may_be_deleted_alone(tmp_path: Path, gone: str) -> None:
     }
     for part, target in kept.items():
         if part == gone:
-            with pytest.raises(uc.MismatchError, match=rf"{part}:embed\.weight.* is not in the checkpoint"):
+            with pytest.raises(
+                uc.MismatchError, match=rf"{part}:embed\.weight.* is not in the checkpoint"
+            ):
                 uc.load(tmp_path / "c", **target)
         else:
             uc.load(tmp_path / "c", **target)
@@ -376,11 +444,17 @@ def test_model_dtype_by_name_or_object(tmp_path: Path, dtype: object) -> None:
 def test_only_the_model_is_saved(tmp_path: Path) -> None:
     """PaddleNLP's `remove_master_weight`: what is left loads with a cast that was asked for."""
     model = Net()
-    uc.save(tmp_path / "c", model=model, optimizer={}, options=uc.SaveOptions(model_dtype="bfloat16", parts=("model",)))
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer={},
+        options=uc.SaveOptions(model_dtype="bfloat16", parts=("model",)),
+    )
     assert set(manifest(tmp_path / "c")["parts"]) == {"model"}
     other = Net(seed=1)
     with pytest.raises(
-        uc.MismatchError, match=r"model:embed\.weight: checkpoint has dtype BF16, target has F32; LoadOptions\(cast=True\) casts"
+        uc.MismatchError,
+        match=r"model:embed\.weight: checkpoint has dtype BF16, target has F32; LoadOptions\(cast=True\) casts",
     ):
         uc.load(tmp_path / "c", model=other)
     assert same_state(other, Net(seed=1))
@@ -399,7 +473,12 @@ def test_only_masters_and_optimizer_are_saved(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         other = {name: torch.zeros_like(t, dtype=dtype) for name, t in model.items()}
         chosen = uc.LoadOptions(parts=("model", "optimizer"))  # bf16 has no place for the masters
-        report = uc.load(tmp_path / "c", model=other, optimizer={"embed.weight/exp_avg": torch.zeros(30, 8)}, options=chosen)
+        report = uc.load(
+            tmp_path / "c",
+            model=other,
+            optimizer={"embed.weight/exp_avg": torch.zeros(30, 8)},
+            options=chosen,
+        )
         assert all(torch.equal(other[name], t.to(dtype)) for name, t in model.items())
         assert report.sources["model"] == ("master_weights",)
 
@@ -434,7 +513,9 @@ class MasterSGD(torch.optim.Optimizer):
             state = self.state[param]
             if param.dtype != torch.float32:
                 state.setdefault("master_param", param.detach().float())
-            state["momentum"] = 0.9 * state.get("momentum", torch.zeros(param.shape)) + param.grad.float()
+            state["momentum"] = (
+                0.9 * state.get("momentum", torch.zeros(param.shape)) + param.grad.float()
+            )
             master = state.get("master_param", param)
             master.sub_(self.param_groups[0]["lr"] * state["momentum"])
             param.copy_(master)
@@ -466,7 +547,9 @@ def test_save_without_the_model_resumes_bitwise(tmp_path: Path, words: str) -> N
         checkpointer.save_async(tmp_path / "d", model=model, optimizer=optimizer).result()
     assert set(stored(folder, "master_weights")) == {"embed.weight"}
     assert not list(folder.glob("model.safetensors*"))
-    assert stored(folder, "model_without_masters").keys() == {n for n in model.state_dict() if n.startswith(("norm", "frozen"))}
+    assert stored(folder, "model_without_masters").keys() == {
+        n for n in model.state_dict() if n.startswith(("norm", "frozen"))
+    }
     assert manifest(folder)["omitted_parts"] == ["model"]
     other, theirs = mixed_job(1)
     train(other, theirs, seeds=range(7, 8))
@@ -483,15 +566,32 @@ def test_save_without_the_model_resumes_bitwise(tmp_path: Path, words: str) -> N
 def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
     """A model tensor that is not its master, rounded, is stored too: on any rank, for all ranks. NaN payloads do not count."""
     nan = torch.tensor([float("nan"), -0.0, 3.0])
-    masters = {"same": nan, "edited": torch.ones(3), "whole": torch.ones(3, dtype=torch.int32), "other": torch.ones(4)}
-    model = {"same": nan.bfloat16(), "edited": torch.full((3,), 2.0).bfloat16(), "whole": torch.ones(3).bfloat16()}
+    masters = {
+        "same": nan,
+        "edited": torch.ones(3),
+        "whole": torch.ones(3, dtype=torch.int32),
+        "other": torch.ones(4),
+    }
+    model = {
+        "same": nan.bfloat16(),
+        "edited": torch.full((3,), 2.0).bfloat16(),
+        "whole": torch.ones(3).bfloat16(),
+    }
     model |= {"other": torch.ones(2, 2).bfloat16(), "zero": torch.tensor(-0.0).bfloat16()}
     options = uc.SaveOptions(parts=("master_weights",))
-    uc.save(tmp_path / "c", model=model, master_weights=masters | {"zero": torch.tensor(0.0)}, options=options)
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        master_weights=masters | {"zero": torch.tensor(0.0)},
+        options=options,
+    )
     assert stored(tmp_path / "c", "model_without_masters").keys() == model.keys() - {"same"}
     other = {name: torch.ones_like(tensor) for name, tensor in model.items()}
     uc.load(tmp_path / "c", model=other)
-    assert all(torch.equal(other[name].view(torch.int16), model[name].view(torch.int16)) for name in model.keys() - {"same"})
+    assert all(
+        torch.equal(other[name].view(torch.int16), model[name].view(torch.int16))
+        for name in model.keys() - {"same"}
+    )
     assert torch.equal(other["same"].nan_to_num(7.0), model["same"].nan_to_num(7.0))
 
 
@@ -502,14 +602,23 @@ def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
     options = uc.SaveOptions(parts=("master_weights",), timeout_seconds=20)
 
     def act(comm: Comm) -> None:
-        masters = {"first" if comm.rank == 0 else "second": values.double(), "rows": values, "edited": values + comm.rank}
+        masters = {
+            "first" if comm.rank == 0 else "second": values.double(),
+            "rows": values,
+            "edited": values + comm.rank,
+        }
         rows = slice(2 * comm.rank, 2 * comm.rank + 2)
         mine = {**model, "rows": model["rows"][rows], "edited": model["edited"][rows]}
-        held = {name: tensor[rows] if name in ("rows", "edited") else tensor for name, tensor in masters.items()}
+        held = {
+            name: tensor[rows] if name in ("rows", "edited") else tensor
+            for name, tensor in masters.items()
+        }
         layout = uc.Layout({"dp": 2}, {"rows": {"dp": 0}, "edited": {"dp": 0}})
         with checkpointer_of(comm) as checkpointer:
             for name in ("c", "d"):  # the second by the kept plan
-                checkpointer.save(tmp_path / name, model=mine, master_weights=held, layout=layout, options=options)
+                checkpointer.save(
+                    tmp_path / name, model=mine, master_weights=held, layout=layout, options=options
+                )
 
     run_ranks(2, act)
     for name in ("c", "d"):
@@ -523,7 +632,12 @@ def test_model_dtype_keeps_what_the_optimizer_has_no_master_of(tmp_path: Path) -
     """float32 tensors beside an optimizer's masters are rounded in `model`, and whole in `master_weights`."""
     model, optimizer = mixed_job(0)
     train(model, optimizer, seeds=range(2))
-    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=uc.SaveOptions(model_dtype="bfloat16"))
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        options=uc.SaveOptions(model_dtype="bfloat16"),
+    )
     other, theirs = mixed_job(1)
     uc.load(tmp_path / "c", model=other, optimizer=theirs)
     assert same_state(other, model)
@@ -533,8 +647,12 @@ def test_load_names_an_optimizer_that_was_left_out(tmp_path: Path) -> None:
     """Its param groups alone must not pass for an optimizer without state."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=uc.SaveOptions(parts=("model",)))
-    with pytest.raises(uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"):
+    uc.save(
+        tmp_path / "c", model=model, optimizer=optimizer, options=uc.SaveOptions(parts=("model",))
+    )
+    with pytest.raises(
+        uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"
+    ):
         uc.load(tmp_path / "c", model=model, optimizer=optimizer)
 
 
@@ -550,9 +668,17 @@ def test_masters_are_read_from_a_model_without_them(tmp_path: Path) -> None:
 def test_masters_are_taken_as_they_are_given(tmp_path: Path) -> None:
     model = {"w": torch.randn(300, 100).bfloat16(), "count": torch.tensor(3)}
     masters = {"w": torch.randn(300, 100)}
-    uc.save(tmp_path / "c", model=model, master_weights=masters, options=uc.SaveOptions(model_dtype="bfloat16"))
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        master_weights=masters,
+        options=uc.SaveOptions(model_dtype="bfloat16"),
+    )
     assert torch.equal(stored(tmp_path / "c", "master_weights")["w"], masters["w"])
-    small, large = {"w": torch.zeros(300, 100).bfloat16(), "count": torch.tensor(0)}, {"w": torch.zeros(300, 100)}
+    small, large = (
+        {"w": torch.zeros(300, 100).bfloat16(), "count": torch.tensor(0)},
+        {"w": torch.zeros(300, 100)},
+    )
     uc.load(tmp_path / "c", model=small, master_weights=large)
     assert torch.equal(small["w"], model["w"])
     assert torch.equal(large["w"], masters["w"])
@@ -584,7 +710,13 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
         assert found.keys() == extra.keys()
         for key, value in extra.items():
             assert type(found[key]) is type(value)
-            same = torch.equal if key == "tensor" else np.array_equal if key == "numpy" else lambda a, b: a == b
+            same = (
+                torch.equal
+                if key == "tensor"
+                else np.array_equal
+                if key == "numpy"
+                else lambda a, b: a == b
+            )
             assert same(found[key], value), key
 
 
@@ -595,7 +727,12 @@ def test_a_scheduler_goes_on(tmp_path: Path) -> None:
     for _ in range(3):
         optimizer.step()
         scheduler.step()
-    uc.save(tmp_path / "c", model=model, optimizer=optimizer, extra={"scheduler": scheduler.state_dict()})
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer=optimizer,
+        extra={"scheduler": scheduler.state_dict()},
+    )
     fresh = torch.optim.SGD(model.parameters(), lr=0.5)
     other = CosineAnnealingLR(fresh, 10)
     other.load_state_dict(uc.load(tmp_path / "c", model=model, optimizer=fresh).extra["scheduler"])
@@ -603,11 +740,17 @@ def test_a_scheduler_goes_on(tmp_path: Path) -> None:
         for one, schedule in ((optimizer, scheduler), (fresh, other)):
             one.step()
             schedule.step()
-    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    assert (
+        fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    )
 
 
 def test_random_states_go_on(tmp_path: Path) -> None:
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
     uc.save(tmp_path / "c", model=Net(), rank_extra=state)
     drawn = torch.rand(3), np.random.rand(3), random.random()
     found = uc.load(tmp_path / "c", model={}, strict=False).rank_extra
@@ -659,15 +802,26 @@ def test_attached_files_are_committed_with_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["unified_checkpoint.json", "model.safetensors.index.json"])
 def test_attached_files_may_not_be_ours(tmp_path: Path, name: str) -> None:
-    with pytest.raises(uc.StorageError, match=rf"`attach` changed {name}, which is the checkpoint's own; needed another name"):
-        uc.save(tmp_path / "c", model=Net(), attach=lambda folder: (Path(folder) / name).write_text("{}"))
+    with pytest.raises(
+        uc.StorageError,
+        match=rf"`attach` changed {name}, which is the checkpoint's own; needed another name",
+    ):
+        uc.save(
+            tmp_path / "c",
+            model=Net(),
+            attach=lambda folder: (Path(folder) / name).write_text("{}"),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "digests.safetensors"])
 def test_attached_files_may_not_replace_ours(tmp_path: Path, name: str) -> None:
     with pytest.raises(uc.CheckpointError, match=rf"{name}"):
-        uc.save(tmp_path / "c", model=Net(), attach=lambda folder: (Path(folder) / name).write_bytes(b"x"))
+        uc.save(
+            tmp_path / "c",
+            model=Net(),
+            attach=lambda folder: (Path(folder) / name).write_bytes(b"x"),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -691,14 +845,18 @@ def test_a_committed_folder_is_kept_or_replaced_or_an_error(tmp_path: Path) -> N
     kept = uc.save(tmp_path / "c", model=new, step=2, options=uc.SaveOptions(if_exists="keep"))
     assert (kept.id, kept.step, kept.path) == (first.id, 1, first.path)
     assert torch.equal(stored(tmp_path / "c")["embed.weight"], old.embed.weight)
-    replaced = uc.save(tmp_path / "c", model=new, step=2, options=uc.SaveOptions(if_exists="replace"))
+    replaced = uc.save(
+        tmp_path / "c", model=new, step=2, options=uc.SaveOptions(if_exists="replace")
+    )
     assert replaced.id != first.id
     assert torch.equal(stored(tmp_path / "c")["embed.weight"], new.embed.weight)
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep"])
-def test_a_checkpoint_that_came_meanwhile_is_not_overwritten(tmp_path: Path, if_exists: str) -> None:
+def test_a_checkpoint_that_came_meanwhile_is_not_overwritten(
+    tmp_path: Path, if_exists: str
+) -> None:
     """Another job was faster."""
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
         uc.save(
@@ -717,10 +875,22 @@ def test_a_checkpoint_that_came_meanwhile_is_not_overwritten(tmp_path: Path, if_
 FOLDERS = {  # what the caller's path holds -> what the refusal says
     "files": (("notes.txt", "src/a.py"), r"holds other files \(notes.txt, src\)"),
     "weights": (("model.safetensors",), r"holds other files \(model.safetensors\)"),
-    "our run": (("checkpoint-2/", "checkpoint-10/", "notes.txt"), r"holds checkpoints, .* did you mean .*/c/checkpoint-10\?"),
-    "stock run": (("checkpoint-500/optimizer.pt", "checkpoint-60/optimizer.pt"), r"did you mean .*/c/checkpoint-500\?"),
-    "DeepSpeed's run": (("latest", "global_step3/mp_rank_00_model_states.pt"), r"did you mean .*/c/global_step3\?"),
-    "checkpoint with checkpoints in it": ((".", "checkpoint-2/"), r"holds checkpoints|holds a committed checkpoint"),
+    "our run": (
+        ("checkpoint-2/", "checkpoint-10/", "notes.txt"),
+        r"holds checkpoints, .* did you mean .*/c/checkpoint-10\?",
+    ),
+    "stock run": (
+        ("checkpoint-500/optimizer.pt", "checkpoint-60/optimizer.pt"),
+        r"did you mean .*/c/checkpoint-500\?",
+    ),
+    "DeepSpeed's run": (
+        ("latest", "global_step3/mp_rank_00_model_states.pt"),
+        r"did you mean .*/c/global_step3\?",
+    ),
+    "checkpoint with checkpoints in it": (
+        (".", "checkpoint-2/"),
+        r"holds checkpoints|holds a committed checkpoint",
+    ),
 }
 
 
@@ -736,7 +906,11 @@ def fill(folder: Path, entries: Sequence[str]) -> dict[str, bytes]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("if_exists", ["error", "keep", "keep_complete", "replace"])
@@ -768,7 +942,9 @@ def test_an_empty_folder_gives_way_to_a_save(tmp_path: Path, entries: tuple[str,
     assert not set(entries) & set(os.listdir(tmp_path / "c"))
 
 
-def test_an_unfinished_checkpoint_of_ours_is_renamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unfinished_checkpoint_of_ours_is_renamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A damaged manifest shows that it is ours. It stays, under a name that anybody sees."""
     uc.save(tmp_path / "c", model=Net())
     (tmp_path / "c" / "unified_checkpoint.json").write_bytes(b"{")
@@ -791,7 +967,8 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
     "save_async": lambda url, _: uc.save_async(url, model=Net()).result(),
     "manager": lambda url, _: uc.CheckpointManager(url),
     "local tier": lambda url, ours: uc.CheckpointManager(
-        ours.parent, options=uc.ManagerOptions(local_directory=os.fspath(url), local_interval_steps=1)
+        ours.parent,
+        options=uc.ManagerOptions(local_directory=os.fspath(url), local_interval_steps=1),
     ),
     "convert": lambda url, ours: uc.convert(ours, url),
     "export": lambda url, ours: uc.convert(ours, url, to="dcp"),
@@ -800,7 +977,9 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_url_is_refused_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+def test_a_url_is_refused_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
     """It was a local folder called `s3:`, and the next run started fresh elsewhere."""
     uc.save(tmp_path / "ours", model=Net())
     monkeypatch.chdir(tmp_path)
@@ -821,11 +1000,19 @@ READS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", ["our run", "stock run", "DeepSpeed's run"])
 @pytest.mark.parametrize("read", READS)
-def test_a_run_that_is_read_names_its_newest_checkpoint(tmp_path: Path, read: str, kind: str) -> None:
+def test_a_run_that_is_read_names_its_newest_checkpoint(
+    tmp_path: Path, read: str, kind: str
+) -> None:
     entries = [one for one in FOLDERS[kind][0] if one != "latest"]
     fill(tmp_path / "c", entries)
-    newest = {"our run": "checkpoint-10", "stock run": "checkpoint-500", "DeepSpeed's run": "global_step3"}[kind]
-    with pytest.raises(uc.NotFoundError, match=rf"c: is the folder of a run, .* did you mean .*/c/{newest}\?"):
+    newest = {
+        "our run": "checkpoint-10",
+        "stock run": "checkpoint-500",
+        "DeepSpeed's run": "global_step3",
+    }[kind]
+    with pytest.raises(
+        uc.NotFoundError, match=rf"c: is the folder of a run, .* did you mean .*/c/{newest}\?"
+    ):
         READS[read](tmp_path / "c")
 
 
@@ -833,30 +1020,42 @@ def test_relative_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.Mo
     """Against the working directory at construction; a program may change it later."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    options = uc.ManagerOptions(asynchronous=False, on_preemption=False, load_parameters_path="pretrained/1000")
+    options = uc.ManagerOptions(
+        asynchronous=False, on_preemption=False, load_parameters_path="pretrained/1000"
+    )
     uc.save("pretrained/1000", model=Net(seed=3))
-    with uc.Checkpointer("run") as checkpointer, uc.CheckpointManager("managed", options=options) as manager:
+    with (
+        uc.Checkpointer("run") as checkpointer,
+        uc.CheckpointManager("managed", options=options) as manager,
+    ):
         monkeypatch.chdir("elsewhere")
         checkpointer.save("checkpoint-1", model=Net())
         target = Net()
         assert manager.restore(model=target) is not None
         assert same_state(target, Net(seed=3))
         manager.save(2, model=target, force=True)
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("unified_checkpoint.json")) == [
+    assert sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("unified_checkpoint.json")
+    ) == [
         "managed/checkpoint-2/unified_checkpoint.json",
         "pretrained/1000/unified_checkpoint.json",
         "run/checkpoint-1/unified_checkpoint.json",
     ]
 
 
-def test_a_save_asks_for_the_room_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_asks_for_the_room_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.4 MB fit where 0.9 MB are free; where they do not, the error says what takes the room."""
     model = {"w": torch.zeros(100_000)}
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 900_000)
     uc.save(tmp_path / "c", model=model)
     used = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: used)
-    with pytest.raises(uc.StorageError, match=r"free; needed 41\d+: 400\d+ of tensors and digests, \d+ of indexes and the manifest"):
+    with pytest.raises(
+        uc.StorageError,
+        match=r"free; needed 41\d+: 400\d+ of tensors and digests, \d+ of indexes and the manifest",
+    ):
         uc.save(tmp_path / "d", model=model)
     assert os.listdir(tmp_path) == ["c"]
 
@@ -865,20 +1064,41 @@ def test_a_save_asks_for_the_room_that_it_needs(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_does_not_fit_is_skipped_on_demand(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model={"same": torch.ones(3), "shape": torch.ones(3), "dtype": torch.ones(3), "old": torch.ones(3)})
-    target = {"same": torch.zeros(3), "shape": torch.zeros(4), "dtype": torch.zeros(3).half(), "new": torch.zeros(3)}
+    uc.save(
+        tmp_path / "c",
+        model={
+            "same": torch.ones(3),
+            "shape": torch.ones(3),
+            "dtype": torch.ones(3),
+            "old": torch.ones(3),
+        },
+    )
+    target = {
+        "same": torch.zeros(3),
+        "shape": torch.zeros(4),
+        "dtype": torch.zeros(3).half(),
+        "new": torch.zeros(3),
+    }
     report = uc.load(tmp_path / "c", model=target, strict=False)
     assert report.missing == ("model:new",)
     assert report.unexpected == ("model:old",)
     assert [text.partition(": ")[0] for text in report.wrong] == ["model:dtype", "model:shape"]
-    assert {name: tensor.sum().item() for name, tensor in target.items()} == {"same": 3, "shape": 0, "dtype": 0, "new": 0}
+    assert {name: tensor.sum().item() for name, tensor in target.items()} == {
+        "same": 3,
+        "shape": 0,
+        "dtype": 0,
+        "new": 0,
+    }
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float64"), ("int64", "int32")]
+    ("saved", "wanted"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float64"), ("int64", "int32")],
 )
 @pytest.mark.parametrize("shape", [(), (7,), (300, 100)])
-def test_a_cast_that_is_asked_for(tmp_path: Path, saved: str, wanted: str, shape: tuple[int, ...]) -> None:
+def test_a_cast_that_is_asked_for(
+    tmp_path: Path, saved: str, wanted: str, shape: tuple[int, ...]
+) -> None:
     tensor = (torch.randn(shape) * 100).to(getattr(torch, saved))
     uc.save(tmp_path / "c", model={"w": tensor})
     plain = torch.zeros(shape, dtype=getattr(torch, wanted))
@@ -925,7 +1145,10 @@ def test_wrappers_leave_no_trace(tmp_path: Path, wrap: str) -> None:
     plain, wrapped = Net(seed=1), Net(seed=2)
     fresh = torch.optim.SGD(plain.parameters(), momentum=0.9)
     uc.load(tmp_path / "c", model=plain, optimizer=fresh)
-    assert torch.equal(fresh.state[plain.embed.weight]["momentum_buffer"], optimizer.state[model.embed.weight]["momentum_buffer"])
+    assert torch.equal(
+        fresh.state[plain.embed.weight]["momentum_buffer"],
+        optimizer.state[model.embed.weight]["momentum_buffer"],
+    )
     uc.load(tmp_path / "c", model=WRAPPERS[wrap](wrapped))
     assert same_state(plain, wrapped)
     assert torch.equal(plain.embed.weight, model.embed.weight)
@@ -938,12 +1161,18 @@ def test_wrappers_leave_no_trace(tmp_path: Path, wrap: str) -> None:
 def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
     state = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
     halves = [dict(list(state.items())[:3]), dict(list(state.items())[3:])] if sharded else [state]
-    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] if sharded else ["model.safetensors"]
+    files = (
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        if sharded
+        else ["model.safetensors"]
+    )
     for file, half in zip(files, halves, strict=True):
         save_file(half, tmp_path / file, metadata={"format": "pt"})
     if sharded:
         weight_map = {name: file for file, half in zip(files, halves, strict=True) for name in half}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     (tmp_path / "config.json").write_text("{}")
     other = Net(seed=1)
     report = uc.load(tmp_path, model=other)
@@ -953,7 +1182,9 @@ def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
     with uc.open(tmp_path) as opened:
         assert (opened.format, opened.parts) == ("huggingface", ("model",))
     optimizer = torch.optim.AdamW(other.parameters())
-    with pytest.raises(uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"):
+    with pytest.raises(
+        uc.MismatchError, match=r"optimizer:embed\.weight: is not in the checkpoint"
+    ):
         uc.load(tmp_path, model=other, optimizer=optimizer)
     masters = {name: torch.zeros_like(t) for name, t in state.items() if t.is_floating_point()}
     report = uc.load(tmp_path, master_weights=masters, strict=False)
@@ -964,7 +1195,12 @@ def test_a_hugging_face_folder(tmp_path: Path, sharded: bool) -> None:
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -981,7 +1217,9 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 
 def test_open_reads_what_is_asked_for(tmp_path: Path) -> None:
     tensor = torch.randn(70, 40, 3).bfloat16()
-    uc.save(tmp_path / "c", model={"w": tensor, "b": torch.tensor(3), "none": torch.zeros(0, 2)}, step=4)
+    uc.save(
+        tmp_path / "c", model={"w": tensor, "b": torch.tensor(3), "none": torch.zeros(0, 2)}, step=4
+    )
     with uc.open(tmp_path / "c") as opened:
         assert (opened.format, opened.parts, opened.step) == ("unified", ("model",), 4)
         view = opened["model"]["w"]
@@ -1034,16 +1272,22 @@ def test_a_checkpointer_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = save_module.make_plan
     monkeypatch.setattr(save_module, "make_plan", lambda *a, **k: made.append(1) or plan(*a, **k))
     model = Net()
-    with uc.Checkpointer(root=tmp_path, options=uc.SaveOptions(if_exists="replace")) as checkpointer:
+    with uc.Checkpointer(
+        root=tmp_path, options=uc.SaveOptions(if_exists="replace")
+    ) as checkpointer:
         for step in range(3):
             with torch.no_grad():
                 model.embed.weight += 1
-            assert checkpointer.save("latest", model=model, step=step).path == str(tmp_path / "latest")
+            assert checkpointer.save("latest", model=model, step=step).path == str(
+                tmp_path / "latest"
+            )
         assert len(made) == 1, "one layout, one plan"
         other = Net(seed=1)
         assert checkpointer.load("latest", model=other).step == 2
         assert same_state(other, model)
-        checkpointer.save("elsewhere", model=model, optimizer={"embed.weight/m": torch.zeros(30, 8)})
+        checkpointer.save(
+            "elsewhere", model=model, optimizer={"embed.weight/m": torch.zeros(30, 8)}
+        )
         assert len(made) == 2
         with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
             checkpointer.save("latest", model=model, options=uc.SaveOptions())
@@ -1066,7 +1310,13 @@ def test_a_checkpointer_goes_on_after_an_error(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    for wrong in ({"model_dtype": "int8"}, {"if_exists": "maybe"}, {"max_file_bytes": 0}, {"timeout_seconds": 0}, {"typo": 1}):
+    for wrong in (
+        {"model_dtype": "int8"},
+        {"if_exists": "maybe"},
+        {"max_file_bytes": 0},
+        {"timeout_seconds": 0},
+        {"typo": 1},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             uc.SaveOptions(**wrong)
     for wrong in ({"verify": "some"}, {"max_over_read": 0.9}, {"typo": 1}):

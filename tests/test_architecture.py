@@ -34,8 +34,32 @@ LAYERS = [
     ["__main__.py"],
 ]
 LAYER = {place: number for number, places in enumerate(LAYERS) for place in places}
-EFFECTS = {"os", "io", "threading", "time", "random", "logging", "pathlib", "subprocess", "socket", "tempfile", "shutil", "asyncio"}
-BARRED = {"handler", "helper", "util", "utils", "processor", "info", "data", "context", "base", "manager"}
+EFFECTS = {
+    "os",
+    "io",
+    "threading",
+    "time",
+    "random",
+    "logging",
+    "pathlib",
+    "subprocess",
+    "socket",
+    "tempfile",
+    "shutil",
+    "asyncio",
+}
+BARRED = {
+    "handler",
+    "helper",
+    "util",
+    "utils",
+    "processor",
+    "info",
+    "data",
+    "context",
+    "base",
+    "manager",
+}
 MANAGERS = {"CheckpointManager", "ManagerOptions"}  # the one, and its options
 TRAINS = {"cli/demo_train.py"}  # a training script that the demo runs: not a part of the library
 
@@ -89,7 +113,9 @@ def trees() -> dict[str, ast.Module]:
 
 def test_every_file_has_a_place(trees: dict[str, ast.Module]) -> None:
     assert [path for path in trees if place(path) not in LAYER] == []
-    deep = [path for path in trees if path.count("/") > 1 and not path.startswith("sources/")]  # a family of formats has a package
+    deep = [
+        path for path in trees if path.count("/") > 1 and not path.startswith("sources/")
+    ]  # a family of formats has a package
     assert deep == [], "packages are flat"
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders - set(LAYER) == set()
@@ -108,8 +134,13 @@ def test_modules_import_what_stands_to_the_left(trees: dict[str, ast.Module]) ->
 
 
 def test_no_module_imports_itself_by_a_detour(trees: dict[str, ast.Module]) -> None:
-    found = {path: {t for t in map(ours, imports(tree)) if t is not None and t != path} for path, tree in trees.items()}
-    assert len(list(TopologicalSorter(found).static_order())) >= len(trees)  # raises CycleError, naming the cycle
+    found = {
+        path: {t for t in map(ours, imports(tree)) if t is not None and t != path}
+        for path, tree in trees.items()
+    }
+    assert len(list(TopologicalSorter(found).static_order())) >= len(
+        trees
+    )  # raises CycleError, naming the cycle
 
 
 def test_the_core_is_pure(trees: dict[str, ast.Module]) -> None:
@@ -118,28 +149,44 @@ def test_the_core_is_pure(trees: dict[str, ast.Module]) -> None:
         for path, tree in trees.items()
         if place(path) == "core"
         for name in imports(tree)
-        if name.split(".")[0] in EFFECTS or (name.split(".")[0] not in sys.stdlib_module_names and ours(name) is None)
+        if name.split(".")[0] in EFFECTS
+        or (name.split(".")[0] not in sys.stdlib_module_names and ours(name) is None)
     ]
     assert wrong == []
 
 
 def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
     effects = EFFECTS - {"pathlib"}  # a path is a value too
-    found = {path: {name.split(".")[0] for name in imports(tree)} & effects for path, tree in trees.items() if place(path) == "format"}
+    found = {
+        path: {name.split(".")[0] for name in imports(tree)} & effects
+        for path, tree in trees.items()
+        if place(path) == "format"
+    }
     assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
     ("library", "where"),
-    [("fsspec", {"runtime/remote.py"}), ("pydantic", {"format/manifest.py", "format/renames.py", "options.py"})],
+    [
+        ("fsspec", {"runtime/remote.py"}),
+        ("pydantic", {"format/manifest.py", "format/renames.py", "options.py"}),
+    ],
 )
-def test_some_libraries_have_one_place(trees: dict[str, ast.Module], library: str, where: set[str]) -> None:
-    using = {path for path, tree in trees.items() if any(name.split(".")[0] == library for name in imports(tree))}
+def test_some_libraries_have_one_place(
+    trees: dict[str, ast.Module], library: str, where: set[str]
+) -> None:
+    using = {
+        path
+        for path, tree in trees.items()
+        if any(name.split(".")[0] == library for name in imports(tree))
+    }
     assert using - where == set()
 
 
 def test_ranks_talk_in_one_module(trees: dict[str, ast.Module]) -> None:
-    types = re.compile(r"torch\.distributed\.(tensor|device_mesh|fsdp|checkpoint\.(metadata|filesystem))\b")
+    types = re.compile(
+        r"torch\.distributed\.(tensor|device_mesh|fsdp|checkpoint\.(metadata|filesystem))\b"
+    )
     wrong = [
         f"{path} imports {name}"
         for path, tree in trees.items()
@@ -160,7 +207,8 @@ def test_functions_fit_a_screen(trees: dict[str, ast.Module]) -> None:
         f"{path}: {node.name} has {(node.end_lineno or 0) - node.lineno + 1} lines"
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= 60
     ]
     assert long == []
 
@@ -179,11 +227,14 @@ def test_names_say_what_things_are(trees: dict[str, ast.Module]) -> None:
         f"{path}: {node.name}"
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name not in MANAGERS
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and node.name not in MANAGERS
         if words(node.name) & BARRED
     ]
     assert wrong == []
-    assert [path for path in trees if words(Path(path).stem) & BARRED and path != "manager/manager.py"] == []
+    assert [
+        path for path in trees if words(Path(path).stem) & BARRED and path != "manager/manager.py"
+    ] == []
 
 
 def test_only_the_command_line_prints(trees: dict[str, ast.Module]) -> None:
@@ -192,6 +243,8 @@ def test_only_the_command_line_prints(trees: dict[str, ast.Module]) -> None:
         for path, tree in trees.items()
         if place(path) != "cli"
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
     ]
     assert wrong == []

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.geometry import Box, whole
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
-from unified_ckpt.engine.source import Said
+from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.engine.source.protocol import Said
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.tensors import as_bytes
+from unified_ckpt.runtime.torch_state.tensors import as_bytes
+from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
 
 KEY = ("model", "w")
 
@@ -42,11 +42,19 @@ def cut(draw: st.DrawFn, box: Box, depth: int = 3) -> list[Box]:
     return draw(cut(part(0, at), depth - 1)) + draw(cut(part(at, box.shape[dim]), depth - 1))
 
 
-@given(st.lists(st.integers(1, 6), max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]), st.data())
-def test_any_bytes_and_any_box_are_the_tensors(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(1, 6), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.data(),
+)
+def test_any_bytes_and_any_box_are_the_tensors(
+    shape: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
     tensor = torch.arange(prod(shape)).to(dtype).reshape(shape)
     boxes = data.draw(cut(whole(shape)))
-    one = assembly(dtype, shape, data.draw(st.permutations([fragment(tensor, box) for box in boxes])))
+    one = assembly(
+        dtype, shape, data.draw(st.permutations([fragment(tensor, box) for box in boxes]))
+    )
     source = Assembled("folder", {KEY: one}, format="test", said=Said())
     expected = bytes(as_bytes(tensor.contiguous()))
     start = data.draw(st.integers(0, len(expected)))
@@ -62,8 +70,16 @@ def test_any_bytes_and_any_box_are_the_tensors(shape: list[int], dtype: torch.dt
 def test_a_grid_counts_the_same_elements_in_other_dims() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
     flat = tensor.reshape(-1)
-    pieces = [Fragment(Box((0,), (7,)), lambda: flat[:7], "a"), Fragment(Box((7,), (17,)), lambda: flat[7:], "b")]
-    source = Assembled("folder", {KEY: assembly(torch.float32, (4, 6), pieces, grid=(24,))}, format="test", said=Said())
+    pieces = [
+        Fragment(Box((0,), (7,)), lambda: flat[:7], "a"),
+        Fragment(Box((7,), (17,)), lambda: flat[7:], "b"),
+    ]
+    source = Assembled(
+        "folder",
+        {KEY: assembly(torch.float32, (4, 6), pieces, grid=(24,))},
+        format="test",
+        said=Said(),
+    )
     assert source.read(*KEY, Box((1, 2), (2, 3))) == bytes(as_bytes(tensor[1:3, 2:5].contiguous()))
 
 
@@ -76,27 +92,44 @@ WRONG: list[tuple[str, Callable[[], Assembly], type[Exception], str]] = [
     ),
     (
         "an overlap",
-        lambda: assembly(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,))), fragment(torch.ones(4), Box((2,), (2,)))]),
+        lambda: assembly(
+            torch.float32,
+            (4,),
+            [fragment(torch.ones(4), Box((0,), (3,))), fragment(torch.ones(4), Box((2,), (2,)))],
+        ),
         FormatError,
         "overlap",
     ),
     (
         "outside",
-        lambda: assembly(torch.float32, (4,), [Fragment(Box((2,), (3,)), lambda: torch.ones(3), "file")]),
+        lambda: assembly(
+            torch.float32, (4,), [Fragment(Box((2,), (3,)), lambda: torch.ones(3), "file")]
+        ),
         FormatError,
         "file: has box",
     ),
-    ("another grid", lambda: assembly(torch.float32, (4,), [], grid=(5,)), FormatError, "needed the elements of"),
+    (
+        "another grid",
+        lambda: assembly(torch.float32, (4,), [], grid=(5,)),
+        FormatError,
+        "needed the elements of",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "text"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
-def test_what_does_not_make_up_a_tensor_is_refused(make: Callable[[], Assembly], error: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "error", "text"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG]
+)
+def test_what_does_not_make_up_a_tensor_is_refused(
+    make: Callable[[], Assembly], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
 def test_a_fragment_that_is_not_what_was_said_is_refused_when_it_is_read() -> None:
-    one = assembly(torch.float32, (4,), [Fragment(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")])
+    one = assembly(
+        torch.float32, (4,), [Fragment(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
+    )
     with pytest.raises(FormatError, match=r"shard-3.pt: a fragment of model:w has shape \(5,\)"):
         Assembled("folder", {KEY: one}, format="test", said=Said()).read(*KEY, Box((0,), (4,)))

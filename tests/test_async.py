@@ -22,22 +22,31 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from refusals import same_error
-from test_reshard import INTS, Case, Recorded, Writes, cases, check_folder, check_written_once, request_of
+from test_reshard import (
+    INTS,
+    Case,
+    Recorded,
+    Writes,
+    cases,
+    check_folder,
+    check_written_once,
+    request_of,
+)
 from torch import Tensor, nn
 
 import unified_ckpt as uc
 from unified_ckpt import api
-from unified_ckpt.core import plan_save
-from unified_ckpt.engine import save as save_module
-from unified_ckpt.engine import snapshot as snapshot_module
-from unified_ckpt.engine.build import Kept
-from unified_ckpt.engine.pending import PendingSave
-from unified_ckpt.engine.save import begin_save, save
-from unified_ckpt.engine.snapshot import Snapshot
-from unified_ckpt.runtime import comm as comms
-from unified_ckpt.runtime import meeting
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.core.planning import save_plan
+from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save import snapshot as snapshot_module
+from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.save import begin_save, save
+from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm import comm as comms
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 SECONDS = 30.0  # far more than any of this needs
@@ -109,7 +118,9 @@ class Storages:
     """Says which storage the saves of each rank get; a sound one unless it is told otherwise."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, Callable[[str], LocalStorage]] = {}  # by the name of the rank's thread, or "all"
+        self.kinds: dict[
+            str, Callable[[str], LocalStorage]
+        ] = {}  # by the name of the rank's thread, or "all"
 
     def __call__(self, root: str, **_: object) -> LocalStorage:
         kind = self.kinds.get(threading.current_thread().name, self.kinds.get("all", LocalStorage))
@@ -137,7 +148,13 @@ def gate(storages: Storages) -> Iterator[Gate]:
 def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """No element is zero."""
     count = torch.Size(shape).numel()
-    return (torch.arange(count, dtype=torch.int64) * 31 + seed * 7919).remainder(113).add(1).reshape(shape).to(dtype)
+    return (
+        (torch.arange(count, dtype=torch.int64) * 31 + seed * 7919)
+        .remainder(113)
+        .add(1)
+        .reshape(shape)
+        .to(dtype)
+    )
 
 
 # name -> (shape, dtype, dim that is cut); those of 64 KiB and more are moved alone, by rows or in tiles
@@ -179,17 +196,25 @@ def part_of(name: str, rank: int, world: int, seed: int) -> Tensor:
     if dim is None or world == 1:
         return whole.clone()
     chunks = torch.chunk(whole, world, dim)
-    return (chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)).clone(memory_format=torch.contiguous_format)
+    return (chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def layout_of(world: int, *, replicas: int = 1) -> uc.Layout | None:
     cut = world // replicas
     rules = {name: {"tp": dim} for name, (_, _, dim) in TENSORS.items() if dim is not None}
     shapes = {name: TENSORS[name][0] for name in rules}
-    return uc.Layout(mesh={"dp": replicas, "tp": cut}, rules=rules, shapes=shapes) if world > 1 else None
+    return (
+        uc.Layout(mesh={"dp": replicas, "tp": cut}, rules=rules, shapes=shapes)
+        if world > 1
+        else None
+    )
 
 
-def made(comm: Comm, seed: int, *, replicas: int = 1) -> tuple[Net, torch.optim.Optimizer, dict[str, Tensor]]:
+def made(
+    comm: Comm, seed: int, *, replicas: int = 1
+) -> tuple[Net, torch.optim.Optimizer, dict[str, Tensor]]:
     """A module, its AdamW with state, and a further part, of a rank. The same for all replicas."""
     world = comm.world // replicas
     rank = comm.rank % world
@@ -201,7 +226,11 @@ def made(comm: Comm, seed: int, *, replicas: int = 1) -> tuple[Net, torch.optim.
             "exp_avg": part_of(name, rank, world, seed + number + 1),
             "exp_avg_sq": part_of(name, rank, world, seed + number + 2),
         }
-    return net, optimizer, {"columns": part_of("columns", rank, world, seed + 50), "bias": values((7,), seed + 51)}
+    return (
+        net,
+        optimizer,
+        {"columns": part_of("columns", rank, world, seed + 50), "bias": values((7,), seed + 51)},
+    )
 
 
 def spoil(net: Net, optimizer: torch.optim.Optimizer, ema: Mapping[str, Tensor]) -> None:
@@ -227,13 +256,16 @@ def check(folder: Path, seed: int, *, model_dtype: torch.dtype | None = None) ->
             cast = model_dtype is not None and dtype == torch.float32
             assert same_bits(found, expected.to(model_dtype) if cast else expected), f"model:{name}"
             if cast:
-                assert same_bits(opened["master_weights"][name][...], expected), f"master_weights:{name}"
+                assert same_bits(opened["master_weights"][name][...], expected), (
+                    f"master_weights:{name}"
+                )
         for number, name in enumerate(parameters):
             shape, dtype, _ = TENSORS[name]
             for more, state in enumerate(("exp_avg", "exp_avg_sq")):
-                assert same_bits(opened["optimizer"][f"{name}/{state}"][...], values(shape, seed + number + 1 + more, dtype)), (
-                    f"{name}/{state}"
-                )
+                assert same_bits(
+                    opened["optimizer"][f"{name}/{state}"][...],
+                    values(shape, seed + number + 1 + more, dtype),
+                ), f"{name}/{state}"
             assert opened["optimizer"][f"{name}/step"][...].item() == seed + 1
         assert same_bits(opened["ema"]["columns"][...], values(TENSORS["columns"][0], seed + 50))
         assert same_bits(opened["ema"]["bias"][...], values((7,), seed + 51))
@@ -254,10 +286,15 @@ Found = list[Any]
 @pytest.mark.parametrize("model_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(("world", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
 def test_every_tensor_changes_right_after_the_call(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, world: int, replicas: int, model_dtype: str | None
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    replicas: int,
+    model_dtype: str | None,
 ) -> None:
     """Not a byte has been written when they change. Two saves in a row, so that buffers are used again."""
-    monkeypatch.setattr(plan_save, "TILE_NBYTES", 64 << 10)
+    monkeypatch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
     options = QUICK.model_copy(update={"model_dtype": model_dtype, "max_file_bytes": 150_000})
     changed = threading.Barrier(world, action=gate.open)
     again = threading.Barrier(world, action=gate.opened.clear)
@@ -297,16 +334,25 @@ def test_any_mesh_is_saved_as_it_was_at_length(case: Case) -> None:
 def check_any(case: Case) -> None:
     """Any dtypes, strides and cuts: each byte written once, the folder right, every file as `save` writes it."""
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_save, "TILE_NBYTES", 64 << 10)
+        patch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
         writes, roots = Writes(), [Path(name) / kind for kind in ("waited", "background")]
         for root in roots:
             root.mkdir()
 
         def act(comm: Comm) -> None:
             kept, state = Kept(), case.state(comm.rank)
-            save(comm, LocalStorage(str(roots[0])), NAME, request_of(state), kept, timeout_seconds=SECONDS)
+            save(
+                comm,
+                LocalStorage(str(roots[0])),
+                NAME,
+                request_of(state),
+                kept,
+                timeout_seconds=SECONDS,
+            )
             storage = Recorded(roots[1], writes, comm.rank)
-            staged = begin_save(comm, storage, NAME, request_of(state), kept, timeout_seconds=SECONDS, lazy=False)
+            staged = begin_save(
+                comm, storage, NAME, request_of(state), kept, timeout_seconds=SECONDS, lazy=False
+            )
             staged.copy()
             for part in state.parts:
                 part.local.view(INTS[part.local.element_size()]).bitwise_not_()
@@ -324,7 +370,9 @@ def check_same_files(one: Path, other: Path) -> None:
     assert sorted(os.listdir(one)) == sorted(os.listdir(other))
     for path in one.iterdir():
         if path.name == "unified_checkpoint.json":
-            first, second = (json.loads((folder / path.name).read_text()) for folder in (one, other))
+            first, second = (
+                json.loads((folder / path.name).read_text()) for folder in (one, other)
+            )
             for manifest in (first, second):
                 for key in ("save_id", "created", "seconds", "crc"):
                     assert manifest.pop(key)
@@ -333,7 +381,13 @@ def check_same_files(one: Path, other: Path) -> None:
             assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
 
-EXTRA = {"epoch": 1, "seen": [1, (2, {3: b"x"})], "nan": float("inf"), "table": Counter(a=1), "tensor": torch.arange(6.0)[::2]}
+EXTRA = {
+    "epoch": 1,
+    "seen": [1, (2, {3: b"x"})],
+    "nan": float("inf"),
+    "table": Counter(a=1),
+    "tensor": torch.arange(6.0)[::2],
+}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -357,12 +411,25 @@ def test_files_are_those_of_a_save_that_waits(tmp_path: Path, world: int, lazy: 
 def test_what_is_no_tensor_changes_right_after_the_call(tmp_path: Path, gate: Gate) -> None:
     """`extra` and `rank_extra` in depth, options of param groups, state in lists, metrics."""
     net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 0.5, "tags": ["old"]}, {"params": [net.bias], "lr": 0.25}])
+    optimizer = torch.optim.SGD(
+        [{"params": [net.weight], "lr": 0.5, "tags": ["old"]}, {"params": [net.bias], "lr": 0.25}]
+    )
     optimizer.state[net.weight] = {"history": [torch.ones(3), {"n": 1}]}
-    extra = {"list": [1, [2]], "tensor": torch.ones(4), "array": torch.ones(4).numpy(), "bytes": bytearray(b"old")}
+    extra = {
+        "list": [1, [2]],
+        "tensor": torch.ones(4),
+        "array": torch.ones(4).numpy(),
+        "bytes": bytearray(b"old"),
+    }
     rank_extra, metrics = {"rng": [torch.zeros(5)]}, {"loss": 1.0}
     pending = uc.save_async(
-        tmp_path / "c", model=net, optimizer=optimizer, extra=extra, rank_extra=rank_extra, metrics=metrics, options=QUICK
+        tmp_path / "c",
+        model=net,
+        optimizer=optimizer,
+        extra=extra,
+        rank_extra=rank_extra,
+        metrics=metrics,
+        options=QUICK,
     )
     extra["list"][1].append(3)
     extra["tensor"].zero_()
@@ -380,7 +447,9 @@ def test_what_is_no_tensor_changes_right_after_the_call(tmp_path: Path, gate: Ga
     gate.open()
     pending.result(SECONDS)
     other = nn.Linear(3, 2)
-    fresh = torch.optim.SGD([{"params": [other.weight], "lr": 0, "tags": []}, {"params": [other.bias], "lr": 0}])
+    fresh = torch.optim.SGD(
+        [{"params": [other.weight], "lr": 0, "tags": []}, {"params": [other.bias], "lr": 0}]
+    )
     report = uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert report.extra["list"] == [1, [2]]
     assert "more" not in report.extra
@@ -393,7 +462,9 @@ def test_what_is_no_tensor_changes_right_after_the_call(tmp_path: Path, gate: Ga
     history = fresh.state[other.weight]["history"]
     assert torch.equal(history[0], torch.ones(3))
     assert history[1] == {"n": 1}
-    assert json.loads((tmp_path / "c" / "unified_checkpoint.json").read_text())["metrics"] == {"loss": 1.0}
+    assert json.loads((tmp_path / "c" / "unified_checkpoint.json").read_text())["metrics"] == {
+        "loss": 1.0
+    }
 
 
 # lazy: the copy is made beside the next forward and backward pass
@@ -426,7 +497,11 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(150, 120), nn.BatchNorm1d(120), nn.Linear(120, 4)
+        self.first, self.norm, self.last = (
+            nn.Linear(150, 120),
+            nn.BatchNorm1d(120),
+            nn.Linear(120, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x)))
@@ -443,7 +518,10 @@ def copied(net: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[
     found = {f"model:{name}": tensor.clone() for name, tensor in net.state_dict().items()}
     for optimizer in optimizers:
         for parameter, states in optimizer.state.items():
-            found |= {f"optimizer:{names[parameter]}/{state}": tensor.clone() for state, tensor in states.items()}
+            found |= {
+                f"optimizer:{names[parameter]}/{state}": tensor.clone()
+                for state, tensor in states.items()
+            }
     return found
 
 
@@ -492,10 +570,14 @@ def test_lazy_the_step_of_any_optimizer_waits_for_the_copy_and_buffers_are_those
         late.began.clear()
         expected = copied(net, optimizers)
         with uc.Checkpointer(options=QUICK) as checkpointer:
-            pending = checkpointer.save_async(tmp_path / f"c{turn}", model=net, optimizer=optimizers, lazy=True)
+            pending = checkpointer.save_async(
+                tmp_path / f"c{turn}", model=net, optimizer=optimizers, lazy=True
+            )
             assert late.began.wait(SECONDS)
             assert not pending.staged()
-            backward(net, turn + 1)  # changes the running mean, the running variance and the count of batches
+            backward(
+                net, turn + 1
+            )  # changes the running mean, the running variance and the count of batches
             assert not torch.equal(net.norm.running_mean, expected["model:norm.running_mean"])
             thread, _ = in_background(optimizers[stepping].step)
             thread.join(0.2)
@@ -518,7 +600,13 @@ def test_lazy_ranks_step_at_different_times(tmp_path: Path) -> None:
             for seed in (2, 4):
                 net, optimizer, ema = made(comm, seed)
                 pending = checkpointer.save_async(
-                    tmp_path / f"c{seed}", model=net, optimizer=optimizer, parts={"ema": ema}, layout=layout_of(3), lazy=True, options=QUICK
+                    tmp_path / f"c{seed}",
+                    model=net,
+                    optimizer=optimizer,
+                    parts={"ema": ema},
+                    layout=layout_of(3),
+                    lazy=True,
+                    options=QUICK,
                 )
                 time.sleep(0.05 * comm.rank)
                 for name in BUFFERS:
@@ -534,14 +622,26 @@ def test_lazy_ranks_step_at_different_times(tmp_path: Path) -> None:
         check(tmp_path / f"c{seed}", seed)
 
 
-def test_lazy_masters_that_another_optimizer_holds_are_those_of_the_call(tmp_path: Path, late: Late) -> None:
+def test_lazy_masters_that_another_optimizer_holds_are_those_of_the_call(
+    tmp_path: Path, late: Late
+) -> None:
     """Its step waits, too."""
     net = nn.Linear(4, 4)
-    optimizer, holder = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer, holder = (
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     for parameter in net.parameters():
         holder.state[parameter] = {"master_param": parameter.detach().double() + 1}
     expected = holder.state[net.weight]["master_param"].clone()
-    pending = uc.save_async(tmp_path / "c", model=net, optimizer=optimizer, master_weights=holder, lazy=True, options=QUICK)
+    pending = uc.save_async(
+        tmp_path / "c",
+        model=net,
+        optimizer=optimizer,
+        master_weights=holder,
+        lazy=True,
+        options=QUICK,
+    )
     assert late.began.wait(SECONDS)
     thread, _ = in_background(holder.step)
     thread.join(0.2)
@@ -563,7 +663,9 @@ def test_lazy_goes_with_hooks_of_the_users_own(tmp_path: Path, before: bool) -> 
 
     if before:
         register()
-    pending = uc.save_async(tmp_path / "c", model=net, optimizer=optimizer, lazy=True, options=QUICK)
+    pending = uc.save_async(
+        tmp_path / "c", model=net, optimizer=optimizer, lazy=True, options=QUICK
+    )
     if not before:
         register()
     backward(net, 1)
@@ -576,18 +678,30 @@ def test_lazy_goes_with_hooks_of_the_users_own(tmp_path: Path, before: bool) -> 
 
 
 @pytest.mark.parametrize("optimizer", [None, {"weight/exp_avg": torch.zeros(2, 2)}])
-def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_rank(tmp_path: Path, optimizer: Any) -> None:
+def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_rank(
+    tmp_path: Path, optimizer: Any
+) -> None:
     def act(comm: Comm) -> None:
         with checkpointer_of(comm) as checkpointer:
-            checkpointer.save_async(tmp_path / "c", model={"weight": torch.ones(2, 2)}, optimizer=optimizer, lazy=True, options=QUICK)
+            checkpointer.save_async(
+                tmp_path / "c",
+                model={"weight": torch.ones(2, 2)},
+                optimizer=optimizer,
+                lazy=True,
+                options=QUICK,
+            )
 
     same_error(
-        try_ranks(2, act), uc.LayoutError, r"^rank [01]: lazy: no optimizer object is given, whose step could wait for the copy; needed"
+        try_ranks(2, act),
+        uc.LayoutError,
+        r"^rank [01]: lazy: no optimizer object is given, whose step could wait for the copy; needed",
     )
     assert not (tmp_path / "c").exists()
 
 
-def test_lazy_an_error_of_the_copy_comes_with_the_result_and_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_an_error_of_the_copy_comes_with_the_result_and_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = save_module.copy
 
     def failing(snapshot: Snapshot, keys: Any) -> None:
@@ -600,7 +714,14 @@ def test_lazy_an_error_of_the_copy_comes_with_the_result_and_steps_go_on(tmp_pat
     def act(comm: Comm) -> None:
         with checkpointer_of(comm) as checkpointer:
             net, optimizer, _ = made(comm, 1)
-            pending = checkpointer.save_async(tmp_path / "c", model=net, optimizer=optimizer, layout=layout_of(2), lazy=True, options=QUICK)
+            pending = checkpointer.save_async(
+                tmp_path / "c",
+                model=net,
+                optimizer=optimizer,
+                layout=layout_of(2),
+                lazy=True,
+                options=QUICK,
+            )
             optimizer.step()
             pending.result(SECONDS)
 
@@ -615,8 +736,16 @@ SMALL = {"rows": values((260, 130), 1), "few": values((3,), 2)}
 
 def small_of(comm: Comm, seed: int) -> dict[str, Any]:
     rows = values((260, 130), seed)
-    layout = uc.Layout(mesh={"dp": comm.world}, rules={"rows": {"dp": 0}}, shapes={"rows": (260, 130)})
-    return {"model": {"rows": torch.chunk(rows, comm.world)[comm.rank].clone(), "few": values((3,), seed)}, "layout": layout}
+    layout = uc.Layout(
+        mesh={"dp": comm.world}, rules={"rows": {"dp": 0}}, shapes={"rows": (260, 130)}
+    )
+    return {
+        "model": {
+            "rows": torch.chunk(rows, comm.world)[comm.rank].clone(),
+            "few": values((3,), seed),
+        },
+        "layout": layout,
+    }
 
 
 def check_small(folder: Path, seed: int) -> None:
@@ -626,7 +755,9 @@ def check_small(folder: Path, seed: int) -> None:
         assert same_bits(opened["model"]["few"][...], values((3,), seed))
 
 
-def test_an_error_at_any_operation_leaves_everything_as_it_was(tmp_path: Path, storages: Storages) -> None:
+def test_an_error_at_any_operation_leaves_everything_as_it_was(
+    tmp_path: Path, storages: Storages
+) -> None:
     """And the next save works."""
     at, through = 0, False
     counts: list[int] = []
@@ -635,7 +766,9 @@ def test_an_error_at_any_operation_leaves_everything_as_it_was(tmp_path: Path, s
         with checkpointer_of(comm) as checkpointer:
             checkpointer.save(root / "old", **small_of(comm, 1), options=QUICK)
             durable = QUICK.model_copy(update={"fsync": True})
-            broken = [Broken(str(root), at - 100 * comm.rank)]  # 0-99: rank 0's operations, 100-199: rank 1's
+            broken = [
+                Broken(str(root), at - 100 * comm.rank)
+            ]  # 0-99: rank 0's operations, 100-199: rank 1's
             storages.kinds[f"rank-{comm.rank}"] = lambda _: broken[0]
             pending = checkpointer.save_async(root / "new", **small_of(comm, 2), options=durable)
             try:
@@ -669,7 +802,9 @@ def test_an_error_at_any_operation_leaves_everything_as_it_was(tmp_path: Path, s
 
 NEXT: Mapping[str, Callable[[uc.Checkpointer, Path, dict[str, Any]], object]] = {
     "save": lambda checkpointer, root, what: checkpointer.save(root / "c2", **what, options=QUICK),
-    "save_async": lambda checkpointer, root, what: checkpointer.save_async(root / "c2", **what, options=QUICK),
+    "save_async": lambda checkpointer, root, what: checkpointer.save_async(
+        root / "c2", **what, options=QUICK
+    ),
     "load": lambda checkpointer, root, what: checkpointer.load(root / "old", **what),
     "wait": lambda checkpointer, root, what: checkpointer.wait(),
     "close": lambda checkpointer, root, what: checkpointer.close(),
@@ -716,7 +851,10 @@ def test_an_error_comes_with_the_next_call_once_and_is_the_same_on_every_rank(
 
 def test_an_error_comes_out_of_the_with_block(tmp_path: Path, storages: Storages) -> None:
     storages.kinds["all"] = Full
-    with pytest.raises(uc.StorageError, match="No space left on device"), uc.Checkpointer(tmp_path, options=QUICK) as checkpointer:
+    with (
+        pytest.raises(uc.StorageError, match="No space left on device"),
+        uc.Checkpointer(tmp_path, options=QUICK) as checkpointer,
+    ):
         checkpointer.save_async("c", model=SMALL)
     assert checkpointer.staging_nbytes == 0
     assert os.listdir(tmp_path) == []
@@ -727,22 +865,36 @@ def test_a_name_that_is_taken_is_an_error_of_the_thread(tmp_path: Path) -> None:
     pending = uc.save_async(tmp_path / "c", model=SMALL, step=2, options=QUICK)
     with pytest.raises(uc.StorageError, match="holds a committed checkpoint"):
         pending.result(SECONDS)
-    kept = uc.save_async(tmp_path / "c", model=SMALL, step=2, options=QUICK.model_copy(update={"if_exists": "keep"})).result(SECONDS)
+    kept = uc.save_async(
+        tmp_path / "c", model=SMALL, step=2, options=QUICK.model_copy(update={"if_exists": "keep"})
+    ).result(SECONDS)
     assert (kept.step, kept.nbytes) == (1, 0)
-    new = uc.save_async(tmp_path / "c", model=SMALL, step=2, options=QUICK.model_copy(update={"if_exists": "replace"})).result(SECONDS)
+    new = uc.save_async(
+        tmp_path / "c",
+        model=SMALL,
+        step=2,
+        options=QUICK.model_copy(update={"if_exists": "replace"}),
+    ).result(SECONDS)
     assert new.step == uc.open(tmp_path / "c").step == 2
 
 
 def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with checkpointer_of(comm) as checkpointer:
-            checkpointer.save_async(tmp_path / "c", model={"w": torch.ones(3)}, rank_extra=object() if comm.rank else 1, options=QUICK)
+            checkpointer.save_async(
+                tmp_path / "c",
+                model={"w": torch.ones(3)},
+                rank_extra=object() if comm.rank else 1,
+                options=QUICK,
+            )
 
     same_error(try_ranks(2, act), uc.FormatError, r"^rank 1: rank_extra")
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(tmp_path: Path, raises: bool) -> None:
+def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(
+    tmp_path: Path, raises: bool
+) -> None:
     seen: list[tuple[int, bool]] = []
 
     def act(comm: Comm) -> None:
@@ -752,7 +904,9 @@ def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(tmp_path: 
                 raise ValueError("retention failed")
 
         with checkpointer_of(comm) as checkpointer:
-            checkpointer.save_async(tmp_path / "c", **small_of(comm, 1), options=QUICK, after_commit=after)
+            checkpointer.save_async(
+                tmp_path / "c", **small_of(comm, 1), options=QUICK, after_commit=after
+            )
 
     found = try_ranks(2, act)
     assert sorted(seen) == [(0, True), (1, True)]
@@ -767,7 +921,9 @@ def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(tmp_path: 
 
 
 @pytest.mark.parametrize("call", NEXT)
-def test_the_next_call_waits_for_the_save_in_flight(tmp_path: Path, storages: Storages, call: str) -> None:
+def test_the_next_call_waits_for_the_save_in_flight(
+    tmp_path: Path, storages: Storages, call: str
+) -> None:
     gate = Gate()
     checkpointer = uc.Checkpointer(options=QUICK)
     checkpointer.save(tmp_path / "old", model=SMALL)
@@ -789,7 +945,9 @@ def test_the_next_call_waits_for_the_save_in_flight(tmp_path: Path, storages: St
     assert uc.verify(tmp_path / "c", deep=True).ok
 
 
-def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(tmp_path: Path, storages: Storages) -> None:
+def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(
+    tmp_path: Path, storages: Storages
+) -> None:
     gate = Gate()
     storages.kinds["rank-1"] = gate.storage  # one rank's is slow
 
@@ -798,7 +956,9 @@ def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(tmp_path
         with checkpointer_of(comm) as checkpointer:
             said.append(checkpointer.idle())
             for seed in (1, 2):
-                pending = checkpointer.save_async(tmp_path / f"c{seed}", **small_of(comm, seed), options=QUICK)
+                pending = checkpointer.save_async(
+                    tmp_path / f"c{seed}", **small_of(comm, seed), options=QUICK
+                )
                 said += [checkpointer.idle() for _ in range(5)]
                 gate.open()
                 while not said[-1]:
@@ -832,17 +992,24 @@ class Local(threading.local):
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("one_shot", [False, True])
-def test_keys_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storages: Storages, one_shot: bool, fails: bool) -> None:
+def test_keys_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storages: Storages, one_shot: bool, fails: bool
+) -> None:
     """`fails`: each second save is refused on one rank before it is copied, or fails in the thread."""
     store, counts, local = dist.HashStore(), list[int](), Local()
-    monkeypatch.setattr(comms, "from_torch", lambda group: Comm(store, rank=local.comm.rank, ranks=range(3)))
+    monkeypatch.setattr(
+        comms, "from_torch", lambda group: Comm(store, rank=local.comm.rank, ranks=range(3))
+    )
 
     def act(comm: Comm) -> None:
         local.comm = comm
         checkpointer = uc.Checkpointer()
         save_async = uc.save_async if one_shot else checkpointer.save_async
         for turn in range(50):
-            what = {**small_of(comm, turn), "options": QUICK.model_copy(update={"if_exists": "replace"})}
+            what = {
+                **small_of(comm, turn),
+                "options": QUICK.model_copy(update={"if_exists": "replace"}),
+            }
             if fails and turn % 4 == 1:
                 what["rank_extra"] = object()
             storages.kinds[f"rank-{comm.rank}"] = Full if fails and turn % 4 == 3 else LocalStorage
@@ -920,7 +1087,9 @@ def test_ranks_that_save_often_grow_nothing(tmp_path: Path) -> None:
     check(tmp_path / "c", 1)
 
 
-def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffers: list[weakref.ref[Tensor]] = []
     real = save_module.prepare
 
@@ -945,16 +1114,26 @@ def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(tmp_path: 
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_the_call_returns_before_anything_is_written_however_slow_the_storage_is(tmp_path: Path, gate: Gate, world: int) -> None:
+def test_the_call_returns_before_anything_is_written_however_slow_the_storage_is(
+    tmp_path: Path, gate: Gate, world: int
+) -> None:
     """Not even a folder is made: nothing of the blocked time is the storage's."""
-    back = threading.Barrier(world, action=lambda: None if not os.listdir(tmp_path) else pytest.fail("something is there"))
+    back = threading.Barrier(
+        world,
+        action=lambda: None if not os.listdir(tmp_path) else pytest.fail("something is there"),
+    )
 
     def act(comm: Comm) -> None:
         with checkpointer_of(comm) as checkpointer:
             for seed in range(3):
                 net, optimizer, ema = made(comm, seed)
                 pending = checkpointer.save_async(
-                    tmp_path / f"c{seed}", model=net, optimizer=optimizer, parts={"ema": ema}, layout=layout_of(world), options=QUICK
+                    tmp_path / f"c{seed}",
+                    model=net,
+                    optimizer=optimizer,
+                    parts={"ema": ema},
+                    layout=layout_of(world),
+                    options=QUICK,
                 )
                 if seed == 0:
                     back.wait(SECONDS)
@@ -972,12 +1151,20 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"rank-1": 1000}
-    monkeypatch.setattr(snapshot_module, "free_memory_nbytes", lambda: free.get(threading.current_thread().name))
+    monkeypatch.setattr(
+        snapshot_module, "free_memory_nbytes", lambda: free.get(threading.current_thread().name)
+    )
     errors: list[object] = []
 
     def act(comm: Comm) -> None:
         net, optimizer, ema = made(comm, 1)
-        what = {"model": net, "optimizer": optimizer, "parts": {"ema": ema}, "layout": layout_of(2), "options": QUICK}
+        what = {
+            "model": net,
+            "optimizer": optimizer,
+            "parts": {"ema": ema},
+            "layout": layout_of(2),
+            "options": QUICK,
+        }
         with checkpointer_of(comm) as checkpointer:
             try:
                 checkpointer.save_async(tmp_path / "a", **what)
@@ -990,7 +1177,9 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
 
     run_ranks(2, act)
     same_error(
-        errors, uc.StorageError, r"^rank 1: a snapshot takes \d+ more bytes of memory on this rank; 1000 are free; `save` takes none$"
+        errors,
+        uc.StorageError,
+        r"^rank 1: a snapshot takes \d+ more bytes of memory on this rank; 1000 are free; `save` takes none$",
     )
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
     for name in ("b", "c"):
@@ -1000,7 +1189,9 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
 # time-outs
 
 
-def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(tmp_path: Path, storages: Storages) -> None:
+def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(
+    tmp_path: Path, storages: Storages
+) -> None:
     """One rank writes for three times as long; the others wait for its signs of life."""
 
     class Slow(LocalStorage):
@@ -1009,11 +1200,18 @@ def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(tmp_pat
             super().write_at(name, start, buffers)
 
     storages.kinds["rank-1"] = Slow
-    options, state = QUICK.model_copy(update={"timeout_seconds": 0.7}), {f"t{i:02}": values((260, 130), i) for i in range(40)}
+    options, state = (
+        QUICK.model_copy(update={"timeout_seconds": 0.7}),
+        {f"t{i:02}": values((260, 130), i) for i in range(40)},
+    )
 
     def act(comm: Comm) -> float:
         with checkpointer_of(comm) as checkpointer:
-            return checkpointer.save_async(tmp_path / "c", model=state, options=options).result(SECONDS).seconds
+            return (
+                checkpointer.save_async(tmp_path / "c", model=state, options=options)
+                .result(SECONDS)
+                .seconds
+            )
 
     assert min(run_ranks(2, act)) > 1.5, "it was not slow enough to say much"
     assert uc.verify(tmp_path / "c", deep=True).ok
@@ -1022,14 +1220,18 @@ def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(tmp_pat
 def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
     tmp_path: Path, storages: Storages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.5)  # before a failed save is cleared away
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.5)  # before a failed save is cleared away
     gate = Gate()
     storages.kinds["rank-2"] = gate.storage
     errors: list[object] = []
 
     def act(comm: Comm) -> None:
         checkpointer = checkpointer_of(comm)
-        pending = checkpointer.save_async(tmp_path / "c", **small_of(comm, 1), options=QUICK.model_copy(update={"timeout_seconds": 0.5}))
+        pending = checkpointer.save_async(
+            tmp_path / "c",
+            **small_of(comm, 1),
+            options=QUICK.model_copy(update={"timeout_seconds": 0.5}),
+        )
         try:
             pending.result(SECONDS)
         except uc.CheckpointError as error:
@@ -1039,7 +1241,11 @@ def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
         checkpointer.close()
 
     run_ranks(3, act)
-    same_error(errors, uc.RankError, r"^rank\(s\) 2 did not get (through 'write'|to 'digests/0') within 0.5 s$")
+    same_error(
+        errors,
+        uc.RankError,
+        r"^rank\(s\) 2 did not get (through 'write'|to 'digests/0') within 0.5 s$",
+    )
     assert not (tmp_path / "c").exists()
 
 
@@ -1047,10 +1253,18 @@ def test_a_rank_that_does_not_come_to_a_background_save_is_named(tmp_path: Path)
     def act(comm: Comm) -> None:
         if comm.rank != 1:
             with checkpointer_of(comm) as checkpointer:
-                checkpointer.save_async(tmp_path / "c", **small_of(comm, 1), options=QUICK.model_copy(update={"timeout_seconds": 0.3}))
+                checkpointer.save_async(
+                    tmp_path / "c",
+                    **small_of(comm, 1),
+                    options=QUICK.model_copy(update={"timeout_seconds": 0.3}),
+                )
 
     found = try_ranks(3, act)
-    same_error([found[0], found[2]], uc.RankError, r"rank\(s\) 1 did not come within 0.3 s; needed the same call on all 3 ranks$")
+    same_error(
+        [found[0], found[2]],
+        uc.RankError,
+        r"rank\(s\) 1 did not come within 0.3 s; needed the same call on all 3 ranks$",
+    )
 
 
 # the end of the process
@@ -1060,7 +1274,7 @@ import sys, time
 import torch
 import unified_ckpt as uc
 from unified_ckpt import api
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 class Slow(LocalStorage):
     def write_at(self, *what):
@@ -1088,7 +1302,9 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("last", "code", "lazy"), ENDINGS)
-def test_a_process_that_ends_without_waiting_completes_its_save(tmp_path: Path, last: str, code: int, lazy: str) -> None:
+def test_a_process_that_ends_without_waiting_completes_its_save(
+    tmp_path: Path, last: str, code: int, lazy: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS.format(last=last), str(tmp_path / "c"), lazy],
         env={**os.environ, "PYTHONPATH": str(Path(uc.__file__).parents[1]), "OMP_NUM_THREADS": "1"},

@@ -18,7 +18,7 @@ from test_async import QUICK, SECONDS, Gate, gate, late, storages
 from torch import nn
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import checkpointer_of, try_ranks
 
 __all__ = ["gate", "late", "storages"]  # fixtures
@@ -58,7 +58,9 @@ def values_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("call", ["save_async", "save", "wait", "load"])
-def test_a_save_whose_wait_was_interrupted_keeps_its_buffers_until_it_ends(tmp_path: Path, gate: Gate, call: str) -> None:
+def test_a_save_whose_wait_was_interrupted_keeps_its_buffers_until_it_ends(
+    tmp_path: Path, gate: Gate, call: str
+) -> None:
     """The usual emergency save after Ctrl-C copied over what was being written: no digest finds that."""
     net = filled(1)
     with uc.Checkpointer(tmp_path, options=QUICK) as checkpointer:
@@ -104,16 +106,22 @@ def test_close_that_was_interrupted_gives_no_buffers_back(tmp_path: Path, gate: 
     assert values_of(tmp_path / "a") == [1]
 
 
-def test_a_save_that_is_waited_for_by_its_own_thread_is_an_error_and_no_hang(tmp_path: Path) -> None:
+def test_a_save_that_is_waited_for_by_its_own_thread_is_an_error_and_no_hang(
+    tmp_path: Path,
+) -> None:
     checkpointer = uc.Checkpointer(tmp_path, options=QUICK)
-    pending = checkpointer.save_async("a", model=filled(1), after_commit=lambda _: checkpointer.wait())
+    pending = checkpointer.save_async(
+        "a", model=filled(1), after_commit=lambda _: checkpointer.wait()
+    )
     with pytest.raises(uc.CheckpointError, match=r"waited for by its own `after_commit`"):
         pending.result(SECONDS)
     checkpointer.close()
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_thread_that_does_not_start_is_an_error_of_all_ranks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
+def test_a_thread_that_does_not_start_is_an_error_of_all_ranks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -130,7 +138,9 @@ def test_a_thread_that_does_not_start_is_an_error_of_all_ranks_at_once(tmp_path:
         threading.current_thread().name = f"rank {comm.rank}"
         with checkpointer_of(comm) as checkpointer:
             try:
-                checkpointer.save_async(tmp_path / "c", model=net, optimizer=optimizer, lazy=lazy, options=QUICK).result(SECONDS)
+                checkpointer.save_async(
+                    tmp_path / "c", model=net, optimizer=optimizer, lazy=lazy, options=QUICK
+                ).result(SECONDS)
             finally:
                 optimizer.step()  # a hook that nobody ends would hold it up
                 stepped.append(comm.rank)
@@ -162,17 +172,23 @@ def test_lazy_an_optimizer_that_takes_no_hooks_is_refused_on_every_rank(tmp_path
         nn.init.zeros_(other.weight)
         nn.init.zeros_(other.bias)
         both = nn.ModuleList([net, other])
-        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(one.parameters(), lr=0.1) for one in both]
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(one.parameters(), lr=0.1) for one in both
+        ]
         if comm.rank == 1:
             optimizers[1] = Wrapper(optimizers[1])
         with checkpointer_of(comm) as checkpointer:
             try:
-                checkpointer.save_async(tmp_path / "c", model=both, optimizer=optimizers, lazy=True, options=QUICK)
+                checkpointer.save_async(
+                    tmp_path / "c", model=both, optimizer=optimizers, lazy=True, options=QUICK
+                )
             finally:
                 optimizers[0].step()
 
     same_error(
-        try_ranks(2, act), uc.LayoutError, r"^rank 1: lazy: Wrapper takes no hooks; needed the optimizer that it wraps, or lazy=False"
+        try_ranks(2, act),
+        uc.LayoutError,
+        r"^rank 1: lazy: Wrapper takes no hooks; needed the optimizer that it wraps, or lazy=False",
     )
 
 
@@ -187,7 +203,9 @@ def test_lazy_hooks_that_change_parameters_wait_for_the_copy(tmp_path: Path, lat
 
     optimizer.register_step_pre_hook(decay)
     saved = net.weight.detach().clone()
-    pending = uc.save_async(tmp_path / "c", model=net, optimizer=optimizer, lazy=True, options=QUICK)
+    pending = uc.save_async(
+        tmp_path / "c", model=net, optimizer=optimizer, lazy=True, options=QUICK
+    )
     assert late.began.wait(SECONDS)
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
@@ -205,7 +223,9 @@ def test_lazy_saves_that_nobody_asks_for_leave_no_pile_of_hooks(tmp_path: Path) 
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for turn in range(5):
-        pending = uc.save_async(tmp_path / f"c{turn}", model=net, optimizer=optimizer, lazy=True, options=QUICK)
+        pending = uc.save_async(
+            tmp_path / f"c{turn}", model=net, optimizer=optimizer, lazy=True, options=QUICK
+        )
         while not pending.done():
             time.sleep(0.01)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
@@ -223,7 +243,11 @@ def test_a_default_device_is_no_matter(tmp_path: Path, lazy: bool | None) -> Non
     torch.set_default_device("meta")
     try:
         with uc.Checkpointer(tmp_path, options=options) as checkpointer:
-            what = {"model": net, "optimizer": optimizer, "extra": {"t": torch.ones(2, device="cpu")}}
+            what = {
+                "model": net,
+                "optimizer": optimizer,
+                "extra": {"t": torch.ones(2, device="cpu")},
+            }
             if lazy is None:
                 checkpointer.save("c", **what)
             else:

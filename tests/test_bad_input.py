@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.manifest import IndexFile
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import checkpointer_of, try_ranks
 
 SHAPES = {"embed": (302, 256), "heads": (302, 256), "norm": (257,)}
@@ -44,7 +44,10 @@ def layout(world: int) -> uc.Layout | None:
 def share(tensors: Tensors, rank: int, world: int) -> Tensors:
     """What a rank holds of whole tensors."""
     dims = {"embed": 0, "heads": 1, "embed/exp_avg": 0}
-    return {n: t.chunk(world, dims[n])[rank].clone() if n in dims and world > 1 else t for n, t in tensors.items()}
+    return {
+        n: t.chunk(world, dims[n])[rank].clone() if n in dims and world > 1 else t
+        for n, t in tensors.items()
+    }
 
 
 def filled(shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> Tensors:
@@ -63,7 +66,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mine, state = (share(of, comm.rank, 2) for of in (model, optimizer))
         ours = layout(2)
         checkpointer_of(comm).save(
-            folder, model=mine, optimizer=state, layout=ours, step=3, extra=EXTRA, rank_extra={"rng": comm.rank}, options=options
+            folder,
+            model=mine,
+            optimizer=state,
+            layout=ours,
+            step=3,
+            extra=EXTRA,
+            rank_extra={"rng": comm.rank},
+            options=options,
         )
 
     assert try_ranks(2, act, timeout_seconds=HARD) == [None, None]
@@ -77,7 +87,10 @@ def folder(sound: Path, tmp_path: Path) -> Path:
 
 
 def file_of(folder: Path, name: str, part: str = "model") -> Path:
-    return folder / json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"][name]
+    return (
+        folder
+        / json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"][name]
+    )
 
 
 def edit_json(path: Path, edit: Callable[[dict[str, object]], object]) -> None:
@@ -113,13 +126,17 @@ def load_fails(
         model, optimizer = held[comm.rank]
         chosen = uc.LoadOptions(timeout_seconds=HARD, **options)
         what = {} if only_model else {"optimizer": optimizer}
-        checkpointer_of(comm).load(folder, model=model, layout=layout(world), options=chosen, **what)
+        checkpointer_of(comm).load(
+            folder, model=model, layout=layout(world), options=chosen, **what
+        )
 
     error = same_error(list(try_ranks(world, act, timeout_seconds=HARD)), kind, match)
     if not touched:
         for rank in range(world):
             for now, before in zip(held[rank], targets(rank, world), strict=True):
-                assert all(torch.equal(now[name], before[name]) for name in before), "the target was touched"
+                assert all(torch.equal(now[name], before[name]) for name in before), (
+                    "the target was touched"
+                )
     return error
 
 
@@ -131,9 +148,14 @@ def both_ways(test: Callable[..., None]) -> Callable[..., None]:
 def test_the_checkpoint_is_sound(sound: Path, world: int) -> None:
     def act(comm: Comm) -> None:
         model, optimizer = targets(comm.rank, world)
-        report = checkpointer_of(comm).load(sound, model=model, optimizer=optimizer, layout=layout(world))
+        report = checkpointer_of(comm).load(
+            sound, model=model, optimizer=optimizer, layout=layout(world)
+        )
         for found, seed, shapes in ((model, 1, SHAPES), (optimizer, 2, STATES)):
-            assert all(torch.equal(found[name], t) for name, t in share(filled(shapes, seed=seed), comm.rank, world).items())
+            assert all(
+                torch.equal(found[name], t)
+                for name, t in share(filled(shapes, seed=seed), comm.rank, world).items()
+            )
         assert (report.step, report.extra) == (3, EXTRA)
         assert report.rank_extra == ({"rng": comm.rank} if world == 2 else None)
 
@@ -185,11 +207,17 @@ def index_gone(folder: Path) -> None:
 
 def index_of_a_stranger(folder: Path) -> None:
     (folder / "stranger.safetensors").write_bytes(file_of(folder, "embed").read_bytes())
-    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="stranger.safetensors"))
+    edit_index(
+        folder, "model", lambda index: index["weight_map"].update(embed="stranger.safetensors")
+    )
 
 
 def index_of_a_missing_file(folder: Path) -> None:
-    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="model-00009-of-00009.safetensors"))
+    edit_index(
+        folder,
+        "model",
+        lambda index: index["weight_map"].update(embed="model-00009-of-00009.safetensors"),
+    )
 
 
 def index_of_the_wrong_file(folder: Path) -> None:
@@ -206,7 +234,12 @@ def index_with_a_key_twice(folder: Path) -> None:
     path = folder / "optimizer.safetensors.index.json"
     body = path.read_text().replace("embed/step", "embed/exp_avg")
     path.write_text(body)
-    edit_manifest(folder, lambda manifest: manifest["parts"]["optimizer"].update(index=IndexFile.of(body.encode()).model_dump()))
+    edit_manifest(
+        folder,
+        lambda manifest: manifest["parts"]["optimizer"].update(
+            index=IndexFile.of(body.encode()).model_dump()
+        ),
+    )
 
 
 def index_bit(folder: Path) -> None:
@@ -215,11 +248,18 @@ def index_bit(folder: Path) -> None:
 
 
 def index_leads_out(folder: Path) -> None:
-    edit_index(folder, "model", lambda index: index["weight_map"].update(embed="../../../etc/passwd"))
+    edit_index(
+        folder, "model", lambda index: index["weight_map"].update(embed="../../../etc/passwd")
+    )
 
 
 def manifest_leads_out(folder: Path) -> None:
-    edit_manifest(folder, lambda m: m["parts"]["model"]["files"].update({"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}))
+    edit_manifest(
+        folder,
+        lambda m: m["parts"]["model"]["files"].update(
+            {"/etc/passwd": {"nbytes": 1, "header_crc": "0" * 16}}
+        ),
+    )
 
 
 def index_torn(folder: Path) -> None:
@@ -266,36 +306,92 @@ def digests_gone(folder: Path) -> None:
 
 
 DAMAGED: list[tuple[Callable[[Path], None], type[uc.CheckpointError], str]] = [
-    (truncated, uc.IntegrityError, r"model-\d+-of-\d+\.safetensors: has 1000 bytes; the manifest says \d+"),
+    (
+        truncated,
+        uc.IntegrityError,
+        r"model-\d+-of-\d+\.safetensors: has 1000 bytes; the manifest says \d+",
+    ),
     (one_byte_short, uc.IntegrityError, r"safetensors: has \d+ bytes; the manifest says \d+"),
     (one_byte_more, uc.IntegrityError, r"safetensors: has \d+ bytes; the manifest says \d+"),
     (emptied, uc.IntegrityError, r"safetensors: has 0 bytes; the manifest says \d+"),
     (swapped, uc.IntegrityError, r"safetensors: .*header"),
     (header_bit, uc.IntegrityError, r"safetensors: .*header"),
-    (file_gone, uc.IncompleteError, r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): model:heads"),
+    (
+        file_gone,
+        uc.IncompleteError,
+        r"files are missing \(1\):\n  model-\d+-of-\d+\.safetensors with 1 tensor\(s\): model:heads",
+    ),
     (index_gone, uc.IncompleteError, r"model\.safetensors\.index\.json: is missing"),
-    (index_of_a_stranger, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
-    (index_of_a_missing_file, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
-    (index_without_a_file, uc.IntegrityError, r"index\.json: .*safetensors is in one of manifest and index only"),
-    (index_of_the_wrong_file, uc.IntegrityError, r"safetensors: only (its header|the index of model) names '(embed|heads)'"),
-    (index_with_a_key_twice, uc.FormatError, r"optimizer\.safetensors\.index\.json: key 'embed/exp_avg' occurs twice in one object"),
-    (index_bit, uc.IntegrityError, r"optimizer\.safetensors\.index\.json: has CRC \w{16}; the manifest says \w{16}; `unified-ckpt verify"),
-    (index_leads_out, uc.FormatError, r"index\.json: file name '\.\./\.\./\.\./etc/passwd' leads out of the folder"),
-    (manifest_leads_out, uc.FormatError, r"unified_checkpoint\.json: parts\.model\.files.*'/etc/passwd' leads out of the folder"),
+    (
+        index_of_a_stranger,
+        uc.IntegrityError,
+        r"index\.json: .*safetensors is in one of manifest and index only",
+    ),
+    (
+        index_of_a_missing_file,
+        uc.IntegrityError,
+        r"index\.json: .*safetensors is in one of manifest and index only",
+    ),
+    (
+        index_without_a_file,
+        uc.IntegrityError,
+        r"index\.json: .*safetensors is in one of manifest and index only",
+    ),
+    (
+        index_of_the_wrong_file,
+        uc.IntegrityError,
+        r"safetensors: only (its header|the index of model) names '(embed|heads)'",
+    ),
+    (
+        index_with_a_key_twice,
+        uc.FormatError,
+        r"optimizer\.safetensors\.index\.json: key 'embed/exp_avg' occurs twice in one object",
+    ),
+    (
+        index_bit,
+        uc.IntegrityError,
+        r"optimizer\.safetensors\.index\.json: has CRC \w{16}; the manifest says \w{16}; `unified-ckpt verify",
+    ),
+    (
+        index_leads_out,
+        uc.FormatError,
+        r"index\.json: file name '\.\./\.\./\.\./etc/passwd' leads out of the folder",
+    ),
+    (
+        manifest_leads_out,
+        uc.FormatError,
+        r"unified_checkpoint\.json: parts\.model\.files.*'/etc/passwd' leads out of the folder",
+    ),
     (index_torn, uc.IntegrityError, r"optimizer\.safetensors\.index\.json: has CRC"),
-    (manifest_from_the_future, uc.FormatError, r"unified_checkpoint\.json: format version is 2\.0, this unified_ckpt reads 1\.x"),
+    (
+        manifest_from_the_future,
+        uc.FormatError,
+        r"unified_checkpoint\.json: format version is 2\.0, this unified_ckpt reads 1\.x",
+    ),
     (manifest_torn, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
     (manifest_of_nothing, uc.FormatError, r"unified_checkpoint\.json: not valid JSON"),
-    (manifest_gone, uc.FormatError, r"checkpoint-3: is an unfinished save: it has no unified_checkpoint\.json"),
+    (
+        manifest_gone,
+        uc.FormatError,
+        r"checkpoint-3: is an unfinished save: it has no unified_checkpoint\.json",
+    ),
     (extra_bit, uc.IntegrityError, r"extra\.safetensors: is not the file that was written"),
     (extra_gone, uc.IncompleteError, r"extra\.safetensors: is missing"),
     (digests_gone, uc.IncompleteError, r"digests\.safetensors: is missing"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED])
+@pytest.mark.parametrize(
+    ("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED]
+)
 @both_ways
-def test_a_damaged_folder(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str, world: int) -> None:
+def test_a_damaged_folder(
+    folder: Path,
+    damage: Callable[[Path], None],
+    kind: type[uc.CheckpointError],
+    match: str,
+    world: int,
+) -> None:
     damage(folder)
     load_fails(folder, kind, match, world=world)
 
@@ -304,17 +400,27 @@ def test_a_damaged_folder(folder: Path, damage: Callable[[Path], None], kind: ty
     ("damage", "kind", "match"),
     [
         (rank_extra_bit, uc.IntegrityError, r"rank 1: .*rank_extra.*entry 1 has CRC"),
-        (rank_extra_cut, uc.IntegrityError, r"rank_extra\.safetensors: has 60 bytes; the manifest says \d+"),
+        (
+            rank_extra_cut,
+            uc.IntegrityError,
+            r"rank_extra\.safetensors: has 60 bytes; the manifest says \d+",
+        ),
     ],
 )
-def test_damaged_rank_extra(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str) -> None:
+def test_damaged_rank_extra(
+    folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str
+) -> None:
     """It is given back to the world that left it, so only that world minds; and all of it, if one rank's is damaged."""
     damage(folder)
     load_fails(folder, kind, match, world=2)
 
 
-@pytest.mark.parametrize(("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED])
-def test_verify_finds_the_damage(folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "kind", "match"), DAMAGED, ids=[damage.__name__ for damage, _, _ in DAMAGED]
+)
+def test_verify_finds_the_damage(
+    folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str
+) -> None:
     damage(folder)
     try:
         report = uc.verify(folder)
@@ -328,18 +434,33 @@ def test_verify_finds_the_damage(folder: Path, damage: Callable[[Path], None], k
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda of: of.pop("b"), r"model\.safetensors: only its header names 'b'; needed the same tensors in both"),
-        (lambda of: of.update(c=of["a"]), r"model\.safetensors: only the index of model names 'c'; needed the same tensors in both"),
+        (
+            lambda of: of.pop("b"),
+            r"model\.safetensors: only its header names 'b'; needed the same tensors in both",
+        ),
+        (
+            lambda of: of.update(c=of["a"]),
+            r"model\.safetensors: only the index of model names 'c'; needed the same tensors in both",
+        ),
     ],
 )
-def test_an_index_and_a_header_that_name_other_tensors(tmp_path: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
+def test_an_index_and_a_header_that_name_other_tensors(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], match: str
+) -> None:
     """A tensor that only the header names would keep what the target holds, without a word."""
-    uc.save(tmp_path / "checkpoint-1", model={"a": torch.ones(2), "b": torch.ones(2)}, options=uc.SaveOptions(fsync=False))
+    uc.save(
+        tmp_path / "checkpoint-1",
+        model={"a": torch.ones(2), "b": torch.ones(2)},
+        options=uc.SaveOptions(fsync=False),
+    )
     edit_index(tmp_path / "checkpoint-1", "model", lambda index: edit(index["weight_map"]))
     target = {"a": torch.zeros(2)}
     with pytest.raises(uc.IntegrityError, match=match):
         uc.load(tmp_path / "checkpoint-1", model=target)
-    with pytest.raises(uc.IntegrityError, match=match), uc.open(tmp_path / "checkpoint-1") as opened:
+    with (
+        pytest.raises(uc.IntegrityError, match=match),
+        uc.open(tmp_path / "checkpoint-1") as opened,
+    ):
         opened["model"]["a"]
     assert not target["a"].any()
 
@@ -359,7 +480,11 @@ def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
     flip(file_of(folder, "heads"), -1000)
     text = r"model:heads: block 0 \(from byte 0 of the tensor, in model-\d+-of-\d+\.safetensors\) has CRC \w{16}; needed \w{16}"
     load_fails(
-        folder, uc.IntegrityError, rf"(?s){text}.*the target holds a mix of old and new bytes and is unusable", world=world, touched=True
+        folder,
+        uc.IntegrityError,
+        rf"(?s){text}.*the target holds a mix of old and new bytes and is unusable",
+        world=world,
+        touched=True,
     )
     report = uc.verify(folder, deep=True)
     assert len(report.problems) == 1
@@ -370,13 +495,22 @@ def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
 
 def test_a_slice_is_as_checked_as_a_load(tmp_path: Path) -> None:
     """Blocks of 1 MiB that lie whole in it are compared, under other names too; no digest is read for a slice that has none."""
-    folder, full = tmp_path / "checkpoint-1", {"w": torch.arange(650_000.0).reshape(1300, 500), "b": torch.arange(7.0)}
+    folder, full = (
+        tmp_path / "checkpoint-1",
+        {"w": torch.arange(650_000.0).reshape(1300, 500), "b": torch.arange(7.0)},
+    )
     uc.save(folder, model=full, options=uc.SaveOptions(fsync=False))
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"rules": [{"match": "w", "to": "v"}]}))
-    flip(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - full["w"].nbytes + 1_500_000)  # row 750, block 1
+    flip(
+        folder / "model.safetensors",
+        (folder / "model.safetensors").stat().st_size - full["w"].nbytes + 1_500_000,
+    )  # row 750, block 1
     wrong = r"model:w: bytes read are not .*\n  block 1 \(from byte 1048576 of the tensor, in model\.safetensors\) has CRC \w{16}; needed"
-    with uc.open(folder) as source, uc.open(folder, options=uc.SourceOptions(rename=str(rules))) as renamed:
+    with (
+        uc.open(folder) as source,
+        uc.open(folder, options=uc.SourceOptions(rename=str(rules))) as renamed,
+    ):
         for tensor in (source["model"]["w"], renamed["model"]["v"]):
             for index in (..., slice(400, None), slice(524, 1049)):
                 with pytest.raises(uc.IntegrityError, match=wrong):
@@ -412,7 +546,11 @@ def test_full_verification_reads_the_rest_of_the_blocks(folder: Path) -> None:
         checkpointer_of(comm).load(folder, model=model, layout=rows, options=options)
 
     assert try_ranks(2, lambda comm: act(comm, "read"), timeout_seconds=HARD) == [None, None]
-    same_error(try_ranks(2, lambda comm: act(comm, "full"), timeout_seconds=HARD), uc.IntegrityError, r"model:embed: block 0 .* has CRC")
+    same_error(
+        try_ranks(2, lambda comm: act(comm, "full"), timeout_seconds=HARD),
+        uc.IntegrityError,
+        r"model:embed: block 0 .* has CRC",
+    )
 
 
 # Hugging Face folders, which have no manifest to know better
@@ -423,23 +561,80 @@ def raw_file(path: Path, header: object, body: bytes = b"", *, claims: int | Non
     path.write_bytes((len(text) if claims is None else claims).to_bytes(8, "little") + text + body)
 
 
-def entry(low: int, high: int, *, dtype: str = "F32", shape: list[int] | None = None) -> dict[str, object]:
+def entry(
+    low: int, high: int, *, dtype: str = "F32", shape: list[int] | None = None
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": [2] if shape is None else shape, "data_offsets": [low, high]}
 
 
 HEADERS: dict[str, tuple[object, bytes, type[uc.CheckpointError], str]] = {
-    "negative": ({"a": entry(-8, 0)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are \[-8, 0\]"),
-    "backward": ({"a": entry(8, 0)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are \[8, 0\]; needed start <= stop"),
-    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), uc.FormatError, r"tensor 'b' overlaps tensor 'a'"),
-    "twice the same": ({"a": entry(0, 8), "b": entry(0, 8)}, bytes(8), uc.FormatError, r"tensor 'b' overlaps tensor 'a'"),
-    "gap": ({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20), uc.FormatError, r"tensor 'b' leaves a gap after tensor 'a'"),
-    "wrong length": ({"a": entry(0, 12)}, bytes(12), uc.FormatError, r"tensor 'a': F32 of shape \(2,\) needs 8 bytes"),
+    "negative": (
+        {"a": entry(-8, 0)},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'a': data_offsets are \[-8, 0\]",
+    ),
+    "backward": (
+        {"a": entry(8, 0)},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'a': data_offsets are \[8, 0\]; needed start <= stop",
+    ),
+    "overlap": (
+        {"a": entry(0, 8), "b": entry(4, 12)},
+        bytes(12),
+        uc.FormatError,
+        r"tensor 'b' overlaps tensor 'a'",
+    ),
+    "twice the same": (
+        {"a": entry(0, 8), "b": entry(0, 8)},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'b' overlaps tensor 'a'",
+    ),
+    "gap": (
+        {"a": entry(0, 8), "b": entry(12, 20)},
+        bytes(20),
+        uc.FormatError,
+        r"tensor 'b' leaves a gap after tensor 'a'",
+    ),
+    "wrong length": (
+        {"a": entry(0, 12)},
+        bytes(12),
+        uc.FormatError,
+        r"tensor 'a': F32 of shape \(2,\) needs 8 bytes",
+    ),
     "past the end": ({"a": entry(0, 8)}, bytes(7), uc.IntegrityError, r"file is truncated"),
-    "more at the end": ({"a": entry(0, 8)}, bytes(9), uc.FormatError, r"1 bytes belong to no tensor"),
-    "huge offsets": ({"a": entry(2**63, 2**63 + 8)}, bytes(8), uc.FormatError, r"tensor 'a': data_offsets are"),
-    "huge shape": ({"a": entry(0, 8, shape=[2**62, 2**62])}, bytes(8), uc.FormatError, r"tensor 'a': shape is .*a product below"),
-    "huge and empty": ({"a": entry(0, 0, shape=[0, 2**62, 2**62])}, b"", uc.FormatError, r"tensor 'a': shape is .*a product below 2\*\*59"),
-    "unknown dtype": ({"a": entry(0, 8, dtype="F128")}, bytes(8), uc.FormatError, r"tensor 'a': unknown dtype 'F128'"),
+    "more at the end": (
+        {"a": entry(0, 8)},
+        bytes(9),
+        uc.FormatError,
+        r"1 bytes belong to no tensor",
+    ),
+    "huge offsets": (
+        {"a": entry(2**63, 2**63 + 8)},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'a': data_offsets are",
+    ),
+    "huge shape": (
+        {"a": entry(0, 8, shape=[2**62, 2**62])},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'a': shape is .*a product below",
+    ),
+    "huge and empty": (
+        {"a": entry(0, 0, shape=[0, 2**62, 2**62])},
+        b"",
+        uc.FormatError,
+        r"tensor 'a': shape is .*a product below 2\*\*59",
+    ),
+    "unknown dtype": (
+        {"a": entry(0, 8, dtype="F128")},
+        bytes(8),
+        uc.FormatError,
+        r"tensor 'a': unknown dtype 'F128'",
+    ),
     "no object": ([1, 2], b"", uc.FormatError, r"header is a JSON list"),
 }
 
@@ -451,7 +646,9 @@ def test_a_bad_header(tmp_path: Path, case: str, indexed: bool) -> None:
     raw_file(tmp_path / "model.safetensors", header, body)
     if indexed:
         names = header if isinstance(header, dict) else {"a": 0}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+        )
     target = {"a": torch.full((2,), 5.0), "b": torch.full((2,), 6.0)}
     with pytest.raises(kind, match=match):
         uc.load(tmp_path, model=target)
@@ -464,17 +661,25 @@ def test_a_bad_header(tmp_path: Path, case: str, indexed: bool) -> None:
 def test_a_header_that_claims_too_much(tmp_path: Path, claims: int) -> None:
     raw_file(tmp_path / "model.safetensors", {"a": entry(0, 8)}, bytes(8), claims=claims)
     os.truncate(tmp_path / "model.safetensors", 200_000_000)  # sparse
-    with pytest.raises(uc.FormatError, match=rf"model\.safetensors: header claims {claims} bytes; needed 100000000 or fewer"):
+    with pytest.raises(
+        uc.FormatError,
+        match=rf"model\.safetensors: header claims {claims} bytes; needed 100000000 or fewer",
+    ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
 
 def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
     raw_file(tmp_path / "model.safetensors", {"a": entry(0, 8)}, bytes(8), claims=99_999_999)
-    with pytest.raises(uc.FormatError, match=r"header claims 99999999 bytes, file has \d+; the file is cut off"):
+    with pytest.raises(
+        uc.FormatError, match=r"header claims 99999999 bytes, file has \d+; the file is cut off"
+    ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "a\\b.safetensors", "C:x", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "a\\b.safetensors", "C:x", ""],
+)
 def test_an_index_that_leads_out(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
@@ -483,8 +688,13 @@ def test_an_index_that_leads_out(tmp_path: Path, name: str) -> None:
 
 
 def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "m\ud800.safetensors"}}))
-    with pytest.raises(uc.FormatError, match=r"file name 'm\\ud800\.safetensors' is no Unicode text; needed a plain file name"):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "m\ud800.safetensors"}})
+    )
+    with pytest.raises(
+        uc.FormatError,
+        match=r"file name 'm\\ud800\.safetensors' is no Unicode text; needed a plain file name",
+    ):
         uc.load(tmp_path, model={"a": torch.zeros(2)})
 
 
@@ -493,16 +703,33 @@ def test_an_index_with_a_file_name_that_is_no_text(tmp_path: Path) -> None:
     [
         (("optimizer", "scalars"), "x", "optimizer is no dict of values by name; needed one"),
         (("optimizer", "scalars"), [1], "optimizer is no dict of values by name; needed one"),
-        (("optimizer", "scalars"), {"weight": 3}, "optimizer: the state of weight is a int; needed a dict"),
-        (("optimizer", "groups", 0, "options"), [1], "param_groups_0 is no dict of values by name; needed one"),
-        (("optimizer", "groups", 0, "options"), 5, "param_groups_0 is no dict of values by name; needed one"),
+        (
+            ("optimizer", "scalars"),
+            {"weight": 3},
+            "optimizer: the state of weight is a int; needed a dict",
+        ),
+        (
+            ("optimizer", "groups", 0, "options"),
+            [1],
+            "param_groups_0 is no dict of values by name; needed one",
+        ),
+        (
+            ("optimizer", "groups", 0, "options"),
+            5,
+            "param_groups_0 is no dict of values by name; needed one",
+        ),
         (("modules",), [1], "modules is no dict of values by name; needed one"),
     ],
 )
-def test_a_manifest_whose_trees_are_of_another_kind(tmp_path: Path, where: tuple[str | int, ...], value: object, match: str) -> None:
+def test_a_manifest_whose_trees_are_of_another_kind(
+    tmp_path: Path, where: tuple[str | int, ...], value: object, match: str
+) -> None:
     model = torch.nn.Linear(2, 2)
     uc.save(
-        tmp_path / "checkpoint-1", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), options=uc.SaveOptions(fsync=False)
+        tmp_path / "checkpoint-1",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        options=uc.SaveOptions(fsync=False),
     )
 
     def change(found: Any) -> None:
@@ -514,7 +741,11 @@ def test_a_manifest_whose_trees_are_of_another_kind(tmp_path: Path, where: tuple
     target = torch.nn.Linear(2, 2)
     before = target.weight.clone()
     with pytest.raises(uc.FormatError, match=f"unified_checkpoint.json: {match}"):
-        uc.load(tmp_path / "checkpoint-1", model=target, optimizer=torch.optim.SGD(target.parameters(), lr=0.1))
+        uc.load(
+            tmp_path / "checkpoint-1",
+            model=target,
+            optimizer=torch.optim.SGD(target.parameters(), lr=0.1),
+        )
     assert torch.equal(target.weight, before)
 
 
@@ -524,7 +755,8 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     target = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(
-        uc.IncompleteError, match=r"files are missing \(1\):\n  model-00002-of-00002\.safetensors with 1 tensor\(s\): model:b"
+        uc.IncompleteError,
+        match=r"files are missing \(1\):\n  model-00002-of-00002\.safetensors with 1 tensor\(s\): model:b",
     ):
         uc.load(tmp_path, model=target)
     assert target["a"].tolist() == [1, 1]
@@ -532,8 +764,13 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
 
 def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}))
-    with pytest.raises(uc.IntegrityError, match=r"model\.safetensors: has no tensor 'b', which the index of model puts there"):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
+    )
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"model\.safetensors: has no tensor 'b', which the index of model puts there",
+    ):
         uc.load(tmp_path, model={"a": torch.zeros(2), "b": torch.zeros(2)})
 
 
@@ -549,16 +786,23 @@ def test_an_index_whose_file_lacks_the_tensor(tmp_path: Path) -> None:
     ],
 )
 @both_ways
-def test_nothing_to_load(tmp_path: Path, make: Callable[[Path], object], match: str, world: int) -> None:
+def test_nothing_to_load(
+    tmp_path: Path, make: Callable[[Path], object], match: str, world: int
+) -> None:
     make(tmp_path / "checkpoint-3")
     load_fails(tmp_path / "checkpoint-3", uc.NotFoundError, rf"checkpoint-3: {match}", world=world)
 
 
 @pytest.mark.parametrize(("name", "match"), REFUSED.items())
-def test_known_format_that_is_not_read_is_refused_by_name(tmp_path: Path, name: str, match: str) -> None:
+def test_known_format_that_is_not_read_is_refused_by_name(
+    tmp_path: Path, name: str, match: str
+) -> None:
     """As a file and in a folder, by every way in; beside weights that are read it is no matter."""
     (tmp_path / name).write_bytes(b"x")
-    calls: list[Callable[[Path], object]] = [lambda path: uc.load(path, model={"a": torch.zeros(2)}), uc.open]
+    calls: list[Callable[[Path], object]] = [
+        lambda path: uc.load(path, model={"a": torch.zeros(2)}),
+        uc.open,
+    ]
     calls.append(lambda path: uc.convert(path, tmp_path.parent / "converted"))
     for path in (tmp_path, tmp_path / name):
         for call in calls:
@@ -576,7 +820,8 @@ def test_a_folder_under_construction_is_refused(folder: Path) -> None:
     (left / "digests.safetensors").unlink()
     for call in (lambda: uc.load(left, model={}), lambda: uc.open(left), lambda: uc.verify(left)):
         with pytest.raises(
-            uc.FormatError, match=r"is an unfinished save: it has no unified_checkpoint\.json; needed a committed checkpoint"
+            uc.FormatError,
+            match=r"is an unfinished save: it has no unified_checkpoint\.json; needed a committed checkpoint",
         ):
             call()
 
@@ -586,7 +831,10 @@ def test_a_folder_under_construction_is_refused(folder: Path) -> None:
     ("make", "note"),
     [
         (shutil.rmtree, "there is no such folder"),
-        (lambda bad: (bad / "unified_checkpoint.json").write_text("{"), r"unified_checkpoint\.json: "),
+        (
+            lambda bad: (bad / "unified_checkpoint.json").write_text("{"),
+            r"unified_checkpoint\.json: ",
+        ),
         (lambda bad: (bad / "model.safetensors").unlink(), "files are missing"),
     ],
     ids=["missing", "manifest", "file"],
@@ -619,11 +867,20 @@ def test_the_rank_extra_of_another_save_is_refused(tmp_path: Path) -> None:
     """Of one size and one header, and each of its entries has its CRC."""
     for number in (1, 2):
         model, options = {"w": torch.zeros(2)}, uc.SaveOptions(fsync=False)
-        uc.save(tmp_path / f"checkpoint-{number}", model=model, rank_extra=number, step=number, options=options)
+        uc.save(
+            tmp_path / f"checkpoint-{number}",
+            model=model,
+            rank_extra=number,
+            step=number,
+            options=options,
+        )
     shutil.copy(tmp_path / "checkpoint-1" / "rank_extra.safetensors", tmp_path / "checkpoint-2")
     with pytest.raises(uc.IntegrityError, match=r"rank_extra\.safetensors: its table has CRC"):
         uc.load(tmp_path / "checkpoint-2", model={"w": torch.zeros(2)})
-    with uc.open(tmp_path / "checkpoint-2") as source, pytest.raises(uc.IntegrityError, match="its table has CRC"):
+    with (
+        uc.open(tmp_path / "checkpoint-2") as source,
+        pytest.raises(uc.IntegrityError, match="its table has CRC"),
+    ):
         source.rank_extra[0]
     assert not uc.verify(tmp_path / "checkpoint-2").ok
 
@@ -661,7 +918,11 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
         ours = uc.Layout({"tp": world}, {"heads": {"tp": 1}}) if world > 1 else None
         checkpointer_of(comm).load(sound, model=held[comm.rank], layout=ours)
 
-    error = same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.MismatchError, r"checkpoint and target differ \(4\):")
+    error = same_error(
+        list(try_ranks(world, act, timeout_seconds=HARD)),
+        uc.MismatchError,
+        r"checkpoint and target differ \(4\):",
+    )
     assert isinstance(error, uc.MismatchError)
     assert error.missing == ("model:lm_head",)
     assert error.unexpected == ("model:embed",)
@@ -703,7 +964,12 @@ def test_an_expanded_target_of_one_rank(tmp_path: Path, world: int) -> None:
 @both_ways
 def test_no_optimizer_in_the_checkpoint(sound: Path, tmp_path: Path, world: int) -> None:
     uc.save(tmp_path / "weights", model=filled(SHAPES, seed=1))
-    error = load_fails(tmp_path / "weights", uc.MismatchError, r"optimizer:embed/exp_avg: is not in the checkpoint", world=world)
+    error = load_fails(
+        tmp_path / "weights",
+        uc.MismatchError,
+        r"optimizer:embed/exp_avg: is not in the checkpoint",
+        world=world,
+    )
     assert isinstance(error, uc.MismatchError)
     assert error.missing == ("optimizer:embed/exp_avg", "optimizer:embed/step")
 
@@ -716,15 +982,24 @@ def test_no_optimizer_for_an_optimizer(tmp_path: Path) -> None:
     optimizer.step()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    with pytest.raises(uc.MismatchError, match=r"(?s)optimizer:bias: is not in the checkpoint.*optimizer:weight: is not in the checkpoint"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"(?s)optimizer:bias: is not in the checkpoint.*optimizer:weight: is not in the checkpoint",
+    ):
         uc.load(tmp_path / "weights", model=model, optimizer=optimizer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(optimizer.state.values(), moments, strict=True))
+    assert all(
+        torch.equal(state["exp_avg"], old)
+        for state, old in zip(optimizer.state.values(), moments, strict=True)
+    )
 
 
 def test_an_optimizer_of_another_model(sound: Path) -> None:
     model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    with pytest.raises(uc.LayoutError, match=r"optimizer group 0 holds a parameter of shape \(3, 4\) that the model given does not have"):
+    with pytest.raises(
+        uc.LayoutError,
+        match=r"optimizer group 0 holds a parameter of shape \(3, 4\) that the model given does not have",
+    ):
         uc.load(sound, model=model, optimizer=torch.optim.SGD(other.parameters()))
 
 
@@ -734,9 +1009,15 @@ def test_an_optimizer_of_another_model(sound: Path) -> None:
 def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank == 1:
-            checkpointer_of(comm).load(sound, model=targets(0, 1)[0], options=uc.LoadOptions(timeout_seconds=1.5))
+            checkpointer_of(comm).load(
+                sound, model=targets(0, 1)[0], options=uc.LoadOptions(timeout_seconds=1.5)
+            )
 
-    same_error([try_ranks(2, act, timeout_seconds=HARD)[1]], uc.RankError, r"load of .*: rank\(s\) 0 did not come within 1\.5 s")
+    same_error(
+        [try_ranks(2, act, timeout_seconds=HARD)[1]],
+        uc.RankError,
+        r"load of .*: rank\(s\) 0 did not come within 1\.5 s",
+    )
 
 
 # numbers that no checkpoint has
@@ -744,7 +1025,13 @@ def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
 
 def numbers(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Where a manifest has integers."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in items:
         yield from numbers(value, (*path, key))
     if type(node) is int:
@@ -753,9 +1040,13 @@ def numbers(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 @pytest.mark.parametrize("verb", ["open", "load", "load of several", "verify", "repair"])
 @pytest.mark.parametrize("number", [2**62, 2**31 + 7, 2**64])
-def test_absurd_numbers_take_no_memory_and_no_time(sound: Path, tmp_path: Path, number: int, verb: str) -> None:
+def test_absurd_numbers_take_no_memory_and_no_time(
+    sound: Path, tmp_path: Path, number: int, verb: str
+) -> None:
     """In place of each integer of a manifest in turn, as if it had been written so."""
-    for at, (*steps, last) in enumerate(numbers(json.loads((sound / "unified_checkpoint.json").read_text()))):
+    for at, (*steps, last) in enumerate(
+        numbers(json.loads((sound / "unified_checkpoint.json").read_text()))
+    ):
         folder = Path(shutil.copytree(sound, tmp_path / str(at)))
 
         def edit(found: Any, steps: list[str | int] = steps, last: str | int = last) -> None:
@@ -770,7 +1061,10 @@ def test_absurd_numbers_take_no_memory_and_no_time(sound: Path, tmp_path: Path, 
 # what is no regular file
 
 
-PLACED: dict[str, Callable[[Path], object]] = {"FIFO": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
+PLACED: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
 
 
 def drawn(folder: Path) -> None:
@@ -783,22 +1077,40 @@ def drawn(folder: Path) -> None:
 
 
 def restored(folder: Path) -> None:
-    with uc.CheckpointManager(folder.parent, options=uc.ManagerOptions(on_preemption=False, keep_latest=1)) as manager:
+    with uc.CheckpointManager(
+        folder.parent, options=uc.ManagerOptions(on_preemption=False, keep_latest=1)
+    ) as manager:
         manager.restore(model=targets(0, 1)[0])
 
 
 VERBS: dict[str, Callable[[Path], object]] = {
     "open": drawn,
     "load": lambda folder: uc.load(folder, model=targets(0, 1)[0], strict=False),
-    "load of several": lambda folder: uc.load([folder, folder / "none"], model=targets(0, 1)[0], strict=False),
+    "load of several": lambda folder: uc.load(
+        [folder, folder / "none"], model=targets(0, 1)[0], strict=False
+    ),
     "verify": lambda folder: uc.verify(folder, deep=True),
     "repair": uc.repair,
     "convert": lambda folder: uc.convert(folder, folder.parent / "converted"),
-    "save": lambda folder: uc.save(folder, model={"w": torch.ones(2)}, options=uc.SaveOptions(fsync=False, if_exists="keep_complete")),
+    "save": lambda folder: uc.save(
+        folder,
+        model={"w": torch.ones(2)},
+        options=uc.SaveOptions(fsync=False, if_exists="keep_complete"),
+    ),
     "restore": restored,
     "list": lambda folder: main(["list", str(folder.parent)]),
     "inspect": lambda folder: main(["inspect", str(folder)]),
-    "prune": lambda folder: main(["prune", str(folder.parent), "--keep-latest", "1", "--incomplete", "--older-than-hours", "0"]),
+    "prune": lambda folder: main(
+        [
+            "prune",
+            str(folder.parent),
+            "--keep-latest",
+            "1",
+            "--incomplete",
+            "--older-than-hours",
+            "0",
+        ]
+    ),
 }
 
 
@@ -821,7 +1133,9 @@ def within(seconds: float, act: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", PLACED)
-def test_what_is_no_regular_file_is_not_opened(sound: Path, tmp_path: Path, kind: str, verb: str) -> None:
+def test_what_is_no_regular_file_is_not_opened(
+    sound: Path, tmp_path: Path, kind: str, verb: str
+) -> None:
     """In place of each file of a checkpoint in turn, and of one of the trainer. A FIFO waits for a writer, a device may never end."""
     for file in (*sorted(path.name for path in sound.iterdir()), "notes.txt"):
         root = tmp_path / file
@@ -835,12 +1149,21 @@ def test_a_fifo_is_named(folder: Path) -> None:
     file = file_of(folder, "heads")
     file.unlink()
     os.mkfifo(file)
-    load_fails(folder, uc.StorageError, rf"{file.name}: stat failed: is a FIFO; needed a regular file", world=2)
+    load_fails(
+        folder,
+        uc.StorageError,
+        rf"{file.name}: stat failed: is a FIFO; needed a regular file",
+        world=2,
+    )
 
 
 def test_a_save_that_attaches_a_fifo_ends(tmp_path: Path) -> None:
     def save() -> None:
-        uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, attach=lambda folder: os.mkfifo(f"{folder}/pipe"))
+        uc.save(
+            tmp_path / "checkpoint-1",
+            model={"w": torch.ones(2)},
+            attach=lambda folder: os.mkfifo(f"{folder}/pipe"),
+        )
 
     within(10, save)
     assert uc.verify(tmp_path / "checkpoint-1").ok
@@ -876,11 +1199,15 @@ def distributed(root: Path) -> None:
 def deepspeed(root: Path) -> None:
     (root / "latest").write_text("global_step1")
     (root / "global_step1").mkdir()
-    torch.save({"module": {"w": torch.ones(3)}}, root / "global_step1" / "mp_rank_00_model_states.pt")
+    torch.save(
+        {"module": {"w": torch.ones(3)}}, root / "global_step1" / "mp_rank_00_model_states.pt"
+    )
 
 
 def paddle(root: Path) -> None:
-    shutil.copytree(Path(__file__).parent / "fixtures" / "paddle" / "fused", root, dirs_exist_ok=True)
+    shutil.copytree(
+        Path(__file__).parent / "fixtures" / "paddle" / "fused", root, dirs_exist_ok=True
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -888,7 +1215,11 @@ def paddle(root: Path) -> None:
 def test_no_fifo_of_another_format_is_opened(tmp_path: Path, write: Callable[[Path], None]) -> None:
     (tmp_path / "sound").mkdir()
     write(tmp_path / "sound")
-    for file in sorted(path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound").rglob("*") if path.is_file()):
+    for file in sorted(
+        path.relative_to(tmp_path / "sound")
+        for path in (tmp_path / "sound").rglob("*")
+        if path.is_file()
+    ):
         folder = Path(shutil.copytree(tmp_path / "sound", tmp_path / file.name))
         (folder / file).unlink()
         os.mkfifo(folder / file)

@@ -6,12 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.runtime.calls import after, calls, can_be_uncached
+from unified_ckpt.runtime.storage.write_calls import after, calls, can_be_uncached
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
-def test_calls_have_all_bytes_in_order_and_end_at_multiples(pieces: list[bytes], start: int, nbytes: int) -> None:
-    found = [b"".join(those) for those in calls(start, [memoryview(one) for one in pieces], nbytes=nbytes)]
+def test_calls_have_all_bytes_in_order_and_end_at_multiples(
+    pieces: list[bytes], start: int, nbytes: int
+) -> None:
+    found = [
+        b"".join(those)
+        for those in calls(start, [memoryview(one) for one in pieces], nbytes=nbytes)
+    ]
     assert b"".join(found) == b"".join(pieces)
     at = start
     for one in found:
@@ -36,7 +41,14 @@ def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObj
 
 @pytest.mark.parametrize(
     ("release", "can"),
-    [("6.18.44-fc-v595", True), ("6.16", True), ("6.15.9", False), ("5.10.0-generic", False), ("10.0.1", True), ("x", False)],
+    [
+        ("6.18.44-fc-v595", True),
+        ("6.16", True),
+        ("6.15.9", False),
+        ("5.10.0-generic", False),
+        ("10.0.1", True),
+        ("x", False),
+    ],
 )
 def test_uncached_writes_are_for_kernels_that_have_them_right(release: str, can: bool) -> None:
     assert can_be_uncached(release) == can

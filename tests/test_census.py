@@ -9,21 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Group, Row, group_tables
-from unified_ckpt.engine import census
-from unified_ckpt.engine.census import Census, announce, memberships, publish_by_machine
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.core.sharding.declarations import Group, Row, group_tables
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.plan import holders as census
+from unified_ckpt.engine.plan.holders import Census, announce, memberships, publish_by_machine
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
 ROWS = [Row("model", name, TensorSpec("F32", (4, 2)), Sharding()) for name in "abcd"]
 
 
-@given(st.lists(st.tuples(st.sets(st.sampled_from(range(len(ROWS)))), st.integers(0, 2)), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sets(st.sampled_from(range(len(ROWS)))), st.integers(0, 2)),
+        min_size=1,
+        max_size=6,
+    )
+)
 @settings(max_examples=60)
-def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(ranks: list[tuple[set[int], int]]) -> None:
+def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(
+    ranks: list[tuple[set[int], int]],
+) -> None:
     """Whatever ranks of other machines name, and in whatever order the tables are announced."""
-    held, machines = [{ROWS[i] for i in named} for named, _ in ranks], [machine for _, machine in ranks]
+    held, machines = (
+        [{ROWS[i] for i in named} for named, _ in ranks],
+        [machine for _, machine in ranks],
+    )
 
     def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[Row, ...]]]:
         meeting = comm.meet("census", same=False, timeout_seconds=20)
@@ -37,11 +48,19 @@ def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(ranks
 
     told: dict[tuple[int, int], tuple[object, object]] = {}
     for rank, groups in enumerate(run_ranks(len(ranks), act)):
-        assert sorted(row.fqn for _, _, rows in groups for row in rows) == sorted(row.fqn for row in held[rank]), "each row once"
+        assert sorted(row.fqn for _, _, rows in groups for row in rows) == sorted(
+            row.fqn for row in held[rank]
+        ), "each row once"
         for index, holders, rows in groups:
-            assert told.setdefault((machines[rank], index), (holders, rows)) == (holders, rows), "all members know the same group"
+            assert told.setdefault((machines[rank], index), (holders, rows)) == (holders, rows), (
+                "all members know the same group"
+            )
             for row in rows:
-                assert set(holders) == {at for at, there in enumerate(held) if machines[at] == machines[rank] and row in there}
+                assert set(holders) == {
+                    at
+                    for at, there in enumerate(held)
+                    if machines[at] == machines[rank] and row in there
+                }
 
 
 class Told:
@@ -59,25 +78,41 @@ class Told:
         self.beats += 1
 
 
-def thought(monkeypatch: pytest.MonkeyPatch, *, machines: int, tables: int) -> tuple[Told, list[int]]:
+def thought(
+    monkeypatch: pytest.MonkeyPatch, *, machines: int, tables: int
+) -> tuple[Told, list[int]]:
     """What rank 0 tells machines of 8 ranks that hold `tables` tables in turn, and how many rows it looked at for each grouping."""
     world = 8 * machines
-    rows = [Row("model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((Cut(0, world, 1),))) for i in range(50)]
-    own = {f"t{t}": [*rows, Row("model", f"own{t}", TensorSpec("F32", ()), Sharding())] for t in range(tables)}
+    rows = [
+        Row("model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((Cut(0, world, 1),)))
+        for i in range(50)
+    ]
+    own = {
+        f"t{t}": [*rows, Row("model", f"own{t}", TensorSpec("F32", ()), Sharding())]
+        for t in range(tables)
+    }
     looked: list[int] = []
 
-    def counted(named: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequence[int]]) -> list[Group]:
+    def counted(
+        named: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequence[int]]
+    ) -> list[Group]:
         looked.append(sum(map(len, named.values())))
         return group_tables(named, roll)
 
     monkeypatch.setattr(census, "group_tables", counted)
     told: Any = Told()
-    publish_by_machine(told, Census(own, {f"t{t}": list(range(t, world, tables)) for t in range(tables)}), [r // 8 for r in range(world)])
+    publish_by_machine(
+        told,
+        Census(own, {f"t{t}": list(range(t, world, tables)) for t in range(tables)}),
+        [r // 8 for r in range(world)],
+    )
     return told, looked
 
 
 @pytest.mark.parametrize("tables", [1, 2, 16])
-def test_what_rank_0_thinks_of_does_not_grow_with_machines_that_are_alike(monkeypatch: pytest.MonkeyPatch, tables: int) -> None:
+def test_what_rank_0_thinks_of_does_not_grow_with_machines_that_are_alike(
+    monkeypatch: pytest.MonkeyPatch, tables: int
+) -> None:
     few, once = thought(monkeypatch, machines=4, tables=tables)
     many, looked = thought(monkeypatch, machines=64, tables=tables)
     assert looked == once, "machines x tensors"

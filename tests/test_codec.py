@@ -34,9 +34,14 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
-        return bool(left.dtype == right.dtype and left.shape == right.shape) and blob_format.raw(left) == blob_format.raw(right)
+        return bool(left.dtype == right.dtype and left.shape == right.shape) and blob_format.raw(
+            left
+        ) == blob_format.raw(right)
     if isinstance(left, np.ndarray):
-        return bool(left.dtype == right.dtype and left.shape == right.shape) and left.tobytes() == right.tobytes()
+        return (
+            bool(left.dtype == right.dtype and left.shape == right.shape)
+            and left.tobytes() == right.tobytes()
+        )
     if type(left) is float:
         return struct.pack(">d", left) == struct.pack(">d", right)
     if type(left) is complex:
@@ -44,17 +49,29 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, np.generic):
         return bool(left.dtype == right.dtype) and left.tobytes() == right.tobytes()
     if isinstance(left, list | tuple | deque):
-        return len(left) == len(right) and all(map(same, left, right)) and getattr(left, "maxlen", 0) == getattr(right, "maxlen", 0)
+        return (
+            len(left) == len(right)
+            and all(map(same, left, right))
+            and getattr(left, "maxlen", 0) == getattr(right, "maxlen", 0)
+        )
     if isinstance(left, dict):
-        factories = getattr(left, "default_factory", None) is getattr(right, "default_factory", None)
-        return factories and same(list(left), list(right)) and same(list(left.values()), list(right.values()))
+        factories = getattr(left, "default_factory", None) is getattr(
+            right, "default_factory", None
+        )
+        return (
+            factories
+            and same(list(left), list(right))
+            and same(list(left.values()), list(right.values()))
+        )
     return bool(left == right)
 
 
 def check(value: Any) -> None:
     tree, blobs = encode(value)
     assert same(decode(through_json(tree), blobs), value)
-    assert same(decode(tree, {name: bytes(blob_format.raw(blob)) for name, blob in blobs.items()}), value)
+    assert same(
+        decode(tree, {name: bytes(blob_format.raw(blob)) for name, blob in blobs.items()}), value
+    )
     assert same(unpack(pack(value)), value)
 
 
@@ -166,12 +183,16 @@ def test_integers_that_have_too_many_digits_for_json() -> None:
     check([10**5000, {-(10**5000): range(10**5000)}])
 
 
-@pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: f"{type(value).__name__} {len(str(value))}")  # a set has no order
+@pytest.mark.parametrize(
+    "value", CONTAINERS, ids=lambda value: f"{type(value).__name__} {len(str(value))}"
+)  # a set has no order
 def test_containers(value: Any) -> None:
     check(value)
 
 
-@pytest.mark.parametrize("value", ARRAYS + TENSORS, ids=lambda value: f"{type(value).__name__}-{value.dtype}")
+@pytest.mark.parametrize(
+    "value", ARRAYS + TENSORS, ids=lambda value: f"{type(value).__name__}-{value.dtype}"
+)
 def test_arrays_and_tensors(value: Any) -> None:
     check({"a": [value]})
     dtype, shape = blob_format.spec(value)
@@ -186,7 +207,15 @@ def test_specs_are_typed_where_safetensors_has_the_dtype() -> None:
     assert blob_format.spec(b"abc") == ("U8", (3,))
 
 
-KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(), st.tuples(st.integers()))
+KEYS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.tuples(st.integers()),
+)
 LEAVES = KEYS | st.floats() | st.complex_numbers() | st.binary(min_size=1020, max_size=1030)
 VALUES = st.recursive(
     LEAVES,
@@ -240,10 +269,14 @@ SCHEDULERS: dict[str, Any] = {
     "ConstantLR": lr_scheduler.ConstantLR,
     "LinearLR": lr_scheduler.LinearLR,
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.MultiStepLR(o, [4, 4])], [2]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.MultiStepLR(o, [4, 4])], [2]
+    ),
     "PolynomialLR": lr_scheduler.PolynomialLR,
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 2), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(o, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
     "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, mode="exp_range"),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
@@ -260,7 +293,9 @@ def test_no_scheduler_of_torch_is_forgotten() -> None:
 def run(scheduler: Any, steps: int) -> list[float]:
     rates = []
     for _ in range(steps):
-        scheduler.optimizer.step() if hasattr(scheduler, "optimizer") else scheduler._schedulers[0].optimizer.step()
+        scheduler.optimizer.step() if hasattr(scheduler, "optimizer") else scheduler._schedulers[
+            0
+        ].optimizer.step()
         scheduler.step(*[1.0] * (type(scheduler).__name__ == "ReduceLROnPlateau"))
         rates.append(scheduler._last_lr[0])
     return rates
@@ -273,7 +308,9 @@ def test_every_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
     run(scheduler, 3)
     saved = {
         "scheduler": scheduler.state_dict(),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in first.param_groups],
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"} for group in first.param_groups
+        ],
     }
     check(saved)
     tree, blobs = encode(saved)
@@ -340,7 +377,10 @@ Point = namedtuple("Point", "x")
         (np.zeros(1, [("a", "i4")])[0], "numpy dtype"),
         (np.longlong(1), "a numpy longlong"),
         (torch.zeros(2).to_sparse(), "a tensor that is sparse"),
-        (torch.zeros(2, device="meta"), "a tensor that is sparse, quantized, nested or on the meta device"),
+        (
+            torch.zeros(2, device="meta"),
+            "a tensor that is sparse, quantized, nested or on the meta device",
+        ),
         (datetime(2026, 1, 1, tzinfo=Zone()), "a datetime whose tzinfo"),
         (defaultdict(lambda: 1), "a defaultdict whose factory"),
         ({torch.zeros(1)}, "a tensor in a key or a set"),
@@ -353,7 +393,9 @@ def test_what_cannot_be_given_back_is_refused_by_path(value: Any, found: str) ->
 
 
 def test_paths_name_any_key() -> None:
-    with pytest.raises(FormatError, match=r"rank_extra\['a b'\]\[3\]\.c\[\(1,\)\]: found an object"):
+    with pytest.raises(
+        FormatError, match=r"rank_extra\['a b'\]\[3\]\.c\[\(1,\)\]: found an object"
+    ):
         encode({"a b": {3: {"c": {(1,): object()}}}}, "rank_extra")
     with pytest.raises(FormatError, match=r"^extra: found an object.*keep it out of extra"):
         encode(object())
@@ -504,4 +546,9 @@ def test_any_bytes_are_unpacked_or_refused(rest: bytes) -> None:
 def test_needs_neither_torch_nor_numpy() -> None:
     script = "import sys; from unified_ckpt.format import codec; codec.unpack(codec.pack({1: (b'x' * 2000, 2.5)}));"
     script += " print(sorted({'torch', 'numpy', 'pickle'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+        == "[]\n"
+    )

@@ -13,7 +13,7 @@ import torch
 
 import unified_ckpt as uc
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.runtime.collector import paused
+from unified_ckpt.runtime.gc_pause import paused
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from unified_ckpt import errors
-from unified_ckpt.errors import CheckpointError, IntegrityError, LayoutError, MismatchError, RankError
-from unified_ckpt.runtime.comm import Comm, from_torch, solo
-from unified_ckpt.runtime.verdicts import decode_error, encode_error
+from unified_ckpt.errors import (
+    CheckpointError,
+    IntegrityError,
+    LayoutError,
+    MismatchError,
+    RankError,
+)
+from unified_ckpt.runtime.comm.comm import Comm, from_torch, solo
+from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 
 SECONDS = 10.0  # far more than any of this needs
 SOON = 0.5
@@ -39,7 +45,9 @@ def in_threads(count: int, act: Callable[[int], object]) -> list[Any]:
     return results
 
 
-def comms(count: int, store: dist.Store | None = None, *, ranks: Sequence[int] | None = None) -> list[Comm]:
+def comms(
+    count: int, store: dist.Store | None = None, *, ranks: Sequence[int] | None = None
+) -> list[Comm]:
     store = store if store is not None else dist.HashStore()
     return [Comm(store, rank=rank, ranks=ranks or range(count)) for rank in range(count)]
 
@@ -50,12 +58,20 @@ def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[C
     if request.param == "hash":
         yield comms
         return
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False)
+    server = dist.TCPStore(
+        "127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False
+    )
     stores: list[dist.Store] = []
 
     def connect(count: int) -> list[Comm]:
-        stores.extend(dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=SECONDS)) for _ in range(count))
-        return [Comm(dist.PrefixStore("unified_ckpt/x", stores[rank]), rank=rank, ranks=range(count)) for rank in range(count)]
+        stores.extend(
+            dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=SECONDS))
+            for _ in range(count)
+        )
+        return [
+            Comm(dist.PrefixStore("unified_ckpt/x", stores[rank]), rank=rank, ranks=range(count))
+            for rank in range(count)
+        ]
 
     yield connect
     stores.clear()
@@ -72,15 +88,23 @@ Connect = Callable[[int], list[Comm]]
             [("save to a", {}), ("load of b", {}), ("save to a", {})],
             "rank(s) 0, 2: save to a, rank(s) 1: load of b; expected the same call",
         ),
-        ([("save to a", None), ("load of b", None), ("idle", {})], "rank(s) 0: save to a, rank(s) 1: load of b, rank(s) 2: idle; expected"),
+        (
+            [("save to a", None), ("load of b", None), ("idle", {})],
+            "rank(s) 0: save to a, rank(s) 1: load of b, rank(s) 2: idle; expected",
+        ),
         (
             [("save to a", {"step": 1}), ("save to b", {"step": 2}), ("save to a", None)],
             "save to a: rank(s) 0: step 1, rank(s) 1: step 2; ",
         ),
-        ([("save to a", {"step": 1}), ("save to a", {"at": 1}), ("save to a", {})], "save to a: rank(s) 0, 2: at null, rank(s) 1: at 1; "),
+        (
+            [("save to a", {"step": 1}), ("save to a", {"at": 1}), ("save to a", {})],
+            "save to a: rank(s) 0, 2: at null, rank(s) 1: at 1; ",
+        ),
     ],
 )
-def test_meet_compares_calls_and_terms(connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None) -> None:
+def test_meet_compares_calls_and_terms(
+    connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
+) -> None:
     """A rank that failed before it knew its terms is not compared. All of them meet again after an error."""
     ours = connected(3)
 
@@ -119,7 +143,14 @@ def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
 
 def test_values_may_be_any_bytes(connected: Connect) -> None:
     ours, value = connected(2), bytes(range(256)) * 5000
-    results = in_threads(2, lambda r: ours[r].meet("x", same=False, timeout_seconds=SECONDS).broadcast("v", value if r == 0 else None))
+    results = in_threads(
+        2,
+        lambda r: (
+            ours[r]
+            .meet("x", same=False, timeout_seconds=SECONDS)
+            .broadcast("v", value if r == 0 else None)
+        ),
+    )
     assert results == [value, value]
 
 
@@ -150,7 +181,9 @@ def test_later_steps_too_name_ranks_of_a_group_by_their_global_number(step: str)
     def act(rank: int) -> None:
         meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
         if rank == 0:
-            meeting.agree("written") if step == "agree" else meeting.collect("sizes", b"1", at=0, ranks=range(2))
+            meeting.agree("written") if step == "agree" else meeting.collect(
+                "sizes", b"1", at=0, ranks=range(2)
+            )
 
     with pytest.raises(RankError, match=r"rank\(s\) 7 did not"):
         raise in_threads(2, act)[0]
@@ -176,13 +209,17 @@ def test_any_other_error_becomes_a_rank_error() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        ours[rank].meet("save", same=False, timeout_seconds=SECONDS).agree("written", ZeroDivisionError("oh") if rank == 1 else None)
+        ours[rank].meet("save", same=False, timeout_seconds=SECONDS).agree(
+            "written", ZeroDivisionError("oh") if rank == 1 else None
+        )
 
     results = in_threads(2, act)
     for error in results:
         with pytest.raises(RankError, match=r"^rank 1: ZeroDivisionError: oh$"):
             raise error
-    assert isinstance(results[1].__cause__, ZeroDivisionError), "where it happened, its traceback is kept"
+    assert isinstance(results[1].__cause__, ZeroDivisionError), (
+        "where it happened, its traceback is kept"
+    )
 
 
 def test_lists_of_a_mismatch_reach_every_rank() -> None:
@@ -190,11 +227,18 @@ def test_lists_of_a_mismatch_reach_every_rank() -> None:
     error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
 
     def act(rank: int) -> None:
-        ours[rank].meet("load", same=False, timeout_seconds=SECONDS).agree("matched", error if rank == 0 else None)
+        ours[rank].meet("load", same=False, timeout_seconds=SECONDS).agree(
+            "matched", error if rank == 0 else None
+        )
 
     for found in in_threads(3, act):
         assert isinstance(found, MismatchError)
-        assert (str(found), found.missing, found.unexpected, found.wrong) == ("rank 0: bad", ("a",), ("b", "c"), ("d: shape",))
+        assert (str(found), found.missing, found.unexpected, found.wrong) == (
+            "rank 0: bad",
+            ("a",),
+            ("b", "c"),
+            ("d: shape",),
+        )
 
 
 def test_of_two_errors_all_ranks_raise_the_same_one() -> None:
@@ -226,7 +270,9 @@ def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
 
 
 @pytest.mark.parametrize("way", ["get", "broadcast", "collect", "agree"])
-def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(connected: Connect, way: str) -> None:
+def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(
+    connected: Connect, way: str
+) -> None:
     ours = connected(3)
 
     def act(rank: int) -> None:
@@ -282,7 +328,9 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
 
     def act(rank: int) -> None:
         meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
-        error: CheckpointError = RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
+        error: CheckpointError = (
+            RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
+        )
         error.echo = rank == 0
         if rank == 1:
             time.sleep(0.2)
@@ -338,13 +386,17 @@ def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
             over.set()
 
     for error in in_threads(3, act):
-        with pytest.raises(RankError, match=r"^rank\(s\) 2 did not get through 'written' within 0.5 s$"):
+        with pytest.raises(
+            RankError, match=r"^rank\(s\) 2 did not get through 'written' within 0.5 s$"
+        ):
             raise error
 
 
 @pytest.mark.parametrize("way", ["agree", "get", "collect"])
 @pytest.mark.parametrize("alive", [True, False])
-def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(connected: Connect, way: str, alive: bool) -> None:
+def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(
+    connected: Connect, way: str, alive: bool
+) -> None:
     """Rank 1 takes five times as long as silence may last."""
     ours, over = connected(3), threading.Event()
 
@@ -379,7 +431,9 @@ def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(connect
 
     found = in_threads(3, act)
     if alive:
-        assert found == {"agree": [None] * 3, "get": [b"7"] * 3, "collect": [[b"7"] * 3, [], []]}[way]
+        assert (
+            found == {"agree": [None] * 3, "get": [b"7"] * 3, "collect": [[b"7"] * 3, [], []]}[way]
+        )
         return
     text = {
         "agree": r"^rank\(s\) 1 did not get through 'written' within 0.4 s$",
@@ -407,7 +461,9 @@ def test_signs_of_life_that_end_are_no_reason_to_wait_on() -> None:
 
     started = time.monotonic()
     for error in in_threads(2, act):
-        with pytest.raises(RankError, match=r"^rank\(s\) 1 did not get through 'written' within 0.3 s$"):
+        with pytest.raises(
+            RankError, match=r"^rank\(s\) 1 did not get through 'written' within 0.3 s$"
+        ):
             raise error
     assert time.monotonic() - started > 0.6, "it was alive for so long"
 
@@ -416,7 +472,9 @@ def test_signs_of_life_are_few() -> None:
     """However often a rank says that it lives, the store hears of it twenty times in the time-out."""
     store = dist.HashStore()
     adds: list[str] = []
-    counting: Any = Paced(store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None)
+    counting: Any = Paced(
+        store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None
+    )
     meeting = Comm(counting, rank=0, ranks=(0,)).meet("save", same=False, timeout_seconds=2)
     adds.clear()
     deadline = time.monotonic() + 0.45
@@ -425,7 +483,9 @@ def test_signs_of_life_are_few() -> None:
     assert 1 <= len(adds) <= 5
 
 
-def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it(connected: Connect) -> None:
+def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it(
+    connected: Connect,
+) -> None:
     ours, turn = connected(2), threading.Barrier(2)
 
     def act(rank: int) -> None:
@@ -455,7 +515,10 @@ def test_some_rank_is_busy() -> None:
     ours = comms(3)
 
     def act(rank: int) -> list[bool]:
-        meetings = [ours[rank].meet("idle", same=False, timeout_seconds=SECONDS, busy=rank in who) for who in ((), (1,), (0, 2), ())]
+        meetings = [
+            ours[rank].meet("idle", same=False, timeout_seconds=SECONDS, busy=rank in who)
+            for who in ((), (1,), (0, 2), ())
+        ]
         return [meeting.any_busy for meeting in meetings]
 
     assert in_threads(3, act) == [[False, True, True, False]] * 3
@@ -485,7 +548,9 @@ def test_a_late_comer_does_not_join_a_closed_meeting() -> None:
         ours[0].meet("first", same=True, timeout_seconds=SOON)
     with pytest.raises(RankError, match=r"rank\(s\) 0 did not come"):
         ours[1].meet("first", same=True, timeout_seconds=SOON)
-    meetings = in_threads(2, lambda rank: ours[rank].meet("second", same=True, timeout_seconds=SECONDS))
+    meetings = in_threads(
+        2, lambda rank: ours[rank].meet("second", same=True, timeout_seconds=SECONDS)
+    )
     assert [meeting.all_same for meeting in meetings] == [True, True]
     assert meetings[0].number == meetings[1].number == 2
 
@@ -557,7 +622,10 @@ def test_a_rank_that_dies_at_any_word_of_a_meeting_is_named(last: bool) -> None:
         *lived, died = in_threads(3, act)
         if isinstance(died, Died):
             assert all(isinstance(error, RankError) for error in lived), lived
-            assert all(re.search(r"rank\(s\) 2 did not", str(error)) for error in lived), (fatal, lived)
+            assert all(re.search(r"rank\(s\) 2 did not", str(error)) for error in lived), (
+                fatal,
+                lived,
+            )
         else:
             assert [died, *lived] == [None] * 3
         return enough or words
@@ -658,14 +726,23 @@ def test_keys_of_calls_that_failed_do_not_pile_up() -> None:
             one.meet("save", same=True, timeout_seconds=0.01)
         one.leave()
         pair = comms(2, store)
-        in_threads(2, lambda rank, pair=pair: pair[rank].meet("save", same=True, timeout_seconds=SECONDS).agree("x", LayoutError("oh")))  # type: ignore[misc]
+        in_threads(
+            2,
+            lambda rank, pair=pair: (
+                pair[rank]
+                .meet("save", same=True, timeout_seconds=SECONDS)
+                .agree("x", LayoutError("oh"))
+            ),
+        )  # type: ignore[misc]
         for comm in pair:
             comm.leave()
         counts.append(store.num_keys())
     assert counts[-1] - counts[2] < 10
 
 
-@pytest.mark.parametrize("call", ["add", "set", "check", "get", "compare_set", "multi_get", "delete_key"])
+@pytest.mark.parametrize(
+    "call", ["add", "set", "check", "get", "compare_set", "multi_get", "delete_key"]
+)
 def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
     gone = False
 
@@ -685,7 +762,10 @@ def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
 
     act()
     gone = True
-    with pytest.raises(RankError, match=r"the ranks' common store cannot be reached; .*Connection was likely closed"):
+    with pytest.raises(
+        RankError,
+        match=r"the ranks' common store cannot be reached; .*Connection was likely closed",
+    ):
         act()
     comm.leave()  # on the way out of an error: says nothing itself
 
@@ -700,11 +780,16 @@ def test_alone() -> None:
         meeting.agree("done", LayoutError("oh"))
 
 
-@pytest.mark.parametrize("kind", [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CheckpointError)])
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CheckpointError)],
+)
 def test_errors_keep_their_class_on_the_wire(kind: type[CheckpointError]) -> None:
     found = decode_error(encode_error(kind("what: where"), rank=3, world=8))
     assert type(found) is kind
-    assert str(found) == ("what: where" if kind is RankError else "rank 3: what: where"), "a RankError names its ranks already"
+    assert str(found) == ("what: where" if kind is RankError else "rank 3: what: where"), (
+        "a RankError names its ranks already"
+    )
 
 
 def test_a_process_without_a_process_group_is_alone() -> None:
@@ -719,9 +804,12 @@ def test_a_process_group_of_one_rank_needs_no_store() -> None:
         comm.meet("save", same=False, timeout_seconds=SECONDS).agree("written")
         assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
         again = from_torch(dist.group.WORLD)
-        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 0, "alone over the group's store: the first one there"
-        assert from_torch(dist.group.WORLD).meet("save", same=False, timeout_seconds=SECONDS).number == 1, (
-            "the same ranks, the same meetings"
+        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 0, (
+            "alone over the group's store: the first one there"
         )
+        assert (
+            from_torch(dist.group.WORLD).meet("save", same=False, timeout_seconds=SECONDS).number
+            == 1
+        ), "the same ranks, the same meetings"
     finally:
         dist.destroy_process_group()

@@ -15,22 +15,31 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine import compare as module
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.compare import DiffReport, compare
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.source import diff as module
+from unified_ckpt.engine.source.diff import DiffReport, compare
 
 State = dict[str, torch.Tensor]
 
 
 def report_of(tmp_path: Path, first: State, second: State, **options: Any) -> DiffReport:
     for name, state in (("a", first), ("b", second)):
-        uc.save(tmp_path / name, model=state, options=uc.SaveOptions(fsync=False, if_exists="replace"))
-    one, other = open_path(str(tmp_path / "a"), hold=False), open_path(str(tmp_path / "b"), hold=False)
+        uc.save(
+            tmp_path / name, model=state, options=uc.SaveOptions(fsync=False, if_exists="replace")
+        )
+    one, other = (
+        open_path(str(tmp_path / "a"), hold=False),
+        open_path(str(tmp_path / "b"), hold=False),
+    )
     return compare(one, other, **options)
 
 
 def state() -> State:
-    return {"w": torch.arange(12.0).reshape(3, 4), "n": torch.arange(5), "h": torch.arange(7).to(torch.bfloat16)}
+    return {
+        "w": torch.arange(12.0).reshape(3, 4),
+        "n": torch.arange(5),
+        "h": torch.arange(7).to(torch.bfloat16),
+    }
 
 
 def test_equal_checkpoints_are_equal_without_reading(tmp_path: Path) -> None:
@@ -69,7 +78,10 @@ def test_shapes_and_absence(tmp_path: Path) -> None:
     del second["n"]
     second["x"] = torch.ones(1)
     report = report_of(tmp_path, first, second)
-    told = {one.name: (one.first and one.first.shape, one.second and one.second.shape) for one in report.differences}
+    told = {
+        one.name: (one.first and one.first.shape, one.second and one.second.shape)
+        for one in report.differences
+    }
     assert told == {"w": ((4, 3), (3, 4)), "n": ((5,), None), "x": (None, (1,))}
     assert report.equal == 1
 
@@ -78,13 +90,22 @@ def test_a_tied_weight_is_equal_under_either_name(tmp_path: Path) -> None:
     shared = torch.arange(4.0)
     uc.save(tmp_path / "tied", model={"a": shared, "b": shared})
     uc.save(tmp_path / "apart", model={"a": shared, "b": shared.clone()})
-    with_alias, without = open_path(str(tmp_path / "tied"), hold=False), open_path(str(tmp_path / "apart"), hold=False)
+    with_alias, without = (
+        open_path(str(tmp_path / "tied"), hold=False),
+        open_path(str(tmp_path / "apart"), hold=False),
+    )
     for one, other in ((with_alias, without), (without, with_alias)):
         assert compare(one, other, deep=True).differences == ()
 
 
-@given(st.integers(1, 40), st.lists(st.integers(0, 39), max_size=5), st.sampled_from([torch.float32, torch.int16, torch.float16]))
-def test_any_elements_that_differ_are_found_over_chunks(count: int, places: list[int], dtype: torch.dtype) -> None:
+@given(
+    st.integers(1, 40),
+    st.lists(st.integers(0, 39), max_size=5),
+    st.sampled_from([torch.float32, torch.int16, torch.float16]),
+)
+def test_any_elements_that_differ_are_found_over_chunks(
+    count: int, places: list[int], dtype: torch.dtype
+) -> None:
     one = torch.arange(count).to(dtype)
     other = one.clone()
     for place in {place % count for place in places}:
@@ -106,12 +127,16 @@ def test_chunks_are_the_tensor_in_order(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_parts_and_names_that_are_asked_for(tmp_path: Path) -> None:
     first, second = state(), {name: tensor + 1 for name, tensor in state().items()}
-    assert [one.name for one in report_of(tmp_path, first, second, match="model:[wn]").differences] == ["n", "w"]
+    assert [
+        one.name for one in report_of(tmp_path, first, second, match="model:[wn]").differences
+    ] == ["n", "w"]
     with pytest.raises(uc.NotFoundError, match="neither checkpoint has it; they have model"):
         report_of(tmp_path, first, second, parts=["optimizer"])
 
 
-def test_the_verb_compares_formats_and_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_compares_formats_and_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     uc.save(tmp_path / "a", model=state())
     torch.save({**state(), "h": torch.arange(7).to(torch.float32)}, tmp_path / "b.pt")
     (tmp_path / "c").mkdir()
@@ -120,7 +145,9 @@ def test_the_verb_compares_formats_and_says_how(tmp_path: Path, capsys: pytest.C
     assert "3 tensors equal, 0 not" in capsys.readouterr().out
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b.pt")]) == 1
     assert "model:h  BF16 [7] and F32 [7], equal values" in capsys.readouterr().out
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b.pt"), "--match", "w", "--json"]) == 0
+    assert (
+        main(["diff", str(tmp_path / "a"), str(tmp_path / "b.pt"), "--match", "w", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["equal"] == 1
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 1
     assert "there is no such folder" in capsys.readouterr().err
@@ -138,4 +165,6 @@ def test_a_name_that_is_tied_to_another_tensor_on_each_side_is_compared(tmp_path
     first, second = {"a": a, "b": b, "c": a}, {"a": a, "b": b, "c": b}
     report = report_of(tmp_path, first, second)
     assert [(one.name, one.elements) for one in report.differences] == [("c", 3)]
-    assert report_of(tmp_path / "same", first, dict(first)).equal == 2, "a name of one tensor on both sides is that tensor"
+    assert report_of(tmp_path / "same", first, dict(first)).equal == 2, (
+        "a name of one tensor on both sides is that tensor"
+    )

@@ -34,7 +34,12 @@ def test_tensors_under_other_names_are_the_stored_bytes(folder: Path, mark: str)
         stored, keys = opened.source.block_digests([("model", "w")]), [("model", "net.w")]
         assert other.source.block_digests(keys)["model", "net.w"] == stored["model", "w"]
     target = torch.zeros(3, 4)
-    report = uc.load(folder, model={"net.w": target}, strict=False, options=LoadOptions(source=options(f"{mark}renamed")))
+    report = uc.load(
+        folder,
+        model={"net.w": target},
+        strict=False,
+        options=LoadOptions(source=options(f"{mark}renamed")),
+    )
     assert torch.equal(target, MODEL["w"])
     assert report.verified_bytes == target.nbytes
 
@@ -49,7 +54,11 @@ def test_what_a_function_makes_is_made_when_it_is_read(folder: Path) -> None:
         assert opened["model"]["new"][...].tolist() == [0, 1, 2]
         assert torch.equal(opened["model"]["master"][...], MASTER["w"])
         assert opened.parts == ("model",)
-    targets = {"w": torch.zeros(4, 3), "lazy": torch.zeros(2, 5, dtype=torch.bfloat16), "new": torch.zeros(3, dtype=torch.int64)}
+    targets = {
+        "w": torch.zeros(4, 3),
+        "lazy": torch.zeros(2, 5, dtype=torch.bfloat16),
+        "new": torch.zeros(3, dtype=torch.int64),
+    }
     targets["master"] = torch.zeros(3, 4)
     uc.load(folder, model=targets, options=LoadOptions(source=options(":turned")))
     assert torch.equal(targets["w"], MODEL["w"].T)
@@ -74,7 +83,9 @@ REFUSED: list[tuple[str, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "text"), REFUSED, ids=[one[0] for one in REFUSED])
-def test_functions_that_are_not_there_or_give_no_tensors(folder: Path, name: str, kind: type[Exception], text: str) -> None:
+def test_functions_that_are_not_there_or_give_no_tensors(
+    folder: Path, name: str, kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text):
         uc.open(folder, options=options(name))
 
@@ -84,8 +95,12 @@ def test_no_function_is_named(folder: Path) -> None:
         uc.open(folder, options=SourceOptions(conversion_fn="fn"))
 
 
-def test_a_function_that_gives_another_shape_than_it_said_spoils_nothing_quietly(folder: Path) -> None:
+def test_a_function_that_gives_another_shape_than_it_said_spoils_nothing_quietly(
+    folder: Path,
+) -> None:
     target = torch.zeros(1, 1)
-    with pytest.raises(CheckpointError, match=r"model:w: has shape \(3, 4\) and torch.float32; needed \(1, 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model:w: has shape \(3, 4\) and torch.float32; needed \(1, 1\)"
+    ):
         uc.load(folder, model={"w": target}, options=LoadOptions(source=options(":lying")))
     assert not target.any()

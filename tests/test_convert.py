@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.convert import ConvertReport, How
-from unified_ckpt.engine.convert import convert as write_anew
-from unified_ckpt.engine.source import Source
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.rewrite.convert import ConvertReport, How
+from unified_ckpt.engine.rewrite.convert import convert as write_anew
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format import names
-from unified_ckpt.runtime import meeting
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources import open_any
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
@@ -60,7 +60,11 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights, state = get_state_dict(model, optimizer)
     path = tmp_path_factory.mktemp("dcp") / "old"
     with warnings.catch_warnings(action="ignore"):  # one process
-        dcp.save({"model": weights, "optimizer": state, "step": 7, "words": {"seen": [1, 2]}}, checkpoint_id=path, no_dist=True)
+        dcp.save(
+            {"model": weights, "optimizer": state, "step": 7, "words": {"seen": [1, 2]}},
+            checkpoint_id=path,
+            no_dist=True,
+        )
     (path / "config.json").write_text('{"model_type": "none"}')
     return path
 
@@ -100,7 +104,11 @@ def tensors(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         listing = folder / names.index_name(part)
         if listing.exists():
             files = set(json.loads(listing.read_text())["weight_map"].values())
-            found[part] = {name: one for file in sorted(files) for name, one in load_file(folder / file).items()}
+            found[part] = {
+                name: one
+                for file in sorted(files)
+                for name, one in load_file(folder / file).items()
+            }
     return found
 
 
@@ -123,13 +131,26 @@ def convert_by(
 ) -> list[ConvertReport | BaseException]:
     """So many ranks as threads."""
     root.mkdir(exist_ok=True)
-    told: dict[str, Any] = {"max_file_bytes": 1 << 30, "if_exists": "error", "fsync": True, "timeout_seconds": 20.0, **options}
+    told: dict[str, Any] = {
+        "max_file_bytes": 1 << 30,
+        "if_exists": "error",
+        "fsync": True,
+        "timeout_seconds": 20.0,
+        **options,
+    }
 
     def act(comm: Comm) -> ConvertReport:
         found = sources(comm.rank) if sources is not None else open_any(str(source))
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(root))
         try:
-            return write_anew(comm, found, storage, NAME, How(path=str(source), told={}, **told), machines=machines or [0] * world)
+            return write_anew(
+                comm,
+                found,
+                storage,
+                NAME,
+                How(path=str(source), told={}, **told),
+                machines=machines or [0] * world,
+            )
         finally:
             if not isinstance(found, Exception):
                 found.close()
@@ -137,7 +158,9 @@ def convert_by(
     return try_ranks(world, act)
 
 
-def test_a_dcp_folder_becomes_a_unified_one_from_which_training_goes_on(old: Path, tmp_path: Path) -> None:
+def test_a_dcp_folder_becomes_a_unified_one_from_which_training_goes_on(
+    old: Path, tmp_path: Path
+) -> None:
     report = uc.convert(old, tmp_path / NAME)
     assert (report.format, report.step, report.tensors) == ("dcp", 7, {"model": 6, "optimizer": 18})
     assert uc.verify(tmp_path / NAME, deep=True).problems == ()
@@ -157,18 +180,27 @@ def test_a_dcp_folder_becomes_a_unified_one_from_which_training_goes_on(old: Pat
     assert json.loads((tmp_path / NAME / "config.json").read_text()) == {"model_type": "none"}
 
 
-def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(ours: Path, tmp_path: Path) -> None:
+def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(
+    ours: Path, tmp_path: Path
+) -> None:
     report = uc.convert(ours, tmp_path / NAME)
     manifest = json.loads((tmp_path / NAME / names.MANIFEST).read_text())
     told = manifest["converted_from"]
     assert told["format"] == "unified"
     assert told["path"] == str(ours)
-    assert told["save_id"] == json.loads((ours / names.MANIFEST).read_text())["save_id"] != manifest["save_id"]
+    assert (
+        told["save_id"]
+        == json.loads((ours / names.MANIFEST).read_text())["save_id"]
+        != manifest["save_id"]
+    )
     assert told["compared"] == report.compared == 5, "of five parameters there are two copies"
     assert told["proved"] == report.proved == sum(report.tensors.values())
     again = uc.convert(old_path := tmp_path / NAME, tmp_path / "again")
     assert again.tensors == report.tensors
-    digests = [json.loads((path / names.MANIFEST).read_text())["converted_from"]["digests"] for path in (old_path, tmp_path / "again")]
+    digests = [
+        json.loads((path / names.MANIFEST).read_text())["converted_from"]["digests"]
+        for path in (old_path, tmp_path / "again")
+    ]
     assert digests[0] == digests[1], "of what is in it, whoever wrote it"
 
 
@@ -178,7 +210,9 @@ def test_all_that_a_unified_folder_holds_is_in_the_new_one(ours: Path, tmp_path:
         same(found, tensors(tmp_path / NAME)[part])
     with uc.open(ours) as one, uc.open(tmp_path / NAME) as two:
         assert one.extra == two.extra == {"scheduler": (1, 2.5)}
-        assert list(one.rank_extra) == list(two.rank_extra) == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+        assert (
+            list(one.rank_extra) == list(two.rank_extra) == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+        )
         assert one.step == two.step == 11
     assert (tmp_path / NAME / "notes" / "words.txt").read_text() == "hello"
     model = network(9, tied=True)
@@ -190,10 +224,16 @@ def test_all_that_a_unified_folder_holds_is_in_the_new_one(ours: Path, tmp_path:
 
 @pytest.mark.parametrize("machines", [[0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 2]], ids=str)
 @pytest.mark.parametrize("max_file_bytes", [50_000, 1 << 30])
-def test_any_ranks_write_what_one_does(ours: Path, tmp_path: Path, machines: list[int], max_file_bytes: int) -> None:
-    found = convert_by(len(machines), ours, tmp_path / "many", machines=machines, max_file_bytes=max_file_bytes)
+def test_any_ranks_write_what_one_does(
+    ours: Path, tmp_path: Path, machines: list[int], max_file_bytes: int
+) -> None:
+    found = convert_by(
+        len(machines), ours, tmp_path / "many", machines=machines, max_file_bytes=max_file_bytes
+    )
     assert all(isinstance(one, ConvertReport) for one in found), found
-    assert len({str(one) for one in found}) == 1 or all(one.id == found[0].id for one in found if isinstance(one, ConvertReport))
+    assert len({str(one) for one in found}) == 1 or all(
+        one.id == found[0].id for one in found if isinstance(one, ConvertReport)
+    )
     assert uc.verify(tmp_path / "many" / NAME, deep=True).problems == ()
     for part, one in tensors(ours).items():
         same(one, tensors(tmp_path / "many" / NAME)[part])
@@ -208,7 +248,8 @@ def test_masters_that_are_not_the_model_are_refused_by_name(ours: Path, tmp_path
     swapped["0.weight"] = swapped["0.weight"].flip(0).contiguous()
     uc.save(broken, model=weights["model"], master_weights=swapped)
     with pytest.raises(
-        uc.IntegrityError, match=r"are not the model; nothing is written \(1\):\n  0.weight: \d+ of 42700 elements differ, by 0"
+        uc.IntegrityError,
+        match=r"are not the model; nothing is written \(1\):\n  0.weight: \d+ of 42700 elements differ, by 0",
     ):
         uc.convert(broken, tmp_path / NAME)
     assert sorted(os.listdir(tmp_path)) == ["broken"]
@@ -220,18 +261,25 @@ def test_masters_that_are_not_the_model_are_refused_by_name(ours: Path, tmp_path
 
 def test_a_master_of_another_shape_is_no_second_copy(tmp_path: Path) -> None:
     uc.save(tmp_path / "odd", model={"w": torch.ones(4)}, master_weights={"w": torch.ones(2, 2)})
-    with pytest.raises(uc.IntegrityError, match=r"w: shape \(2, 2\) in master_weights, \(4,\) in model"):
+    with pytest.raises(
+        uc.IntegrityError, match=r"w: shape \(2, 2\) in master_weights, \(4,\) in model"
+    ):
         uc.convert(tmp_path / "odd", tmp_path / NAME)
 
 
-def test_one_damaged_byte_of_a_source_with_digests_is_not_passed_on(ours: Path, tmp_path: Path) -> None:
+def test_one_damaged_byte_of_a_source_with_digests_is_not_passed_on(
+    ours: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(ours, broken)
     path = broken / "optimizer.safetensors"
     body = bytearray(path.read_bytes())
     body[-5] ^= 1
     path.write_bytes(body)
-    with pytest.raises(uc.IntegrityError, match=r"is damaged: bytes that are not those of its digests, in \(1\):\n  optimizer:"):
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"is damaged: bytes that are not those of its digests, in \(1\):\n  optimizer:",
+    ):
         uc.convert(broken, tmp_path / NAME)
     assert sorted(os.listdir(tmp_path)) == ["broken"]
 
@@ -247,13 +295,22 @@ def test_a_file_that_is_missing_is_named_and_nothing_is_there(old: Path, tmp_pat
 
 def test_a_source_that_one_rank_cannot_open_fails_all(ours: Path, tmp_path: Path) -> None:
     lost = uc.NotFoundError("x: there is no such folder")
-    found = convert_by(3, ours, tmp_path / "many", sources=lambda rank: lost if rank == 1 else open_path(str(ours), hold=False))
+    found = convert_by(
+        3,
+        ours,
+        tmp_path / "many",
+        sources=lambda rank: lost if rank == 1 else open_path(str(ours), hold=False),
+    )
     same_error(found, uc.NotFoundError, "no such folder")
     assert os.listdir(tmp_path / "many") == []
 
 
-def test_ranks_that_see_different_checkpoints_there_fail_all(ours: Path, old: Path, tmp_path: Path) -> None:
-    found = convert_by(2, ours, tmp_path / "many", sources=lambda rank: open_any(str(old if rank else ours)))
+def test_ranks_that_see_different_checkpoints_there_fail_all(
+    ours: Path, old: Path, tmp_path: Path
+) -> None:
+    found = convert_by(
+        2, ours, tmp_path / "many", sources=lambda rank: open_any(str(old if rank else ours))
+    )
     same_error(found, uc.RankError, "rank 1 sees other tensors there than rank 0")
     assert os.listdir(tmp_path / "many") == []
 
@@ -262,14 +319,18 @@ def test_a_model_in_another_dtype_is_cast_from_the_masters(ours: Path, tmp_path:
     report = uc.convert(ours, tmp_path / NAME, to="huggingface", model_dtype="float32")
     assert report.id is None
     masters, model = tensors(ours)["master_weights"], tensors(ours)["model"]
-    expected = {name: masters[name] if name in masters else one.float() for name, one in model.items()}
+    expected = {
+        name: masters[name] if name in masters else one.float() for name, one in model.items()
+    }
     same(load_file(tmp_path / NAME / "model.safetensors"), expected)
     uc.convert(ours, tmp_path / "half", model_dtype="float16")
     same(tensors(tmp_path / "half")["model"], {name: one.half() for name, one in expected.items()})
     same(tensors(tmp_path / "half")["optimizer"], tensors(ours)["optimizer"])
 
 
-def test_a_hugging_face_folder_has_the_model_and_nothing_of_the_training(ours: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_has_the_model_and_nothing_of_the_training(
+    ours: Path, tmp_path: Path
+) -> None:
     uc.convert(ours, tmp_path / NAME, to="huggingface", max_file_bytes=50_000)
     found = sorted(os.listdir(tmp_path / NAME))
     assert found == [
@@ -285,7 +346,10 @@ def test_a_hugging_face_folder_has_the_model_and_nothing_of_the_training(ours: P
 def test_chosen_parts(ours: Path, tmp_path: Path) -> None:
     uc.convert(ours, tmp_path / NAME, parts=("master_weights", "optimizer"))
     assert tensors(tmp_path / NAME).keys() == {"master_weights", "optimizer"}
-    with pytest.raises(uc.NotFoundError, match=r"has the parts master_weights, model, optimizer, and lacks \(1\):\n  ema"):
+    with pytest.raises(
+        uc.NotFoundError,
+        match=r"has the parts master_weights, model, optimizer, and lacks \(1\):\n  ema",
+    ):
         uc.convert(ours, tmp_path / "other", parts=("model", "ema"))
 
 
@@ -293,16 +357,28 @@ def test_chosen_parts(ours: Path, tmp_path: Path) -> None:
 def partly(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A training state of which some tensors have no master; and its model."""
     masters = {"w": torch.randn(300, 40)}
-    model = {"w": masters["w"].bfloat16(), "frozen": torch.randn(7).bfloat16(), "count": torch.tensor(3)}
+    model = {
+        "w": masters["w"].bfloat16(),
+        "frozen": torch.randn(7).bfloat16(),
+        "count": torch.tensor(3),
+    }
     model["tied"] = model["frozen"]
-    uc.save(tmp_path / "whole", model=model, master_weights=masters, optimizer={"w/exp_avg": torch.ones(300, 40)}, step=4)
+    uc.save(
+        tmp_path / "whole",
+        model=model,
+        master_weights=masters,
+        optimizer={"w/exp_avg": torch.ones(300, 40)},
+        step=4,
+    )
     return tmp_path / "whole", model
 
 
 SKIP_MODEL = ("master_weights", "optimizer")
 
 
-def test_convert_without_the_model_keeps_all_of_it(partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_convert_without_the_model_keeps_all_of_it(
+    partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     """As a save does; from there on, too. What is exported has the model again."""
     folder, model = partly
     for before, after in ((folder, tmp_path / "a"), (tmp_path / "a", tmp_path / "b")):
@@ -319,19 +395,29 @@ def test_convert_without_the_model_keeps_all_of_it(partly: tuple[Path, dict[str,
     uc.convert(tmp_path / "a", tmp_path / "c.pt", to="torch")
     told = torch.load(tmp_path / "c.pt", weights_only=True)
     same({name: tensor.to(model[name].dtype) for name, tensor in told["model"].items()}, model)
-    uc.convert(tmp_path / "a", tmp_path / "back", parts=("model", *SKIP_MODEL), model_dtype="bfloat16")
+    uc.convert(
+        tmp_path / "a", tmp_path / "back", parts=("model", *SKIP_MODEL), model_dtype="bfloat16"
+    )
     same(tensors(tmp_path / "back")["model"], whole)
     assert json.loads((tmp_path / "back" / names.MANIFEST).read_text())["omitted_parts"] == []
 
 
-def test_convert_without_the_model_needs_its_masters(partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_convert_without_the_model_needs_its_masters(
+    partly: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     folder, model = partly
-    with pytest.raises(uc.FormatError, match="leaves out the model, and no master weights are written"):
+    with pytest.raises(
+        uc.FormatError, match="leaves out the model, and no master weights are written"
+    ):
         uc.convert(folder, tmp_path / "n", parts=("optimizer",))
     uc.save(tmp_path / "edited", model=model, master_weights={"w": torch.zeros(300, 40)})
     for compare in (True, False):
-        with pytest.raises(uc.IntegrityError, match="master weights, cast to the model's dtype, are not the model"):
-            uc.convert(tmp_path / "edited", tmp_path / "n", parts=("master_weights",), compare=compare)
+        with pytest.raises(
+            uc.IntegrityError, match="master weights, cast to the model's dtype, are not the model"
+        ):
+            uc.convert(
+                tmp_path / "edited", tmp_path / "n", parts=("master_weights",), compare=compare
+            )
     uc.save(tmp_path / "more", model=model, parts={"ema": model})
     uc.convert(tmp_path / "more", tmp_path / "ema", parts=("ema",))
     assert json.loads((tmp_path / "ema" / names.MANIFEST).read_text())["omitted_parts"] == ["model"]
@@ -352,7 +438,9 @@ def test_a_checkpoint_that_is_there(ours: Path, old: Path, tmp_path: Path, if_ex
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(ours: Path, tmp_path: Path) -> None:
+def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(
+    ours: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(ours, broken)
     path = broken / names.RANK_EXTRA
@@ -361,7 +449,9 @@ def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(ours: Path, t
     path.write_bytes(body)
     (note,) = uc.convert(broken, tmp_path / NAME).notes
     assert note.startswith("without rank_extra, that of all 3 ranks: ")
-    assert json.loads((tmp_path / NAME / names.MANIFEST).read_text())["converted_from"]["notes"] == [note]
+    assert json.loads((tmp_path / NAME / names.MANIFEST).read_text())["converted_from"][
+        "notes"
+    ] == [note]
     assert list(uc.open(tmp_path / NAME).rank_extra) == []
 
 
@@ -370,7 +460,7 @@ def test_extra_state_of_ranks_that_is_damaged_is_left_out_and_told(ours: Path, t
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_succeeds(
     ours: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
     def prepared(root: Path) -> Path:
@@ -385,7 +475,9 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
         return [uc.open(path).step for path in root.glob(f"{NAME}*")]
 
     root, fuse = prepared(tmp_path / "root"), Fuse()
-    convert_by(2, ours, root, storages=lambda _: FaultyStorage(str(root), fuse), if_exists="replace")
+    convert_by(
+        2, ours, root, storages=lambda _: FaultyStorage(str(root), fuse), if_exists="replace"
+    )
     count = len(fuse.operations)
     assert count > 20
     for at in (at for at in range(count) if at % every == 0 or at >= count - 4):
@@ -399,7 +491,9 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
             timeout_seconds=1.0,
         )
         assert fuse.blown
-        assert all(isinstance(one, ConvertReport | Stopped | uc.CheckpointError) for one in found), found
+        assert all(
+            isinstance(one, ConvertReport | Stopped | uc.CheckpointError) for one in found
+        ), found
         assert steps(root) in ([11], [3] if exists else [])
         found = convert_by(2, ours, root, if_exists="replace")
         assert all(isinstance(one, ConvertReport) for one in found), found
@@ -408,17 +502,38 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
 
 
 def test_a_full_disk_leaves_nothing(ours: Path, tmp_path: Path) -> None:
-    found = convert_by(2, ours, tmp_path / "many", storages=lambda rank: FullStorage(str(tmp_path / "many"), 3 if rank else 1 << 40))
+    found = convert_by(
+        2,
+        ours,
+        tmp_path / "many",
+        storages=lambda rank: FullStorage(str(tmp_path / "many"), 3 if rank else 1 << 40),
+    )
     same_error(found, uc.StorageError, "No space left")
     assert os.listdir(tmp_path / "many") == []
 
 
-def test_the_verb(ours: Path, old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(
+    ours: Path, old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["convert", str(ours), str(tmp_path / "a")]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{tmp_path / 'a'}: from unified, step 11, ")
     assert "5 tensors of master_weights, cast down, are the model bit for bit" in text
-    assert main(["convert", str(old), str(tmp_path / "b"), "--from", "dcp", "--max-file-size", "50KB", "--json"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(old),
+                str(tmp_path / "b"),
+                "--from",
+                "dcp",
+                "--max-file-size",
+                "50KB",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert told["format"] == "dcp"
     assert told["tensors"] == {"model": 6, "optimizer": 18}
@@ -428,7 +543,10 @@ def test_the_verb(ours: Path, old: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["convert", str(old), str(tmp_path / "c"), "--from", "tape"]) == 1
     assert "tape: is no format that is read; known are" in capsys.readouterr().err
     assert main(["convert", str(old), str(tmp_path / "c"), "--to", "tape"]) == 1
-    assert "tape: is no format that is written; known are unified, huggingface" in capsys.readouterr().err
+    assert (
+        "tape: is no format that is written; known are unified, huggingface"
+        in capsys.readouterr().err
+    )
     for size in ("5", "x", "0", "-1GB", "1XB"):
         if size != "5":
             with pytest.raises(SystemExit, match="2"):
@@ -451,16 +569,26 @@ def test_a_model_is_written_as_maxtext_has_it(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hf")
     assert uc.convert(tmp_path / "hf", tmp_path / "maxtext", to="maxtext").id is None
     stacked = load_file(tmp_path / "maxtext" / "model.safetensors")
-    values = torch.stack([layer.self_attn.v_proj.weight for layer in model.model.layers])  # [layers, heads * D, E]
-    assert torch.equal(stacked["decoder.layers.self_attention.value.kernel"], values.permute(2, 0, 1).unflatten(2, (2, -1)))
+    values = torch.stack(
+        [layer.self_attn.v_proj.weight for layer in model.model.layers]
+    )  # [layers, heads * D, E]
+    assert torch.equal(
+        stacked["decoder.layers.self_attention.value.kernel"],
+        values.permute(2, 0, 1).unflatten(2, (2, -1)),
+    )
     (tmp_path / "hf" / "config.json").unlink()
-    with pytest.raises(uc.FormatError, match=r"follow from the model's config\.json; needed --config"):
+    with pytest.raises(
+        uc.FormatError, match=r"follow from the model's config\.json; needed --config"
+    ):
         uc.convert(tmp_path / "hf", tmp_path / "no", to="maxtext")
 
 
 def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    save_file({"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.int64)}, tmp_path / "hf" / "model.safetensors")
+    save_file(
+        {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(2, dtype=torch.int64)},
+        tmp_path / "hf" / "model.safetensors",
+    )
     for file in ("config.json", "tokenizer.json", "merges.txt", "training_args.bin", "secrets.txt"):
         (tmp_path / "hf" / file).write_text("{}")
     report = uc.convert(tmp_path / "hf", tmp_path / NAME)
@@ -477,17 +605,27 @@ def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:
         ({"model_type": "llama", "torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
         ({"model_type": "llama"}, {}),  # `from_pretrained` then asks the weights
         (
-            {"model_type": "gemma3", "dtype": "float32", "text_config": {"model_type": "x", "dtype": "float32"}, "vision_config": {"a": 1}},
+            {
+                "model_type": "gemma3",
+                "dtype": "float32",
+                "text_config": {"model_type": "x", "dtype": "float32"},
+                "vision_config": {"a": 1},
+            },
             {"dtype": "bfloat16", "text_config": {"model_type": "x", "dtype": "bfloat16"}},
         ),
         ({"model_type": "llama", "dtype": "float32", "quantization_config": {"bits": 4}}, {}),
     ],
 )
 @pytest.mark.parametrize("to", ["huggingface", "unified"])
-def test_config_declares_the_dtype_of_the_weights(tmp_path: Path, to: str, config: dict[str, Any], declared: dict[str, Any]) -> None:
+def test_config_declares_the_dtype_of_the_weights(
+    tmp_path: Path, to: str, config: dict[str, Any], declared: dict[str, Any]
+) -> None:
     """`from_pretrained` makes the model in the dtype that config.json says, whatever the files have."""
     (tmp_path / "hf").mkdir()
-    save_file({"a": torch.ones(3, 4), "n": torch.ones(2, dtype=torch.int64)}, tmp_path / "hf" / "model.safetensors")
+    save_file(
+        {"a": torch.ones(3, 4), "n": torch.ones(2, dtype=torch.int64)},
+        tmp_path / "hf" / "model.safetensors",
+    )
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     uc.convert(tmp_path / "hf", tmp_path / NAME, to=to, model_dtype="bfloat16")
     assert json.loads((tmp_path / NAME / "config.json").read_text()) == config | declared
@@ -504,7 +642,9 @@ def test_config_of_same_dtype_is_copied_bytewise(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, 4)}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text('{"dtype":  "float32", "model_type": "llama"}')
     uc.convert(tmp_path / "hf", tmp_path / NAME)
-    assert (tmp_path / NAME / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+    assert (tmp_path / NAME / "config.json").read_bytes() == (
+        tmp_path / "hf" / "config.json"
+    ).read_bytes()
 
 
 def sentence_transformer(root: Path) -> None:
@@ -513,7 +653,9 @@ def sentence_transformer(root: Path) -> None:
     save_file({"a": torch.ones(3, 4)}, root / "model.safetensors")
     (root / "config.json").write_text('{"model_type": "bert", "dtype": "float32"}')
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
-    (root / "modules.json").write_text(json.dumps([{"path": path, "type": kind} for path, kind in kinds.items()]))
+    (root / "modules.json").write_text(
+        json.dumps([{"path": path, "type": kind} for path, kind in kinds.items()])
+    )
     for folder in ("1_Pooling", "2_Dense"):
         (root / folder).mkdir()
         (root / folder / "config.json").write_text("{}")
@@ -525,7 +667,12 @@ def test_modules_beside_the_model_are_copied(tmp_path: Path, to: str) -> None:
     sentence_transformer(tmp_path / "st")
     report = uc.convert(tmp_path / "st", tmp_path / NAME, to=to)
     assert report.left_out == ()
-    for file in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+    for file in (
+        "modules.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+    ):
         assert (tmp_path / NAME / file).read_bytes() == (tmp_path / "st" / file).read_bytes()
 
 
@@ -542,18 +689,35 @@ def test_export_lists_what_does_not_go_along(tmp_path: Path, to: str) -> None:
 def test_modules_that_a_format_has_no_place_for_are_refused(tmp_path: Path, to: str) -> None:
     sentence_transformer(tmp_path / "st")
     target = tmp_path / ("new.pt" if to == "torch" else "new")
-    with pytest.raises(uc.FormatError, match=rf"modules.json names modules (.|\n)*1_Pooling, 2_Dense(.|\n)*{to} has no place"):
+    with pytest.raises(
+        uc.FormatError,
+        match=rf"modules.json names modules (.|\n)*1_Pooling, 2_Dense(.|\n)*{to} has no place",
+    ):
         uc.convert(tmp_path / "st", target, to=to)
     assert not target.exists()
 
 
-def test_every_file_is_read_copied_or_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_every_file_is_read_copied_or_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "hf" / "original").mkdir(parents=True)
     save_file({"a": torch.ones(3, 4)}, tmp_path / "hf" / "model.safetensors")
-    copied = ("config.json", "quantize_config.json", "modeling_mine.py", "chat_template.jinja", "tokenizer.json", "LICENSE")
+    copied = (
+        "config.json",
+        "quantize_config.json",
+        "modeling_mine.py",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "LICENSE",
+    )
     for file in copied:
         (tmp_path / "hf" / file).write_text("{}")
-    for file in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "original/consolidated.00.pth", "notes.txt"):
+    for file in (
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "original/consolidated.00.pth",
+        "notes.txt",
+    ):
         (tmp_path / "hf" / file).write_text("x")
     left_out = ["model-00001-of-00002.safetensors", "notes.txt", "original/", "pytorch_model.bin"]
     report = uc.convert(tmp_path / "hf", tmp_path / NAME)

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from managing import manager_of, state
 
 import unified_ckpt as uc
-from unified_ckpt.engine import assembled
-from unified_ckpt.runtime import mapped
+from unified_ckpt.runtime.storage import mapped_pages
 from unified_ckpt.sources.deepspeed.model import read_model_file
-from unified_ckpt.sources.marks import FORMATS
+from unified_ckpt.sources.detect.names import FORMATS
+from unified_ckpt.views import shards
 
 KEPT: dict[str, torch.Tensor] = {}
 
@@ -30,7 +30,9 @@ def save_dcp(told: dict[str, Any], path: Path) -> Path:
 @pytest.mark.parametrize("to", ["unified", "huggingface"])
 def test_the_name_of_a_part_that_is_a_path_reaches_no_other_folder(tmp_path: Path, to: str) -> None:
     uc.save(tmp_path / "kept", model={"w": torch.ones(3)})
-    old = save_dcp({"model": {"w": torch.zeros(3)}, "../kept/model": {"w": torch.zeros(3)}}, tmp_path / "old")
+    old = save_dcp(
+        {"model": {"w": torch.zeros(3)}, "../kept/model": {"w": torch.zeros(3)}}, tmp_path / "old"
+    )
     with pytest.raises(uc.FormatError, match=r"part name '\.\./kept/model' is not valid"):
         uc.convert(old, tmp_path / "new", to=to, parts=("model", "../kept/model"))
     assert uc.verify(tmp_path / "kept", deep=True).problems == ()
@@ -38,7 +40,9 @@ def test_the_name_of_a_part_that_is_a_path_reaches_no_other_folder(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("source", "target"), [("out/checkpoint-5", "out"), ("out", "out/hf")])
-def test_a_target_that_holds_the_source_or_lies_in_it_is_refused(tmp_path: Path, source: str, target: str) -> None:
+def test_a_target_that_holds_the_source_or_lies_in_it_is_refused(
+    tmp_path: Path, source: str, target: str
+) -> None:
     uc.save(tmp_path / "out", model={"w": torch.ones(3)})
     uc.save(tmp_path / "out" / "checkpoint-5", model={"w": torch.ones(3)})
     with pytest.raises(uc.StorageError, match="lie in each other"):
@@ -51,9 +55,11 @@ def change_in_place(tensors: Any) -> Any:
     return {"model": {"w": KEPT["w"]}, "ema": {"w": KEPT["w"]}}
 
 
-def test_what_a_function_of_the_user_has_changed_in_a_mapped_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_DROP_NBYTES", 1 << 20)
-    monkeypatch.setattr(assembled, "KEPT_NBYTES", 1 << 20)
+def test_what_a_function_of_the_user_has_changed_in_a_mapped_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_pages, "_DROP_NBYTES", 1 << 20)
+    monkeypatch.setattr(shards, "KEPT_NBYTES", 1 << 20)
     torch.save({"w": torch.zeros(3 << 20)}, tmp_path / "w.pt")
     KEPT["w"] = torch.load(tmp_path / "w.pt", mmap=True)["w"].fill_(1)
     source = uc.SourceOptions(conversion_fn=f"{__name__}:change_in_place")
@@ -65,20 +71,42 @@ def test_what_a_function_of_the_user_has_changed_in_a_mapped_file_stays(tmp_path
 
 
 @pytest.mark.parametrize(
-    "options", [{"model_dtype": "float16"}, {"model_dtype": "float32"}, {"to": "huggingface", "model_dtype": "float32"}]
+    "options",
+    [
+        {"model_dtype": "float16"},
+        {"model_dtype": "float32"},
+        {"to": "huggingface", "model_dtype": "float32"},
+    ],
 )
-def test_copies_are_compared_also_where_the_model_is_cast_from_one_of_them(tmp_path: Path, options: dict[str, str]) -> None:
+def test_copies_are_compared_also_where_the_model_is_cast_from_one_of_them(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
     weights = torch.randn(9, 9)
-    uc.save(tmp_path / "old", model={"w": weights.bfloat16()}, master_weights={"w": weights.t().contiguous()})
-    with pytest.raises(uc.IntegrityError, match=r"are not the model; nothing is written \(1\):\n  w: "):
+    uc.save(
+        tmp_path / "old",
+        model={"w": weights.bfloat16()},
+        master_weights={"w": weights.t().contiguous()},
+    )
+    with pytest.raises(
+        uc.IntegrityError, match=r"are not the model; nothing is written \(1\):\n  w: "
+    ):
         uc.convert(tmp_path / "old", tmp_path / "new", **options)
     assert os.listdir(tmp_path) == ["old"]
 
 
 @pytest.mark.parametrize(
-    "options", [{"model_dtype": "bfloat16"}, {"to": "huggingface", "model_dtype": "bfloat16"}, {"to": "torch"}, {"to": "dcp"}], ids=str
+    "options",
+    [
+        {"model_dtype": "bfloat16"},
+        {"to": "huggingface", "model_dtype": "bfloat16"},
+        {"to": "torch"},
+        {"to": "dcp"},
+    ],
+    ids=str,
 )
-def test_damage_is_not_passed_on_where_bytes_are_changed_on_the_way(tmp_path: Path, options: dict[str, str]) -> None:
+def test_damage_is_not_passed_on_where_bytes_are_changed_on_the_way(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
     uc.save(tmp_path / "old", model={"w": torch.ones(64)})
     path = tmp_path / "old" / "model.safetensors"
     body = bytearray(path.read_bytes())
@@ -98,7 +126,11 @@ def test_metrics_go_along_so_that_the_best_stays_the_best(tmp_path: Path) -> Non
 def test_a_config_that_is_not_there_is_told_before_anything_is_written(tmp_path: Path) -> None:
     uc.save(tmp_path / "old", model={"w": torch.ones(3)})
     with pytest.raises(uc.NotFoundError, match=r"typo\.json: is not there"):
-        uc.convert(tmp_path / "old", tmp_path / "new", source=uc.SourceOptions(config=str(tmp_path / "typo.json")))
+        uc.convert(
+            tmp_path / "old",
+            tmp_path / "new",
+            source=uc.SourceOptions(config=str(tmp_path / "typo.json")),
+        )
     assert os.listdir(tmp_path) == ["old"]
 
 
@@ -111,13 +143,21 @@ def test_a_config_that_is_not_there_is_told_before_anything_is_written(tmp_path:
             r"has others deeper, which would be left out \(1\):\n  enc",
         ),
         (
-            {"w": torch.ones(2), "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}},
+            {
+                "w": torch.ones(2),
+                "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []},
+            },
             r"left out \(1\):\n  optimizer",
         ),
-        ({"model": {"encoder": {"w": torch.ones(2)}, "scale": torch.ones(1)}}, r"left out \(1\):\n  encoder"),
+        (
+            {"model": {"encoder": {"w": torch.ones(2)}, "scale": torch.ones(1)}},
+            r"left out \(1\):\n  encoder",
+        ),
     ],
 )
-def test_no_tensor_of_a_torch_file_is_left_out_in_silence(tmp_path: Path, told: dict[str, Any], match: str) -> None:
+def test_no_tensor_of_a_torch_file_is_left_out_in_silence(
+    tmp_path: Path, told: dict[str, Any], match: str
+) -> None:
     torch.save(told, tmp_path / "a.pt")
     with pytest.raises(uc.FormatError, match=match):
         uc.convert(tmp_path / "a.pt", tmp_path / "new")
@@ -132,7 +172,9 @@ def test_two_tensors_of_dcp_that_would_have_one_name_are_refused(tmp_path: Path)
 def test_lazy_bits_of_a_dcp_tensor_count(tmp_path: Path) -> None:
     tensor = torch.randn(4, dtype=torch.complex64).conj()
     assert tensor.is_conj()
-    old = save_dcp({"model": {"c": tensor, "n": torch._neg_view(torch.arange(4.0))}}, tmp_path / "old")
+    old = save_dcp(
+        {"model": {"c": tensor, "n": torch._neg_view(torch.arange(4.0))}}, tmp_path / "old"
+    )
     with uc.open(old) as found:
         assert torch.equal(found["model"]["c"][...], tensor.resolve_conj())
         assert torch.equal(found["model"]["n"][...], -torch.arange(4.0))
@@ -141,11 +183,19 @@ def test_lazy_bits_of_a_dcp_tensor_count(tmp_path: Path) -> None:
 def test_lazy_bits_tell_tensors_of_one_memory_apart(tmp_path: Path) -> None:
     """Symptom: the second is taken for another name of the first, and has its sign."""
     pairs, numbers = torch.randn(4, dtype=torch.complex64), torch.randn(4)
-    told = {"plain": pairs, "turned": pairs.conj(), "numbers": numbers, "negative": torch._neg_view(numbers)}
+    told = {
+        "plain": pairs,
+        "turned": pairs.conj(),
+        "numbers": numbers,
+        "negative": torch._neg_view(numbers),
+    }
     torch.save(told, tmp_path / "a.pt")
     torch.save({"module": told, "param_shapes": None}, tmp_path / "mp_rank_00_model_states.pt")
     with uc.open(tmp_path / "a.pt") as found:
-        assert all(torch.equal(found["model"][name][...], tensor.resolve_conj().resolve_neg()) for name, tensor in told.items())
+        assert all(
+            torch.equal(found["model"][name][...], tensor.resolve_conj().resolve_neg())
+            for name, tensor in told.items()
+        )
     assert read_model_file(str(tmp_path / "mp_rank_00_model_states.pt")).aliases == {}
 
 
@@ -163,11 +213,16 @@ def test_each_format_has_one_name() -> None:
     assert len(found) == len(set(found))
 
 
-def test_a_step_of_another_engine_that_was_cut_short_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_of_another_engine_that_was_cut_short_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (10, 20, 30):
         found = state(step)
         save_dcp(
-            {"model": found["model"], "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}}},
+            {
+                "model": found["model"],
+                "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}},
+            },
             tmp_path / f"checkpoint-{step}",
         )
     (tmp_path / "checkpoint-30" / "__0_0.distcp").unlink()
@@ -181,7 +236,10 @@ def test_a_step_of_another_engine_that_was_cut_short_is_passed_over(tmp_path: Pa
         manager.save(15, **state(15))
         caplog.clear()
         assert manager.restore(**found).step == 15  # type: ignore[union-attr]
-        assert "checkpoint-20 is skipped: is of another format (dcp); step 15 of this run is taken; restore(20) takes it" in caplog.text
+        assert (
+            "checkpoint-20 is skipped: is of another format (dcp); step 15 of this run is taken; restore(20) takes it"
+            in caplog.text
+        )
 
 
 def test_a_format_that_was_told_wrongly_is_an_error_of_ours(tmp_path: Path) -> None:
@@ -191,7 +249,9 @@ def test_a_format_that_was_told_wrongly_is_an_error_of_ours(tmp_path: Path) -> N
             uc.open(tmp_path / "empty", options=uc.SourceOptions(format=one.name))
 
 
-def test_the_only_optimizer_of_a_file_is_it_under_any_name_and_masters_are_a_part(tmp_path: Path) -> None:
+def test_the_only_optimizer_of_a_file_is_it_under_any_name_and_masters_are_a_part(
+    tmp_path: Path,
+) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()

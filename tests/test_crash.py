@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
-from unified_ckpt.engine.build import Kept
-from unified_ckpt.engine.resumable import SaveRequest
-from unified_ckpt.engine.save import save
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.save import save
 from unified_ckpt.errors import RankError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.state import State
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.tensors import Part
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import State
+from unified_ckpt.runtime.torch_state.tensors import Part
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, try_ranks
 
 SECONDS = 20.0
@@ -52,7 +52,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def on(ranks: Sequence[int], kind: Callable[..., LocalStorage], root: Path, *more: object) -> Storages:
+def on(
+    ranks: Sequence[int], kind: Callable[..., LocalStorage], root: Path, *more: object
+) -> Storages:
     """That kind of storage on some ranks, a sound one on the others."""
     return lambda rank: kind(str(root), *more) if rank in ranks else LocalStorage(str(root))
 
@@ -63,7 +65,9 @@ ALL = (0, 1)
 def contents(key: str, step: int) -> torch.Tensor:
     """A tensor at a step of the run."""
     shape = TENSORS[key][0]
-    return torch.full(shape, float(step)) + torch.arange(torch.Size(shape).numel()).reshape(shape) / 7
+    return (
+        torch.full(shape, float(step)) + torch.arange(torch.Size(shape).numel()).reshape(shape) / 7
+    )
 
 
 def state_of(comm: Comm, step: int) -> State:
@@ -78,14 +82,27 @@ def state_of(comm: Comm, step: int) -> State:
     return State(parts=parts, asked={part.row.part for part in parts})
 
 
-def save_step(storages: Storages, world: int, name: str, step: int, **options: object) -> list[object]:
+def save_step(
+    storages: Storages, world: int, name: str, step: int, **options: object
+) -> list[object]:
     """What each rank raised, or None."""
     chosen = uc.SaveOptions(max_file_bytes=FILE_NBYTES, **options)
 
     def act(comm: Comm) -> None:
         kept = Kept()
         extra = {"step": step, "seen": bytes(2000)}
-        request = SaveRequest(state_of(comm, step), extra, f"rank {comm.rank}", None, set(), {}, step, {}, None, chosen)
+        request = SaveRequest(
+            state_of(comm, step),
+            extra,
+            f"rank {comm.rank}",
+            None,
+            set(),
+            {},
+            step,
+            {},
+            None,
+            chosen,
+        )
         try:
             save(comm, storages(comm.rank), name, request, kept, timeout_seconds=SECONDS)
         finally:
@@ -192,7 +209,9 @@ def test_a_new_name(tmp_path: Path, world: int) -> None:
 
 @pytest.mark.parametrize("storage", [FaultyStorage, NoExchange])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_folder_without_a_manifest_is_in_the_way(tmp_path: Path, world: int, storage: type[FaultyStorage]) -> None:
+def test_a_folder_without_a_manifest_is_in_the_way(
+    tmp_path: Path, world: int, storage: type[FaultyStorage]
+) -> None:
     precious = "precious.bin"
 
     def prepare(root: Path) -> None:
@@ -223,7 +242,14 @@ def test_replace_by_exchange(tmp_path: Path, world: int) -> None:
         save_whole(root, NEW, 3, world=world, fsync=False, if_exists="replace")
         assert holds(root / NEW) == 3
 
-    stop_everywhere(tmp_path, world, lambda root: save_whole(root, NEW, 9, fsync=False), check, FaultyStorage, if_exists="replace")
+    stop_everywhere(
+        tmp_path,
+        world,
+        lambda root: save_whole(root, NEW, 9, fsync=False),
+        check,
+        FaultyStorage,
+        if_exists="replace",
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -238,7 +264,10 @@ def test_replace_by_two_renames(tmp_path: Path, world: int) -> None:
             where = rf"left .*{aside.name}"
             with pytest.raises(uc.NotFoundError, match=where):
                 uc.load(root / NEW, model={"embed": torch.empty(130, 132)})
-            for errors in [save_step(on((), LocalStorage, root), world, NEW, 3, if_exists=how) for how in ("error", "replace", "keep")]:
+            for errors in [
+                save_step(on((), LocalStorage, root), world, NEW, 3, if_exists=how)
+                for how in ("error", "replace", "keep")
+            ]:
                 for error in errors:
                     assert isinstance(error, uc.StorageError)
                     with pytest.raises(uc.StorageError, match=where):
@@ -248,7 +277,14 @@ def test_replace_by_two_renames(tmp_path: Path, world: int) -> None:
         save_whole(root, NEW, 3, world=world, fsync=False, if_exists="replace")
         assert holds(root / NEW) == 3
 
-    stop_everywhere(tmp_path, world, lambda root: save_whole(root, NEW, 9, fsync=False), check, NoExchange, if_exists="replace")
+    stop_everywhere(
+        tmp_path,
+        world,
+        lambda root: save_whole(root, NEW, 9, fsync=False),
+        check,
+        NoExchange,
+        if_exists="replace",
+    )
     assert asides == [9], "one operation lies between the two renames"
 
 
@@ -269,7 +305,9 @@ def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
         elif not (root / NEW).exists():
             alive = errors[1 - dead]
             assert isinstance(alive, RankError), alive
-            with pytest.raises(RankError, match=rf"rank {dead}: Stopped: stopped at operation {at}"):
+            with pytest.raises(
+                RankError, match=rf"rank {dead}: Stopped: stopped at operation {at}"
+            ):
                 raise alive
             assert dead == 0 or not list(root.glob(".unified-*")), "rank 0 lives and clears away"
         if (root / NEW).exists():
@@ -284,7 +322,9 @@ def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
 
 @pytest.mark.parametrize("full", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("if_exists", ["error", "replace"])
-def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, full: Sequence[int], if_exists: str) -> None:
+def test_a_disk_that_fills_up_at_any_write(
+    tmp_path: Path, full: Sequence[int], if_exists: str
+) -> None:
     start = prepared(tmp_path / "start", world=2)
     if if_exists == "replace":
         save_whole(start, NEW, 9, fsync=False)
@@ -302,7 +342,9 @@ def test_a_disk_that_fills_up_at_any_write(tmp_path: Path, full: Sequence[int], 
         if errors == [None, None]:
             break
         for error in errors:
-            with pytest.raises(uc.StorageError, match=r"rank [01]: .* failed: No space left on device"):
+            with pytest.raises(
+                uc.StorageError, match=r"rank [01]: .* failed: No space left on device"
+            ):
                 raise error
         assert sorted(str(path.relative_to(root)) for path in root.rglob("*")) == before
         at += 1
@@ -324,26 +366,51 @@ def logged(root: Path, world: int, **options: object) -> list[list[str]]:
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_is_on_the_disk_before_it_is_published(
-    tmp_path: Path, world: int, replace: bool, storage: type[FaultyStorage], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    world: int,
+    replace: bool,
+    storage: type[FaultyStorage],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No write after its file's fsync, none of either after the rename, the old one removed last of all."""
     root, fuse = prepared(tmp_path / "root", world=1), Fuse()
     if replace:
         save_whole(root, NEW, 9, fsync=False)
-    assert save_step(on(ALL, storage, root, fuse), world, NEW, 2, if_exists="replace") == [None] * world
+    assert (
+        save_step(on(ALL, storage, root, fuse), world, NEW, 2, if_exists="replace")
+        == [None] * world
+    )
     done = [operation.split(" ") for operation in fuse.operations]
     (folder,) = {what[1] for what in done if what[0] == "make_folder"}
-    published = next(i for i, what in enumerate(done) if what[0] in ("rename", "exchange") and what[1] == folder)
+    published = next(
+        i for i, what in enumerate(done) if what[0] in ("rename", "exchange") and what[1] == folder
+    )
     for file in (root / NEW).iterdir():
         at = f"{folder}/{file.name}"
-        written = max(i for i, what in enumerate(done) if what[0] in ("write_at", "resize") and what[1] == at)
-        assert any(what in (["sync", at], ["sync_tree", at]) for what in done[written + 1 : published]), file.name
-    touched = max(i for i, what in enumerate(done[:published]) if what[0] in ("write_at", "resize", "remove_file", "make_folder"))
+        written = max(
+            i for i, what in enumerate(done) if what[0] in ("write_at", "resize") and what[1] == at
+        )
+        assert any(
+            what in (["sync", at], ["sync_tree", at]) for what in done[written + 1 : published]
+        ), file.name
+    touched = max(
+        i
+        for i, what in enumerate(done[:published])
+        if what[0] in ("write_at", "resize", "remove_file", "make_folder")
+    )
     assert ["sync_folder", folder] in done[touched + 1 : published]
     assert not any(what[0] in ("write_at", "resize", "make_folder") for what in done[published:])
-    renamed = max(i for i, what in enumerate(done) if what[0] in ("rename", "exchange") and "-gone_" not in what[-1])
+    renamed = max(
+        i
+        for i, what in enumerate(done)
+        if what[0] in ("rename", "exchange") and "-gone_" not in what[-1]
+    )
     assert ["sync_folder", ""] in done[renamed + 1 :]
-    removed = [i for i, what in enumerate(done) if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-gone_")]
+    removed = [
+        i
+        for i, what in enumerate(done)
+        if what[0] in ("remove_folder", "remove_file") and what[1].startswith(".unified-gone_")
+    ]
     assert bool(removed) == replace
     removed += [i for i, what in enumerate(done) if what[0] == "rename" and "-gone_" in what[-1]]
     assert all(["sync_folder", ""] in done[renamed + 1 : i] for i in removed)
@@ -351,7 +418,11 @@ def test_all_is_on_the_disk_before_it_is_published(
 
 def test_the_manifest_comes_last(tmp_path: Path) -> None:
     done = logged(prepared(tmp_path / "root", world=1), 2)
-    (at,) = [i for i, what in enumerate(done) if what[0] == "write_at" and what[1].endswith("/" + names.MANIFEST)]
+    (at,) = [
+        i
+        for i, what in enumerate(done)
+        if what[0] == "write_at" and what[1].endswith("/" + names.MANIFEST)
+    ]
     assert not any(what[0] in ("write_at", "resize") for what in done[at + 1 :])
 
 
@@ -389,7 +460,9 @@ def test_a_save_that_is_killed_while_it_clears_away(tmp_path: Path) -> None:
     root = prepared(tmp_path / "root", world=1)
     fuse = Fuse()
     save_step(on(ALL, Both, root, fuse), 1, NEW, 2)
-    (last,) = [i for i, operation in enumerate(fuse.operations) if operation.startswith("remove_folder")]
+    (last,) = [
+        i for i, operation in enumerate(fuse.operations) if operation.startswith("remove_folder")
+    ]
     errors = save_step(on(ALL, Both, root, Fuse(last)), 1, NEW, 2)
     assert isinstance(errors[0], Stopped)
     assert len(list(root.glob(".unified-*"))) == 1

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.sources.dcp import place_of
+from unified_ckpt.sources.pytorch.dcp import place_of
 
 Net = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -32,11 +32,16 @@ Net = tuple[nn.Module, torch.optim.Optimizer]
 def net(seed: int) -> Net:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.0}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[2].parameters(), "lr": 0.2, "weight_decay": 0.0},
+    ]
     return model, torch.optim.AdamW(groups)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
     losses = []
     for step in range(first, first + count):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
@@ -60,7 +65,9 @@ def nested(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    state = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
     return {"model": get_model_state_dict(model), "optim": state}
 
 
@@ -75,7 +82,12 @@ class AppState(Stateful):
         return {"model": weights, self.name: state, "step": 3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state[self.name])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state[self.name],
+        )
 
 
 def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -83,17 +95,29 @@ def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def wrapped_beside(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"train_state": AppState(model, optimizer, "optimizer"), "extra": {"seen": (1, 2)}, "step": 5}
+    return {
+        "train_state": AppState(model, optimizer, "optimizer"),
+        "extra": {"seen": (1, 2)},
+        "step": 5,
+    }
 
 
 def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As torchtitan: the model's tensors under no name."""
-    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    return {**get_model_state_dict(model), "optimizer": state, "train_state": {"step": torch.tensor(3)}}
+    state = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    return {
+        **get_model_state_dict(model),
+        "optimizer": state,
+        "train_state": {"step": torch.tensor(3)},
+    }
 
 
 @pytest.mark.parametrize("form", [nested, flat, bare, wrapped, wrapped_beside])
-def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path, form: Callable[..., dict[str, Any]]) -> None:
+def test_a_job_goes_on_from_it_as_if_it_had_not_stopped(
+    tmp_path: Path, form: Callable[..., dict[str, Any]]
+) -> None:
     model, optimizer = net(0)
     train(model, optimizer, 0, 3)
     save(form(model, optimizer), tmp_path / "c")
@@ -117,7 +141,9 @@ def test_opened_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with uc.open(tmp_path / "c") as source:
         assert source.format == "dcp"
         assert source.parts == ("model", "optimizer")
-        assert torch.equal(source["model"]["0.weight"][1:3, 2:5], model.state_dict()["0.weight"][1:3, 2:5])
+        assert torch.equal(
+            source["model"]["0.weight"][1:3, 2:5], model.state_dict()["0.weight"][1:3, 2:5]
+        )
         assert source["optimizer"]["0.weight/step"][...] == 1
     assert main(["inspect", str(tmp_path / "c")]) == 0
     shown = capsys.readouterr().out
@@ -201,8 +227,12 @@ def test_hostile_metadata_is_refused_by_name_and_not_run(folder: Path, tmp_path:
 
 
 def test_a_hostile_object_is_refused_by_name_and_not_run(tmp_path: Path) -> None:
-    save({"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c")
-    with pytest.raises(uc.FormatError, match=r"extra.x: asks for classes that are not read from files(.|\n)*system"):
+    save(
+        {"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c"
+    )
+    with pytest.raises(
+        uc.FormatError, match=r"extra.x: asks for classes that are not read from files(.|\n)*system"
+    ):
         uc.open(tmp_path / "c")
     assert not (tmp_path / "mark").exists()
 
@@ -240,14 +270,17 @@ def in_a_size(told: Any) -> None:
 
 
 @pytest.mark.parametrize("place", [in_a_path, in_a_file_name, in_a_transform, in_a_size])
-def test_metadata_of_a_kilobyte_that_would_never_end_is_refused(folder: Path, place: Callable[[Any], None]) -> None:
+def test_metadata_of_a_kilobyte_that_would_never_end_is_refused(
+    folder: Path, place: Callable[[Any], None]
+) -> None:
     """Symptom: more than 40 s, and memory that grows."""
     path = folder / ".metadata"
     told = pickle.loads(path.read_bytes())
     place(told)
     path.write_bytes(pickle.dumps(told))
     with pytest.raises(
-        uc.FormatError, match=r"\.metadata: is not what torch.distributed.checkpoint writes|transform_descriptors"
+        uc.FormatError,
+        match=r"\.metadata: is not what torch.distributed.checkpoint writes|transform_descriptors",
     ) as caught:
         uc.open(folder)
     assert len(str(caught.value)) < 1000
@@ -265,7 +298,9 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
 
 
 @pytest.mark.parametrize(("path", "scalar", "place"), PLACES)
-def test_where_a_tensor_goes(path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None) -> None:
+def test_where_a_tensor_goes(
+    path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None
+) -> None:
     assert place_of(path, scalar=scalar) == place
 
 
@@ -275,7 +310,11 @@ class Counting(nn.Linear):
     seen: Any = 0
 
     def get_extra_state(self) -> Any:
-        return {"seen": self.seen, "scale": {"amax": torch.arange(3.0)}, "history": [torch.ones(1), torch.zeros(1)]}
+        return {
+            "seen": self.seen,
+            "scale": {"amax": torch.arange(3.0)},
+            "history": [torch.ones(1), torch.zeros(1)],
+        }
 
     def set_extra_state(self, state: Any) -> None:
         self.seen = state["seen"]
@@ -284,7 +323,9 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("under", [("model",), ()])
-def test_what_modules_keep_beside_tensors_is_given_back(tmp_path: Path, under: tuple[str, ...]) -> None:
+def test_what_modules_keep_beside_tensors_is_given_back(
+    tmp_path: Path, under: tuple[str, ...]
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Counting(2, 2))
     model[1].seen = 4
     save({"model": model.state_dict()} if under else model.state_dict(), tmp_path / "c")

@@ -12,29 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt.sources.deepspeed.layout as layouts
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.engine.assembled import Assembled
-from unified_ckpt.engine.source import Said
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.engine.source.protocol import Said
 from unified_ckpt.errors import FormatError
 from unified_ckpt.sources.deepspeed.layout import Layout, Span, chained, scattered
-from unified_ckpt.sources.deepspeed.values import spans_tensor
-from unified_ckpt.sources.marks import find_format
+from unified_ckpt.sources.deepspeed.parameters import spans_tensor
+from unified_ckpt.sources.detect.names import find_format
+from unified_ckpt.views.shards import Assembled
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3)
 
 
 def named(sizes: list[list[int]]) -> list[dict[str, int]]:
-    return [{f"p{group}.{i}": numel for i, numel in enumerate(numels)} for group, numels in enumerate(sizes)]
+    return [
+        {f"p{group}.{i}": numel for i, numel in enumerate(numels)}
+        for group, numels in enumerate(sizes)
+    ]
 
 
 def put_together(layout: Layout, shares: list[list[torch.Tensor]], name: str) -> torch.Tensor:
     spans = layout.spans[name]
-    assert [span.first for span in spans] == [sum(one.numel for one in spans[:i]) for i in range(len(spans))]
-    return torch.cat([shares[one.rank][one.group][one.start : one.start + one.numel] for one in spans])
+    assert [span.first for span in spans] == [
+        sum(one.numel for one in spans[:i]) for i in range(len(spans))
+    ]
+    return torch.cat(
+        [shares[one.rank][one.group][one.start : one.start + one.numel] for one in spans]
+    )
 
 
 @given(sizes=SIZES, world=st.integers(1, 9), cut=st.integers(1, 50), align=st.sampled_from([1, 4]))
-def test_groups_that_are_cut_in_partitions(sizes: list[list[int]], world: int, cut: int, align: int) -> None:
+def test_groups_that_are_cut_in_partitions(
+    sizes: list[list[int]], world: int, cut: int, align: int
+) -> None:
     """Stages 1 and 2."""
     groups, whole = named(sizes), {}
     gaps = [[-numel % align for numel in numels[:-1]] + [0] for numels in sizes]
@@ -47,7 +56,9 @@ def test_groups_that_are_cut_in_partitions(sizes: list[list[int]], world: int, c
             flat += [whole[name], torch.full((gap,), torch.nan)]
         joined = torch.cat(flat)
         partitions.append(-(-joined.numel() // (2 * world)) * 2)
-        padded = torch.cat([joined, torch.full((world * partitions[-1] - joined.numel(),), torch.nan)])
+        padded = torch.cat(
+            [joined, torch.full((world * partitions[-1] - joined.numel(),), torch.nan)]
+        )
         for rank, part in enumerate(padded.split(partitions[-1])):
             shares[rank].append(part)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +68,9 @@ def test_groups_that_are_cut_in_partitions(sizes: list[list[int]], world: int, c
         assert torch.equal(put_together(layout, shares, name), expected)
         assert all(one.numel <= cut for one in layout.spans[name])
     for number, numels in enumerate(sizes):  # what is padding may be left out, no more
-        assert sum(layout.least(rank, number) for rank in range(world)) == sum(numels) + sum(gaps[number])
+        assert sum(layout.least(rank, number) for rank in range(world)) == sum(numels) + sum(
+            gaps[number]
+        )
 
 
 @given(sizes=SIZES, world=st.integers(1, 9), cut=st.integers(1, 50))
@@ -82,17 +95,37 @@ def test_parameters_that_are_cut_in_parts(sizes: list[list[int]], world: int, cu
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: chained([{"a": 10}], [[0]], [4], world=2), "group 0 has 2 partitions of 4 elements; its parameters need 10"),
-    (lambda: chained([{"a": 10}], [[0]], [7], world=2), "group 0 has 2 partitions of 7 elements; its parameters need 10"),
-    (lambda: chained([{"a": 10}], [[0, 0]], [6], world=2), "group 0 has 1 parameters and 2 paddings"),
-    (lambda: chained([{"a": 10}], [[0]], [6, 6], world=2), "has 2 groups; the model's file names 1"),
-    (lambda: scattered([{"a": 10, "b": 3}], [6], world=2), "group 0 has 6 elements on each rank; its parameters need 7"),
-    (lambda: scattered([{"a": 10}, {"b": 3}], [5], world=2), "has 1 groups; the model's file names 2"),
+    (
+        lambda: chained([{"a": 10}], [[0]], [4], world=2),
+        "group 0 has 2 partitions of 4 elements; its parameters need 10",
+    ),
+    (
+        lambda: chained([{"a": 10}], [[0]], [7], world=2),
+        "group 0 has 2 partitions of 7 elements; its parameters need 10",
+    ),
+    (
+        lambda: chained([{"a": 10}], [[0, 0]], [6], world=2),
+        "group 0 has 1 parameters and 2 paddings",
+    ),
+    (
+        lambda: chained([{"a": 10}], [[0]], [6, 6], world=2),
+        "has 2 groups; the model's file names 1",
+    ),
+    (
+        lambda: scattered([{"a": 10, "b": 3}], [6], world=2),
+        "group 0 has 6 elements on each rank; its parameters need 7",
+    ),
+    (
+        lambda: scattered([{"a": 10}, {"b": 3}], [5], world=2),
+        "has 1 groups; the model's file names 2",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "text"), WRONG)
-def test_partitions_that_are_not_those_of_the_parameters(make: Callable[[], object], text: str) -> None:
+def test_partitions_that_are_not_those_of_the_parameters(
+    make: Callable[[], object], text: str
+) -> None:
     with pytest.raises(FormatError, match=text):
         make()
 
@@ -100,14 +133,22 @@ def test_partitions_that_are_not_those_of_the_parameters(make: Callable[[], obje
 @pytest.mark.parametrize(
     ("spans", "text"),
     [
-        ([Span(0, 2, 0, 0, 0), Span(3, 1, 1, 0, 0)], r"rank 1: has elements from 3 of a tensor of shape \(2, 2\); needed those from 2"),
-        ([Span(0, 3, 0, 0, 0), Span(2, 2, 1, 0, 0)], r"rank 1: has elements from 2 (.|\n)*; needed those from 3"),
+        (
+            [Span(0, 2, 0, 0, 0), Span(3, 1, 1, 0, 0)],
+            r"rank 1: has elements from 3 of a tensor of shape \(2, 2\); needed those from 2",
+        ),
+        (
+            [Span(0, 3, 0, 0, 0), Span(2, 2, 1, 0, 0)],
+            r"rank 1: has elements from 2 (.|\n)*; needed those from 3",
+        ),
         ([Span(0, 3, 0, 0, 0)], r"its files have 3 elements of shape \(2, 2\); needed 4"),
     ],
 )
 def test_spans_with_gaps_or_overlaps(spans: list[Span], text: str) -> None:
     with pytest.raises(FormatError, match=text):
-        spans_tensor((2, 2), torch.float32, spans, lambda _: torch.zeros(1), lambda span: f"rank {span.rank}")
+        spans_tensor(
+            (2, 2), torch.float32, spans, lambda _: torch.zeros(1), lambda span: f"rank {span.rank}"
+        )
 
 
 def test_spans_are_loaded_only_where_they_are_read() -> None:
@@ -120,7 +161,9 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
     spans = [Span(4 * i, 4, i, 0, 0) for i in range(6)]
     made = spans_tensor((8, 3), torch.float32, spans, load, lambda span: f"rank {span.rank}")
     source = Assembled("folder", {("model", "w"): made}, format="test", said=Said())
-    found = torch.frombuffer(bytearray(source.read("model", "w", Box((3, 0), (2, 3)))), dtype=torch.float32)
+    found = torch.frombuffer(
+        bytearray(source.read("model", "w", Box((3, 0), (2, 3)))), dtype=torch.float32
+    )
     assert found.tolist() == [2, 2, 2, 3, 3, 3]
     assert sorted(set(loaded)) == [2, 3]
     assert prod(made.grid) == 24
@@ -133,7 +176,13 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
         (["latest", "checkpoint", "zero_to_fp32.py"], True),  # Lightning's
         (["latest_universal", "global_step3_universal"], True),
         (["mp_rank_00_model_states.pt"], True),
-        (["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], True),
+        (
+            [
+                "zero_pp_rank_0_mp_rank_00_model_states.pt",
+                "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+            ],
+            True,
+        ),
         (["latest", "epoch-5", "zero_to_fp32.py"], True),  # a name of the caller's
         (["latest", "zero_to_fp32.py", "model.safetensors"], False),
         (["latest", "step-5"], False),
@@ -142,7 +191,9 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
         (["mp_rank_00"], False),
     ],
 )
-def test_what_is_taken_for_a_folder_of_deepspeeds(tmp_path: Path, entries: list[str], known: bool) -> None:
+def test_what_is_taken_for_a_folder_of_deepspeeds(
+    tmp_path: Path, entries: list[str], known: bool
+) -> None:
     for name in entries:
         (tmp_path / name).touch()
     found = find_format(str(tmp_path), told=None)

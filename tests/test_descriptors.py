@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime import descriptors
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage import open_files
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "KEPT", 4)
+    monkeypatch.setattr(open_files, "KEPT", 4)
 
 
 def of(root: Path) -> list[str]:
@@ -108,7 +108,7 @@ def test_no_file_is_closed_under_those_who_read_it(tmp_path: Path) -> None:
 
 def test_one_in_use_is_closed_once_it_is_given_back(tmp_path: Path) -> None:
     put(tmp_path, 1)
-    files = descriptors.OpenFiles(str(tmp_path), lambda name: os.open(tmp_path / name, os.O_RDONLY))
+    files = open_files.OpenFiles(str(tmp_path), lambda name: os.open(tmp_path / name, os.O_RDONLY))
     with files.use("0.bin") as fd:
         files.close()
         assert os.pread(fd, 1, 0) == b"\0"
@@ -128,7 +128,7 @@ def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> 
         return os.open(tmp_path / name, os.O_RDONLY)
 
     def use() -> None:
-        with descriptors.OpenFiles(str(tmp_path), hang).use(names[0]):
+        with open_files.OpenFiles(str(tmp_path), hang).use(names[0]):
             pass
 
     thread = threading.Thread(target=use)
@@ -140,14 +140,19 @@ def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> 
     thread.join()
 
 
-def test_no_storage_closes_what_another_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_storage_closes_what_another_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "local").mkdir()
 
     def hang() -> None:
         raise AssertionError("this closes the root's file, which may take for ever")
 
-    with LocalStorage(str(tmp_path / "root")) as root, LocalStorage(str(tmp_path / "local")) as local:
+    with (
+        LocalStorage(str(tmp_path / "root")) as root,
+        LocalStorage(str(tmp_path / "local")) as local,
+    ):
         root.write_at("x", 0, [memoryview(b"x")])
         with monkeypatch.context() as patch:
             close_badly(patch, tmp_path / "root" / "x", hang)
@@ -157,7 +162,9 @@ def test_no_storage_closes_what_another_has_written(tmp_path: Path, monkeypatch:
                 local.sync(f"new-{name}")
 
 
-def test_an_error_of_closing_is_told_to_who_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_closing_is_told_to_who_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -178,7 +185,10 @@ def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         for n in range(6):
             storage.write_at(f"{n}.bin", 0, [memoryview(b"x" * 64)])
         (tmp_path / "0.bin").unlink()
-        for act in (lambda: storage.write_at("0.bin", 64, [memoryview(b"x")]), lambda: storage.sync("0.bin")):
+        for act in (
+            lambda: storage.write_at("0.bin", 64, [memoryview(b"x")]),
+            lambda: storage.sync("0.bin"),
+        ):
             with pytest.raises(NotFoundError, match=r"0\.bin"):
                 act()
         assert not (tmp_path / "0.bin").exists()
@@ -186,7 +196,7 @@ def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
 
 def test_a_child_of_a_process_whose_thread_reads_can_read(tmp_path: Path) -> None:
     (name,) = put(tmp_path, 1)
-    with descriptors.READERS.lock:
+    with open_files.READERS.lock:
         child = os.fork()
         if not child:
             signal.alarm(20)
@@ -254,7 +264,16 @@ check(found)
 
 
 def test_a_checkpoint_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     for name in ("ours", "dcp"):
-        assert sum(one.suffix in (".safetensors", ".distcp") for one in (tmp_path / name).iterdir()) >= 600
+        assert (
+            sum(one.suffix in (".safetensors", ".distcp") for one in (tmp_path / name).iterdir())
+            >= 600
+        )

@@ -25,7 +25,10 @@ def slow_crc(stored: bytes) -> int:
 
 
 def whole(stored: bytes) -> dict[int, int]:
-    return {block: slow_crc(stored[first : first + BLOCK]) for block, first in enumerate(range(0, len(stored), BLOCK))}
+    return {
+        block: slow_crc(stored[first : first + BLOCK])
+        for block, first in enumerate(range(0, len(stored), BLOCK))
+    }
 
 
 def test_check_value_of_the_algorithm() -> None:
@@ -52,11 +55,15 @@ def test_buffers_of_wider_items_and_of_no_shape() -> None:
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(6, dtype="<f4").reshape(2, 3)
     assert digests.crc(memoryview(array)) == slow_crc(array.tobytes())
-    assert digests.pieces(memoryview(array), start=0) == [Piece(0, 0, 24, slow_crc(array.tobytes()))]
+    assert digests.pieces(memoryview(array), start=0) == [
+        Piece(0, 0, 24, slow_crc(array.tobytes()))
+    ]
     assert digests.pieces(memoryview(numpy.zeros((0, 3))), start=0) == []
 
 
-@pytest.mark.parametrize(("nbytes", "count"), [(0, 0), (1, 1), (digests.BLOCK_NBYTES, 1), (digests.BLOCK_NBYTES + 1, 2)])
+@pytest.mark.parametrize(
+    ("nbytes", "count"), [(0, 0), (1, 1), (digests.BLOCK_NBYTES, 1), (digests.BLOCK_NBYTES + 1, 2)]
+)
 def test_block_count(nbytes: int, count: int) -> None:
     assert digests.block_count(nbytes) == count
 
@@ -64,7 +71,11 @@ def test_block_count(nbytes: int, count: int) -> None:
 @given(st.binary(max_size=100), st.data())
 def test_the_digest_does_not_depend_on_who_wrote_what(stored: bytes, draw: st.DataObject) -> None:
     cuts = sorted(draw.draw(st.sets(st.integers(0, len(stored)))) | {0, len(stored)})
-    found = [piece for lo, hi in pairwise(cuts) for piece in digests.pieces(stored[lo:hi], start=lo, block_nbytes=BLOCK)]
+    found = [
+        piece
+        for lo, hi in pairwise(cuts)
+        for piece in digests.pieces(stored[lo:hi], start=lo, block_nbytes=BLOCK)
+    ]
     assert all(piece.start // BLOCK == (piece.stop - 1) // BLOCK == piece.block for piece in found)
     random.Random(0).shuffle(found)
     assert digests.join(found, nbytes=len(stored), block_nbytes=BLOCK) == (whole(stored), [])
@@ -74,7 +85,9 @@ def test_the_digest_does_not_depend_on_who_wrote_what(stored: bytes, draw: st.Da
 def test_blocks_covered_in_part_are_named() -> None:
     stored = bytes(range(40))
     found = [
-        *digests.pieces(stored[:20], start=0, block_nbytes=BLOCK),  # block 0, and bytes 16 to 20 of block 1
+        *digests.pieces(
+            stored[:20], start=0, block_nbytes=BLOCK
+        ),  # block 0, and bytes 16 to 20 of block 1
         *digests.pieces(stored[24:32], start=24, block_nbytes=BLOCK),
     ]
     assert digests.join(found, nbytes=40, block_nbytes=BLOCK) == ({0: whole(stored)[0]}, [1])
@@ -82,11 +95,22 @@ def test_blocks_covered_in_part_are_named() -> None:
 
 def test_overlaps_are_refused() -> None:
     found = digests.pieces(b"abcd", start=0) + digests.pieces(b"d", start=3)
-    with pytest.raises(IntegrityError, match=r"two digests of block 0 overlap: \[0, 4\) and \[3, 4\)"):
+    with pytest.raises(
+        IntegrityError, match=r"two digests of block 0 overlap: \[0, 4\) and \[3, 4\)"
+    ):
         digests.join(found, nbytes=4)
 
 
-@pytest.mark.parametrize("piece", [Piece(0, 0, 17, 1), Piece(1, 15, 20, 1), Piece(0, 3, 3, 1), Piece(2, 32, 41, 1), Piece(0, 4, 2, 1)])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece(0, 0, 17, 1),
+        Piece(1, 15, 20, 1),
+        Piece(0, 3, 3, 1),
+        Piece(2, 32, 41, 1),
+        Piece(0, 4, 2, 1),
+    ],
+)
 def test_pieces_outside_their_block_are_refused(piece: Piece) -> None:
     with pytest.raises(IntegrityError, match="lies outside block"):
         digests.join([piece], nbytes=40, block_nbytes=BLOCK)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import World, lowest_peak, movers, row, worlds
 
-from unified_ckpt.core.division import Division, divide, fill_levels
-from unified_ckpt.core.lines import SMALL_NBYTES, manner, part_nbytes
-from unified_ckpt.core.sharding import Cut
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.planning.io_assignment import Division, divide, fill_levels
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner, part_nbytes
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -48,11 +48,17 @@ def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
 
 def by_rank(division: Division, holders: Sequence[int], fixed: Mapping[int, int]) -> dict[int, int]:
     """Bytes that the ranks move after borders have been moved to whole lines."""
-    return {r: fixed.get(r, 0) + sum(m.segment.stop - m.segment.start for m in division.moved_by(r, exchanged_only=False)) for r in holders}
+    return {
+        r: fixed.get(r, 0)
+        + sum(m.segment.stop - m.segment.start for m in division.moved_by(r, exchanged_only=False))
+        for r in holders
+    }
 
 
 @given(worlds(), st.sets(st.integers(0, 3)))
-def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(world: World, sparse: set[int]) -> None:
+def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(
+    world: World, sparse: set[int]
+) -> None:
     sparse = {n for n in sparse if n < len(world.rows) and world.rows[n].spec.nbytes}
     division = divide(world.rows, holders=world.holders, fixed={}, sparse=sparse)
     found: dict[int, list[tuple[int, int]]] = {}
@@ -63,7 +69,9 @@ def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(world: World,
             assert m.segment.local % m.manner.line_nbytes == 0
             assert not (m.row in sparse and m.manner.exchanged)
             found.setdefault(m.row, []).append((m.segment.start, m.segment.stop))
-    assert set(found) == sparse | {n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES}
+    assert set(found) == sparse | {
+        n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES
+    }
     for n, pieces in found.items():
         ends = [0, *(b for pair in sorted(pieces) for b in pair), world.rows[n].spec.nbytes]
         assert ends[::2] == ends[1::2], world.rows[n]
@@ -81,16 +89,25 @@ def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
 DP, TP = "dp", "tp"
 
 
-def decoder(cuts: Mapping[str, tuple[Cut, ...]], *, vocab: int = 4096, hidden: int = 512, layers: int = 4) -> list[Row]:
+def decoder(
+    cuts: Mapping[str, tuple[Cut, ...]], *, vocab: int = 4096, hidden: int = 512, layers: int = 4
+) -> list[Row]:
     """A small decoder; `cuts` by what a weight does: column and row parallel, embedding, the rest."""
 
     def one(fqn: str, shape: tuple[int, ...], kind: str) -> Row:
         return row(shape, *cuts.get(kind, ()), fqn=fqn)
 
-    rows = [one("embed", (vocab, hidden), "embed"), one("head", (vocab, hidden), "embed"), one("norm", (hidden,), "rest")]
+    rows = [
+        one("embed", (vocab, hidden), "embed"),
+        one("head", (vocab, hidden), "embed"),
+        one("norm", (hidden,), "rest"),
+    ]
     for i in range(layers):
         rows += [one(f"{i}.{name}", (hidden, hidden), "column") for name in ("q", "k", "v")]
-        rows += [one(f"{i}.o", (hidden, hidden), "row"), one(f"{i}.down", (hidden, 4 * hidden), "row")]
+        rows += [
+            one(f"{i}.o", (hidden, hidden), "row"),
+            one(f"{i}.down", (hidden, 4 * hidden), "row"),
+        ]
         rows += [one(f"{i}.{name}", (4 * hidden, hidden), "column") for name in ("gate", "up")]
         rows += [one(f"{i}.{name}", (hidden,), "rest") for name in ("norm1", "norm2")]
     return sorted(rows, key=lambda r: r.key)
@@ -102,7 +119,12 @@ def everywhere(*cuts: Cut) -> dict[str, tuple[Cut, ...]]:
 
 def megatron(size: int, stride: int, *inner: Cut) -> dict[str, tuple[Cut, ...]]:
     first, second = Cut(0, size, stride), Cut(1, size, stride)
-    return {"embed": (first, *inner), "column": (first, *inner), "row": (second, *inner), "rest": inner}
+    return {
+        "embed": (first, *inner),
+        "column": (first, *inner),
+        "row": (second, *inner),
+        "rest": inner,
+    }
 
 
 LAYOUTS = {
@@ -128,7 +150,9 @@ def lower_bound(rows: Sequence[Row], holders: Sequence[int], fixed: Mapping[int,
             if len(ranks) == 1:
                 alone[ranks[0]] += part_nbytes(one.spec, outer, coordinates)
     large = sum(one.spec.nbytes for one in rows if one.spec.nbytes >= SMALL_NBYTES)
-    return max((large + sum(fixed.values())) / len(holders), *(alone[r] + fixed.get(r, 0) for r in holders))
+    return max(
+        (large + sum(fixed.values())) / len(holders), *(alone[r] + fixed.get(r, 0) for r in holders)
+    )
 
 
 @pytest.mark.parametrize("vocab", [4096, 4099])
@@ -138,7 +162,9 @@ def test_loads_are_level(layout: str, vocab: int) -> None:
     rows, holders = decoder(cuts, vocab=vocab), tuple(range(world))
     fixed = {0: 60_000, world - 1: 20_000}
     division = divide(rows, holders=holders, fixed=fixed, sparse=())
-    assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(rows, holders, fixed)
+    assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(
+        rows, holders, fixed
+    )
 
 
 OVERLAP = {  # rows whose participants overlap and are not nested: what is levelled first cannot know the other's loads
@@ -150,7 +176,14 @@ OVERLAP = {  # rows whose participants overlap and are not nested: what is level
     "a mesh of another order": (
         4,
         row((100, 3, 2547), Cut(1, 2, 2, 1, 3), Cut(0, 2, 1), dtype="U8", fqn="a"),
-        row((5, 52_906, 1), Cut(0, 2, 2, 1, 6), Cut(1, 2, 1, (473, 52_433)), dtype="U8", fqn="b", ranks=(2, 3, 1, 0)),
+        row(
+            (5, 52_906, 1),
+            Cut(0, 2, 2, 1, 6),
+            Cut(1, 2, 1, (473, 52_433)),
+            dtype="U8",
+            fqn="b",
+            ranks=(2, 3, 1, 0),
+        ),
     ),
     "a chain": (
         8,
@@ -175,12 +208,16 @@ def test_no_division_has_a_lower_peak(world: World, fixed: dict[int, int]) -> No
 def check_level(world: World, fixed: Mapping[int, int]) -> None:
     large = [one for one in world.rows if one.spec.nbytes >= SMALL_NBYTES]
     bound = lowest_peak(
-        world.holders, [demand for one in large for demand in movers(one, world.holders)], {r: fixed.get(r, 0) for r in world.holders}
+        world.holders,
+        [demand for one in large for demand in movers(one, world.holders)],
+        {r: fixed.get(r, 0) for r in world.holders},
     )
     division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
     assert max(division.loads.values()) <= 1.005 * bound + 1
     lines = sum(manner(one.spec, one.sharding).line_nbytes for one in large)
-    assert max(by_rank(division, world.holders, fixed).values()) <= 1.005 * bound + 1 + lines, "a border moves by half a line at most"
+    assert max(by_rank(division, world.holders, fixed).values()) <= 1.005 * bound + 1 + lines, (
+        "a border moves by half a line at most"
+    )
 
 
 def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
@@ -193,7 +230,9 @@ def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
 
 def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> None:
     uneven = row((5, 1 << 16), Cut(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
-    division = divide([uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={}, sparse=())
+    division = divide(
+        [uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={}, sparse=()
+    )
     assert set(by_rank(division, (0, 1, 2, 3), {}).values()) == {2 << 18}
 
 
@@ -210,7 +249,10 @@ def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
 
 def test_lines_are_never_broken() -> None:
     division = divide([row((3, 1 << 15), Cut(1, 4, 1))], holders=(0, 1, 2, 3), fixed={}, sparse=())
-    lines = {r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r, exchanged_only=False)] for r in range(4)}
+    lines = {
+        r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r, exchanged_only=False)]
+        for r in range(4)
+    }
     assert all((stop - start) % (1 << 17) == 0 for moves in lines.values() for start, stop in moves)
     assert sum(len(moves) for moves in lines.values()) == 3
 
@@ -230,6 +272,10 @@ def test_only_what_is_exchanged_may_be_asked_for() -> None:
 
 
 def test_moves_follow_each_other() -> None:
-    division = divide([row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={}, sparse=())
+    division = divide(
+        [row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={}, sparse=()
+    )
     for rank in range(4):
-        assert all(a.row < b.row for a, b in pairwise(division.moved_by(rank, exchanged_only=False)))
+        assert all(
+            a.row < b.row for a, b in pairwise(division.moved_by(rank, exchanged_only=False))
+        )

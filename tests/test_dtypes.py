@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from unified_ckpt.core.dtypes import ITEM_BITS, itemsize, nbytes, packed, unpacked
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize, nbytes, packed, unpacked
 from unified_ckpt.errors import FormatError
 
 
@@ -16,7 +16,9 @@ def test_bytes_of_a_tensor() -> None:
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F6_E3M2", (2, 3))])
 def test_a_tensor_ends_on_a_byte(dtype: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(FormatError, match=rf"^{dtype} tensor of shape .* has .* bits; needed a multiple of 8$"):
+    with pytest.raises(
+        FormatError, match=rf"^{dtype} tensor of shape .* has .* bits; needed a multiple of 8$"
+    ):
         nbytes(dtype, shape)
 
 

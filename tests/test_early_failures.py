@@ -15,13 +15,13 @@ from machines import SAVE, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.core.volumes import Volume
+from unified_ckpt.core.nodes.write_alignment import Volume
 from unified_ckpt.errors import FormatError, RankError, StorageError
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 NAME, SECONDS = "checkpoint-1", 60.0
@@ -34,9 +34,16 @@ def wanted(rank: int) -> dict[str, torch.Tensor]:
     return {"alone": torch.zeros(7)} if rank == 2 else {"both": torch.zeros(40, 30)}
 
 
-def test_a_rank_that_left_before_the_exchange_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 2 fails while rank 1 waits for rank 0's window; rank 0 comes last, and would wait for rank 1 for as long as it may."""
-    run_ranks(1, lambda comm: checkpointer_of(comm).save(tmp_path / NAME, model={n: torch.ones(s) for n, s in SHAPES.items()}))
+    run_ranks(
+        1,
+        lambda comm: checkpointer_of(comm).save(
+            tmp_path / NAME, model={n: torch.ones(s) for n, s in SHAPES.items()}
+        ),
+    )
     left, ready = threading.Event(), Windows.ready
 
     def late(windows: Windows, meeting: Meeting, **what: Any) -> Any:
@@ -62,11 +69,15 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(tmp_path: Path, 
 
 @pytest.mark.parametrize("verify", ["full", "off"])
 @pytest.mark.parametrize("cut", [0, 1])
-def test_a_load_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, verify: str) -> None:
+def test_a_load_that_gets_on_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, verify: str
+) -> None:
     """Rank 0's storage takes more than twice the time-out; the others wait for its tiles, or until all are through."""
     names = [f"w{number}" for number in range(16)]
     full = {name: torch.arange(160_000.0).reshape(400, 400) for name in names}
-    layout = uc.Layout(mesh={"dp": 2}, rules={"w*": {"dp": cut}}, shapes=dict.fromkeys(names, (400, 400)))
+    layout = uc.Layout(
+        mesh={"dp": 2}, rules={"w*": {"dp": cut}}, shapes=dict.fromkeys(names, (400, 400))
+    )
     run_ranks(1, lambda comm: checkpointer_of(comm).save(tmp_path / NAME, model=full))
     make, read_at, of_first = LocalStorage.__init__, LocalStorage.read_at, set[int]()
 
@@ -82,7 +93,9 @@ def test_a_load_that_gets_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         read_at(storage, name, start, into)
 
     def act(comm: Comm) -> None:
-        target = {name: torch.zeros_like(tensor.chunk(2, cut)[comm.rank]) for name, tensor in full.items()}
+        target = {
+            name: torch.zeros_like(tensor.chunk(2, cut)[comm.rank]) for name, tensor in full.items()
+        }
         options = uc.LoadOptions(timeout_seconds=1.0, verify=verify)
         checkpointer_of(comm).load(tmp_path / NAME, model=target, layout=layout, options=options)
         assert all(torch.equal(target[name], full[name].chunk(2, cut)[comm.rank]) for name in names)
@@ -106,9 +119,12 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
                 extra = object() if turn % 2 and comm.rank == 3 else turn
                 state = {"w": torch.full((4, 3), float(turn))}
                 try:
-                    made.save_async(folder_of(tmp_path, machines[comm.rank]), model=state, rank_extra=extra, options=options).result(
-                        SECONDS
-                    )
+                    made.save_async(
+                        folder_of(tmp_path, machines[comm.rank]),
+                        model=state,
+                        rank_extra=extra,
+                        options=options,
+                    ).result(SECONDS)
                 except uc.CheckpointError as error:
                     found.append(error)
                 else:
@@ -125,7 +141,9 @@ def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -
             assert of_ranks == (None,) * 4
 
 
-def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Machines 0 and 1 share a folder, 2 and 3 another; rank 3 has no socket left."""
     make = Post.__init__
 
@@ -163,7 +181,11 @@ def test_after_commit_fails_on_all_machines_or_none(tmp_path: Path) -> None:
 
     def act(comm: Comm) -> None:
         with on_machine(comm, machines) as made:
-            what = {"model": {"w": torch.ones(4, 3)}, "options": SAVE, "after_commit": lambda _: after(comm.rank)}
+            what = {
+                "model": {"w": torch.ones(4, 3)},
+                "options": SAVE,
+                "after_commit": lambda _: after(comm.rank),
+            }
             made.save_async(folder_of(tmp_path, machines[comm.rank]), **what).result(SECONDS)
 
     same_error(try_ranks(4, act), StorageError, "rank 3: after")

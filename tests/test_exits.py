@@ -7,7 +7,7 @@ import sys
 
 _SCRIPT = """
 import threading
-from unified_ckpt.manager.exits import BeforeExit
+from unified_ckpt.manager.stopping.at_exit import BeforeExit
 
 def finish():
     thread = threading.Thread(target=print, args=("a thread of its own",))
@@ -21,7 +21,13 @@ print("main ends", flush=True)
 
 
 def _run(more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", _SCRIPT.format(more=more)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(more=more)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
@@ -31,7 +37,9 @@ def test_the_process_ends_after_what_it_owes_which_may_start_threads() -> None:
 
 def test_what_other_threads_still_do_comes_first() -> None:
     done = _run("threading.Timer(1, print, ('a save ends',)).start(); BeforeExit(lambda: None)")
-    assert (done.returncode, done.stdout) == (0, "main ends\na save ends\na thread of its own\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "main ends\na save ends\na thread of its own\n"), (
+        done.stderr
+    )
 
 
 def test_nothing_is_owed_after_cancel() -> None:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.exports.writers import Asked, export
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.exports.formats import Asked, export
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 QUICK = uc.SaveOptions(fsync=False)
 Net = tuple[nn.Module, torch.optim.Optimizer]
@@ -27,13 +27,24 @@ Net = tuple[nn.Module, torch.optim.Optimizer]
 
 def net(seed: int) -> Net:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.Linear(6, 9, bias=False))
+    model = nn.Sequential(
+        nn.Embedding(9, 6),
+        nn.Linear(6, 5),
+        nn.Tanh(),
+        nn.Linear(5, 6, bias=False),
+        nn.Linear(6, 9, bias=False),
+    )
     model[4].weight = model[0].weight
-    groups = [{"params": model[1].parameters(), "lr": 0.1}, {"params": [model[3].weight, model[0].weight], "lr": 0.2, "weight_decay": 0.0}]
+    groups = [
+        {"params": model[1].parameters(), "lr": 0.1},
+        {"params": [model[3].weight, model[0].weight], "lr": 0.2, "weight_decay": 0.0},
+    ]
     return model, torch.optim.AdamW(groups)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
     losses = []
     for step in range(first, first + count):
         ids = torch.randint(0, 9, (4,), generator=torch.Generator().manual_seed(step))
@@ -52,11 +63,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     train(model, optimizer, 0, 3)
     path = tmp_path_factory.mktemp("exports") / "c"
     extra = {"scheduler": {"last": (1, 2.5)}, "noise": torch.arange(3)}
-    uc.save(path, model=model, optimizer=optimizer, extra=extra, rank_extra={"seed": 5}, step=3, options=QUICK)
+    uc.save(
+        path,
+        model=model,
+        optimizer=optimizer,
+        extra=extra,
+        rank_extra={"seed": 5},
+        step=3,
+        options=QUICK,
+    )
     return path, train(model, optimizer, 3, 3)
 
 
-def test_a_file_of_torch_save_is_what_torch_would_have_saved(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_a_file_of_torch_save_is_what_torch_would_have_saved(
+    saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
     folder, expected = saved
     report = uc.convert(folder, tmp_path / "c.pt", to="torch")
     assert (report.step, report.tensors["model"], report.id) == (3, 4, None)
@@ -77,7 +98,9 @@ def test_a_file_of_torch_save_is_what_torch_would_have_saved(saved: tuple[Path, 
     assert main(["diff", str(tmp_path / "c.pt"), str(folder), "--part", "model"]) == 0
 
 
-def test_a_folder_of_dcp_is_what_dcp_would_have_saved(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_a_folder_of_dcp_is_what_dcp_would_have_saved(
+    saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
     folder, expected = saved
     assert main(["convert", str(folder), str(tmp_path / "d"), "--to", "dcp"]) == 0
     model, optimizer = net(1)
@@ -86,7 +109,9 @@ def test_a_folder_of_dcp_is_what_dcp_would_have_saved(saved: tuple[Path, list[fl
     target: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
     with warnings.catch_warnings(action="ignore"):  # one process
         dcp.load(target, checkpoint_id=tmp_path / "d", no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
+    )
     assert target["step"] == 3
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert train(model, optimizer, 3, 3) == expected
@@ -102,7 +127,11 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = {"scalar": (), "none": (0, 3), "line": (7,), "block": (3, 5)}
     model = {
-        f"{name}.{kind}": torch.randint(0, 2, (*shape, dtype.itemsize), generator=draw, dtype=torch.uint8).view(dtype).reshape(shape)
+        f"{name}.{kind}": torch.randint(
+            0, 2, (*shape, dtype.itemsize), generator=draw, dtype=torch.uint8
+        )
+        .view(dtype)
+        .reshape(shape)
         for name, dtype in TORCH_DTYPES.items()
         for kind, shape in shapes.items()
         if name != "F4"
@@ -119,7 +148,9 @@ def test_every_dtype_and_shape(tmp_path: Path, to: str) -> None:
     assert found.keys() == model.keys()
     for name, tensor in model.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
@@ -139,10 +170,21 @@ def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: s
     assert (tmp_path / "there.pt").read_text() == "mine"
 
 
-def test_state_of_a_parameter_in_no_group_is_refused(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "1.bias/*"\nto = "2.bias/{1}"\nparts = "optimizer"\n')
-    with pytest.raises(uc.FormatError, match=r"of parameters that are in no param group \(1\):\n  2.bias"):
-        uc.convert(saved[0], tmp_path / "c.pt", to="torch", source=uc.SourceOptions(rename=str(tmp_path / "r.toml")))
+def test_state_of_a_parameter_in_no_group_is_refused(
+    saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[[rules]]\nmatch = "1.bias/*"\nto = "2.bias/{1}"\nparts = "optimizer"\n'
+    )
+    with pytest.raises(
+        uc.FormatError, match=r"of parameters that are in no param group \(1\):\n  2.bias"
+    ):
+        uc.convert(
+            saved[0],
+            tmp_path / "c.pt",
+            to="torch",
+            source=uc.SourceOptions(rename=str(tmp_path / "r.toml")),
+        )
     assert not (tmp_path / "c.pt").exists()
 
 
@@ -174,16 +216,30 @@ def test_what_modules_keep_beside_tensors_goes_along(tmp_path: Path) -> None:
 
     renamed = nn.ModuleDict({"head": Counting(2, 3)})
     (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "0.*"\nto = "head.{1}"\n')
-    uc.load(tmp_path / "c", model=renamed, options=uc.LoadOptions(source=uc.SourceOptions(rename=str(tmp_path / "r.toml"))))
+    uc.load(
+        tmp_path / "c",
+        model=renamed,
+        options=uc.LoadOptions(source=uc.SourceOptions(rename=str(tmp_path / "r.toml"))),
+    )
     assert renamed["head"].seen == 4
-    (tmp_path / "s.toml").write_text('[[rules]]\nmatch = "{i}.*"\nstack = {over = "i"}\nto = "h.{1}"\n')
+    (tmp_path / "s.toml").write_text(
+        '[[rules]]\nmatch = "{i}.*"\nstack = {over = "i"}\nto = "h.{1}"\n'
+    )
     with pytest.raises(uc.FormatError, match=r"0._extra_state: is a module's own state, no tensor"):
         uc.open(tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "s.toml")))
 
 
 def test_a_file_without_a_model_is_not_begun(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model={"w": torch.ones(1)}, parts={"adapter_model": {"q": torch.ones(2)}}, options=QUICK)
-    with pytest.raises(uc.FormatError, match=r"read by the model in it; the parts to write are adapter_model; needed the model"):
+    uc.save(
+        tmp_path / "c",
+        model={"w": torch.ones(1)},
+        parts={"adapter_model": {"q": torch.ones(2)}},
+        options=QUICK,
+    )
+    with pytest.raises(
+        uc.FormatError,
+        match=r"read by the model in it; the parts to write are adapter_model; needed the model",
+    ):
         uc.convert(tmp_path / "c", tmp_path / "c.pt", to="torch", parts=("adapter_model",))
     assert os.listdir(tmp_path) == ["c"]
 
@@ -191,7 +247,9 @@ def test_a_file_without_a_model_is_not_begun(tmp_path: Path) -> None:
 def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
     tensors = {"state.w.b/c": torch.ones(1), "state.w/b.c": torch.zeros(1)}
     uc.save(tmp_path / "c", model={"w": torch.ones(1)}, optimizer=tensors, options=QUICK)
-    with pytest.raises(uc.FormatError, match=r"several entries have one name .*\n  optimizer.state.state.w.b.c"):
+    with pytest.raises(
+        uc.FormatError, match=r"several entries have one name .*\n  optimizer.state.state.w.b.c"
+    ):
         uc.convert(tmp_path / "c", tmp_path / "d", to="dcp")
     assert not (tmp_path / "d").exists()
 
@@ -199,7 +257,7 @@ def test_names_that_are_one_in_dcp_are_refused(tmp_path: Path) -> None:
 SCRIPT = """
 import resource, sys, torch, unified_ckpt as uc
 from unified_ckpt.exports.convert import convert
-import unified_ckpt.exports.writers
+import unified_ckpt.exports.formats
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3], source=uc.SourceOptions(rename=sys.argv[4] if len(sys.argv) > 4 else None), fsync=False)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
@@ -210,8 +268,14 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 @pytest.mark.parametrize("to", ["torch", "dcp", "unified"])
 def test_memory_is_bounded(tmp_path: Path, to: str) -> None:
     """A tensor of 512 MiB goes through, and for our own format one that is turned as well."""
-    uc.save(tmp_path / "c", model={"w": torch.arange(1 << 27, dtype=torch.int32).view(1 << 14, 1 << 13)}, options=QUICK)
-    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "w"\nto = "w"\nsteps = [{permute = [1, 0]}]\n')
+    uc.save(
+        tmp_path / "c",
+        model={"w": torch.arange(1 << 27, dtype=torch.int32).view(1 << 14, 1 << 13)},
+        options=QUICK,
+    )
+    (tmp_path / "r.toml").write_text(
+        '[[rules]]\nmatch = "w"\nto = "w"\nsteps = [{permute = [1, 0]}]\n'
+    )
     command = [
         sys.executable,
         "-c",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.files import count_files, split_files
+from unified_ckpt.core.planning.file_layout import count_files, split_files
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 BOUND = st.integers(1, 60)
@@ -17,7 +17,10 @@ def totals(sizes: list[int], files: list[range]) -> list[int]:
 
 
 def within(sizes: list[int], files: list[range], bound: int) -> bool:
-    return all(len(file) == 1 or total <= bound for file, total in zip(files, totals(sizes, files), strict=True))
+    return all(
+        len(file) == 1 or total <= bound
+        for file, total in zip(files, totals(sizes, files), strict=True)
+    )
 
 
 def splits(sizes: list[int], count: int) -> list[list[range]]:
@@ -27,7 +30,9 @@ def splits(sizes: list[int], count: int) -> list[list[range]]:
 
 
 @given(SIZES, BOUND)
-def test_every_tensor_is_in_one_file_in_order_and_the_bound_holds(sizes: list[int], bound: int) -> None:
+def test_every_tensor_is_in_one_file_in_order_and_the_bound_holds(
+    sizes: list[int], bound: int
+) -> None:
     files = split_files(sizes, max_file_bytes=bound)
     assert [i for file in files for i in file] == list(range(len(sizes)))
     assert all(len(file) for file in files)
@@ -44,7 +49,9 @@ def test_as_many_files_as_counted(sizes: list[int], bound: int) -> None:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), BOUND)
 def test_as_few_and_as_level_as_the_order_allows(sizes: list[int], bound: int) -> None:
     files = split_files(sizes, max_file_bytes=bound)
-    assert not any(within(sizes, f, bound) for count in range(1, len(files)) for f in splits(sizes, count))
+    assert not any(
+        within(sizes, f, bound) for count in range(1, len(files)) for f in splits(sizes, count)
+    )
     best = min(max(totals(sizes, f)) for f in splits(sizes, len(files)) if within(sizes, f, bound))
     assert max(totals(sizes, files)) == best
 

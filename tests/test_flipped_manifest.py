@@ -15,9 +15,9 @@ from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.commit import committed_at
+from unified_ckpt.engine.folder.commit import committed_at
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
 
 NAME = "checkpoint-41"
@@ -37,7 +37,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, optimizer = fresh()
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    uc.save(folder, model=model, optimizer=optimizer, extra={"run": 1, "of": (2.5, "a")}, rank_extra=[3], step=41, options=OPTIONS)
+    uc.save(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        extra={"run": 1, "of": (2.5, "a")},
+        rank_extra=[3],
+        step=41,
+        options=OPTIONS,
+    )
     return folder
 
 
@@ -73,8 +81,12 @@ def test_no_byte_of_it_can_turn_and_give_other_values(folder: Path, mask: int) -
     target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
     for at, byte in enumerate(body):
         put_byte(file, at, byte ^ mask)
-        assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, f"byte {at} of the manifest"
-        assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, f"byte {at} of the manifest"
+        assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, (
+            f"byte {at} of the manifest"
+        )
+        assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, (
+            f"byte {at} of the manifest"
+        )
         assert committed_at(str(folder)) is None, f"byte {at} of the manifest"
         put_byte(file, at, byte)
 
@@ -94,7 +106,9 @@ def outcome(act: Any) -> Any:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_verify_tells_it_as_a_problem(folder: Path, deep: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_it_as_a_problem(
+    folder: Path, deep: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     turn(folder, '"lr": 0.125', '"lr": 0.925')
     report = uc.verify(folder, deep=deep)
     assert (report.ok, report.path, report.deep) == (False, str(folder), deep)
@@ -109,7 +123,12 @@ def test_a_restore_passes_over_it_and_list_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (3, 4):
-        uc.save(tmp_path / f"checkpoint-{step}", model={"w": torch.full((4,), float(step))}, step=step, options=OPTIONS)
+        uc.save(
+            tmp_path / f"checkpoint-{step}",
+            model={"w": torch.full((4,), float(step))},
+            step=step,
+            options=OPTIONS,
+        )
     turn(tmp_path / "checkpoint-4", '"step": 4', '"step": 5')
     held = {"w": torch.zeros(4)}
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(on_preemption=False)) as manager:
@@ -122,7 +141,10 @@ def test_a_restore_passes_over_it_and_list_says_why(
     with pytest.raises(uc.IntegrityError, match=rf"checkpoint-4 is skipped: {TURNED}"):
         raise uc.IntegrityError(line)
     assert main(["list", str(tmp_path)]) == 0
-    assert "incomplete: unified_checkpoint.json: is not the file that was written" in capsys.readouterr().out
+    assert (
+        "incomplete: unified_checkpoint.json: is not the file that was written"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_save_of_its_name_renames_it(folder: Path) -> None:
@@ -137,7 +159,9 @@ def test_a_save_of_its_name_renames_it(folder: Path) -> None:
 # a digit of the major version
 
 
-def test_a_version_that_has_turned_is_damage_and_no_newer_format(folder: Path, other: Path, good: Path) -> None:
+def test_a_version_that_has_turned_is_damage_and_no_newer_format(
+    folder: Path, other: Path, good: Path
+) -> None:
     turn(folder, '"format_version": "1.', '"format_version": "3.')
     with pytest.raises(uc.IntegrityError, match=TURNED):
         values(folder)
@@ -180,7 +204,13 @@ def save_on_two(root: Path, *, copies: int) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             options = SAVE.model_copy(update={"machine_copies": copies})
-            made.save(folder_of(root, comm.rank), model={"w": WHOLE.chunk(2)[comm.rank].clone()}, layout=ROWS, step=41, options=options)
+            made.save(
+                folder_of(root, comm.rank),
+                model={"w": WHOLE.chunk(2)[comm.rank].clone()},
+                layout=ROWS,
+                step=41,
+                options=options,
+            )
 
     run_ranks(2, act)
 
@@ -189,7 +219,12 @@ def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseExceptio
     def act(comm: Comm) -> uc.LoadReport:
         held = {"w": torch.zeros(4, 8)}
         with on_machine(comm, [0, 1]) as made:
-            report = made.load(folder_of(root, comm.rank), model=held, layout=ROWS, options=LOAD.model_copy(update=options))
+            report = made.load(
+                folder_of(root, comm.rank),
+                model=held,
+                layout=ROWS,
+                options=LOAD.model_copy(update=options),
+            )
         assert torch.equal(held["w"], WHOLE.chunk(2)[comm.rank])
         return report
 
@@ -215,7 +250,9 @@ def test_verify_tells_it_of_a_copy_for_another_machine(tmp_path: Path) -> None:
     save_on_two(tmp_path, copies=2)
     turn(folder_of(tmp_path, 0) / names.replica_name(1))
     (problem,) = uc.verify(folder_of(tmp_path, 0)).problems
-    with pytest.raises(uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{TURNED}"):
+    with pytest.raises(
+        uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{TURNED}"
+    ):
         raise uc.IntegrityError(problem)
 
 
@@ -265,16 +302,27 @@ def test_machines_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
 
 def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
     edit_manifest(folder, no_digests)
-    assert uc.verify(folder, deep=True).problems[0].startswith("digests.safetensors: is there, and the manifest names no digests")
+    assert (
+        uc.verify(folder, deep=True)
+        .problems[0]
+        .startswith("digests.safetensors: is there, and the manifest names no digests")
+    )
     (folder / names.DIGESTS).unlink()
     report = uc.verify(folder, deep=True)
-    assert (report.ok, report.notes) == (True, ("there are no digests: sizes and headers are all that was compared",))
+    assert (report.ok, report.notes) == (
+        True,
+        ("there are no digests: sizes and headers are all that was compared",),
+    )
     assert uc.verify(folder).notes == ()
     for how, said in (("read", True), ("full", True), ("off", False)):
         model, optimizer = fresh()
-        notes = uc.load(folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=how)).notes
+        notes = uc.load(
+            folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=how)
+        ).notes
         assert bool(notes) is said
-        assert not said or notes == (f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared',)
+        assert not said or notes == (
+            f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared',
+        )
 
 
 def test_a_plain_model_folder_loads_as_ever(folder: Path, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from machines import LOAD, SAVE, fine, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import folders
-from unified_ckpt.engine.checkpoint import Folder, open_folder
-from unified_ckpt.engine.folders import Folders
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.peers import PeerStorage
-from unified_ckpt.runtime.storage import LocalStorage, Reader
+from unified_ckpt.engine.folder.reader import Folder, open_folder
+from unified_ckpt.engine.nodes import folders
+from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 from unified_ckpt.testing import run_ranks, try_ranks
 
 MACHINES = 3
@@ -23,7 +23,11 @@ MACHINES = 3
 
 def save(root: Path, *, whole: bool) -> None:
     """Each machine has `w`, all of it or its rows."""
-    rules = None if whole else uc.Layout(mesh={"dp": MACHINES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
+    rules = (
+        None
+        if whole
+        else uc.Layout(mesh={"dp": MACHINES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
+    )
 
     def act(comm: Comm) -> None:
         w = torch.ones(6, 2) if whole else torch.ones(2, 2)
@@ -48,7 +52,9 @@ def load(root: Path) -> list[torch.Tensor | BaseException]:
 
 
 @pytest.mark.parametrize(("whole", "each"), [(True, 0), (False, 2)])
-def test_folders_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int) -> None:
+def test_folders_that_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int
+) -> None:
     """Its own is open already."""
     save(tmp_path, whole=whole)
     opened: list[str] = []
@@ -64,7 +70,9 @@ def test_folders_that_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(set(opened)) == (MACHINES if each else 0)
 
 
-def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a rank."""
     model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
     rules = uc.Layout(mesh={"dp": MACHINES}, rules={"*": {"dp": 0}})
@@ -77,7 +85,10 @@ def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(tmp_path: P
         target = {name: torch.zeros(2 * MACHINES, 2) for name in model}
         with on_machine(comm, range(MACHINES)) as made:
             made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
-        assert all(torch.equal(target[name], tensor[:1].expand(2 * MACHINES, 2)) for name, tensor in model.items())
+        assert all(
+            torch.equal(target[name], tensor[:1].expand(2 * MACHINES, 2))
+            for name, tensor in model.items()
+        )
 
     run_ranks(MACHINES, save_rows)
     opened: list[Folder] = []
@@ -90,7 +101,9 @@ def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(tmp_path: P
     monkeypatch.setattr(folders, "_MOST", 1, raising=False)
     run_ranks(MACHINES, load_all)
     assert len(opened) == 2 * MACHINES, "its own is open already"
-    assert sum(bool(folder._headers) for folder in opened) <= MACHINES, "headers of all folders, for all tensors"
+    assert sum(bool(folder._headers) for folder in opened) <= MACHINES, (
+        "headers of all folders, for all tensors"
+    )
 
 
 def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +114,13 @@ def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(PeerStorage, "_exchange", closed)
-    text = str(same_error(load(tmp_path), uc.StorageError, r"at rank \d: the rank does not answer: Connection refused"))
+    text = str(
+        same_error(
+            load(tmp_path),
+            uc.StorageError,
+            r"at rank \d: the rank does not answer: Connection refused",
+        )
+    )
     assert "the target holds a mix" not in text
 
 
@@ -125,6 +144,8 @@ def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
     here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
     storages = [LocalStorage(here.path)] * 2
     assert Folders(storages, save_id=here.id)[1].names("model") == {"w"}
-    with pytest.raises(uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"):
+    with pytest.raises(
+        uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"
+    ):
         Folders(storages, save_id="other")[0]
     storages[0].close()

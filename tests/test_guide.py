@@ -29,10 +29,17 @@ import unified_ckpt as uc
 from unified_ckpt.cli import main as command_line
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
-LAUNCH = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
+LAUNCH = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
 SECONDS = 600.0  # for one program, which takes ten on a machine that does nothing else
 
 # First line of a block -> why it is not run.
@@ -70,7 +77,14 @@ SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
     ("bench_async", "bench_load", "bench_save", "bench_small_tensors"), "--scratch"
 )
 APART = {"bench_shared_reads"}  # changes classes of the engine
-LAUNCHES = {"bench_async", "bench_convert", "bench_open_dcp", "bench_load", "bench_save", "bench_small_tensors"}  # processes: slow
+LAUNCHES = {
+    "bench_async",
+    "bench_convert",
+    "bench_open_dcp",
+    "bench_load",
+    "bench_save",
+    "bench_small_tensors",
+}  # processes: slow
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,10 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
     found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     name = str(page.relative_to(ROOT))
-    return [Block(f"{name}:{text.count(chr(10), 0, block.start()) + 1}", block[1], block[2]) for block in found]
+    return [
+        Block(f"{name}:{text.count(chr(10), 0, block.start()) + 1}", block[1], block[2])
+        for block in found
+    ]
 
 
 def run_blocks(page: Path) -> list[Block]:
@@ -119,7 +136,9 @@ def is_benchmark(command: str) -> bool:
 
 def page_commands(page: Path) -> list[str]:
     """All commands of a page but benchmarks."""
-    shown = [command for block in run_blocks(page) if block.language == "" for command in block.commands]
+    shown = [
+        command for block in run_blocks(page) if block.language == "" for command in block.commands
+    ]
     return [command for command in shown if not is_benchmark(command)]
 
 
@@ -129,9 +148,22 @@ def starts_processes(command: str) -> bool:
 
 def benchmark_commands() -> list[str]:
     """Those that pages show, and the others without arguments."""
-    shown = [command for page in PAGES for block in run_blocks(page) for command in block.commands if is_benchmark(command)]
+    shown = [
+        command
+        for page in PAGES
+        for block in run_blocks(page)
+        for command in block.commands
+        if is_benchmark(command)
+    ]
     names = {shlex.split(command)[1] for command in shown}
-    return [*shown, *(f"python benchmarks/{script.name}" for script in BENCHMARKS if f"benchmarks/{script.name}" not in names)]
+    return [
+        *shown,
+        *(
+            f"python benchmarks/{script.name}"
+            for script in BENCHMARKS
+            if f"benchmarks/{script.name}" not in names
+        ),
+    ]
 
 
 # ---- what pages name
@@ -140,7 +172,14 @@ def benchmark_commands() -> list[str]:
 def small_llama(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32, **more}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        **more,
+    }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
@@ -221,13 +260,29 @@ def plain_names() -> dict[str, Any]:
     model = small_llama()
     optimizer = trained(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    return {"uc": uc, "model": model, "optimizer": optimizer, "scheduler": scheduler, "steps": 1003, "train": lambda _: None}
+    return {
+        "uc": uc,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "steps": 1003,
+        "train": lambda _: None,
+    }
 
 
 def data_names() -> dict[str, Any]:
     names = plain_names()
-    dataset, manager = torch.utils.data.TensorDataset(torch.arange(32.0)), uc.CheckpointManager("data")
-    names |= {"dataset": dataset, "DataLoader": torch.utils.data.DataLoader, "epochs": 1, "manager": manager, "step": 1}
+    dataset, manager = (
+        torch.utils.data.TensorDataset(torch.arange(32.0)),
+        uc.CheckpointManager("data"),
+    )
+    names |= {
+        "dataset": dataset,
+        "DataLoader": torch.utils.data.DataLoader,
+        "epochs": 1,
+        "manager": manager,
+        "step": 1,
+    }
     return names | {
         "sampler": uc.ElasticSampler(dataset),
         "scaler": torch.amp.GradScaler(enabled=False),
@@ -243,10 +298,15 @@ def hugging_face_names() -> dict[str, Any]:
 
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
     first, args = (
-        TrainingArguments("trainer", max_steps=steps, save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True) for steps in (1, 2)
+        TrainingArguments(
+            "trainer", max_steps=steps, save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
+        )
+        for steps in (1, 2)
     )
     model = small_llama()
-    Trainer(model=model, args=first, train_dataset=data, callbacks=[UnifiedCheckpointCallback()]).train()
+    Trainer(
+        model=model, args=first, train_dataset=data, callbacks=[UnifiedCheckpointCallback()]
+    ).train()
     return {"Trainer": Trainer, "model": model, "args": args, "data": data}
 
 
@@ -285,12 +345,28 @@ def lightning_names() -> dict[str, Any]:
 
         val_dataloader = train_dataloader
 
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
     trainer = partial(pl.Trainer, **quiet)
     checkpoints = partial(ModelCheckpoint, "run")
-    first = trainer(callbacks=[checkpoints(monitor="val_loss", save_top_k=3, save_last="link"), UnifiedCheckpointCallback()])
+    first = trainer(
+        callbacks=[
+            checkpoints(monitor="val_loss", save_top_k=3, save_last="link"),
+            UnifiedCheckpointCallback(),
+        ]
+    )
     first.fit(MyModule())
-    return {"Trainer": trainer, "ModelCheckpoint": checkpoints, "module": MyModule(), "MyModule": MyModule}
+    return {
+        "Trainer": trainer,
+        "ModelCheckpoint": checkpoints,
+        "module": MyModule(),
+        "MyModule": MyModule,
+    }
 
 
 # A page, or text that a snippet has -> its names. They stay for the snippets after it on the page.
@@ -310,24 +386,37 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_is_run(page: Path) -> None:
     """No block is passed over: each is of a kind that a test below runs, or is listed in NOT_RUN."""
-    ran = {word for command in page_commands(page) for word in shlex.split(command, comments=True) if word.endswith(".py")}
+    ran = {
+        word
+        for command in page_commands(page)
+        for word in shlex.split(command, comments=True)
+        if word.endswith(".py")
+    }
     bodies = "".join(block.body for block in run_blocks(page))
     named = re.findall(r"(?:^from |^import |--conversion-fn )(\w+)", bodies, re.MULTILINE)
     imported = {f"{name}.py" for name in named}
     for block in run_blocks(page):
         advice = f"; see the docstring of {Path(__file__).name}"
         if block.program is not None:
-            assert block.program in ran | imported, f"{block.where}: no command of the page runs {block.program}{advice}"
+            assert block.program in ran | imported, (
+                f"{block.where}: no command of the page runs {block.program}{advice}"
+            )
         elif block.is_snippet:
             ast.parse(block.body)
-            known = any(key == page.relative_to(ROOT).as_posix() or key in block.body for key in NAMES)
+            known = any(
+                key == page.relative_to(ROOT).as_posix() or key in block.body for key in NAMES
+            )
             assert known, f"{block.where}: a snippet whose names are not in NAMES{advice}"
         else:
-            assert block.language == "", f"{block.where}: a block of {block.language}, which nothing runs{advice}"
+            assert block.language == "", (
+                f"{block.where}: a block of {block.language}, which nothing runs{advice}"
+            )
             for command in block.commands:
                 program, *arguments = shlex.split(command, comments=True)
                 runs = program == "unified-ckpt" or (program in LAUNCH and arguments)
-                assert runs, f"{block.where}: {command!r} is no command, and not after `$ `: label Python as such, or list it{advice}"
+                assert runs, (
+                    f"{block.where}: {command!r} is no command, and not after `$ `: label Python as such, or list it{advice}"
+                )
 
 
 def test_exemptions_name_blocks_that_are_shown() -> None:
@@ -345,7 +434,9 @@ def test_commands_within_text_parse() -> None:
             continue
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for command in re.findall(r"`unified-ckpt ([^`]+)`", text):
-            assert is_usage(shlex.split(command)), f"{page.name}: `unified-ckpt {command}` is a usage error"
+            assert is_usage(shlex.split(command)), (
+                f"{page.name}: `unified-ckpt {command}` is a usage error"
+            )
 
 
 def is_usage(words: list[str]) -> bool:
@@ -359,16 +450,26 @@ def is_usage(words: list[str]) -> bool:
 
 def pages(having: Callable[[Path], bool], slow: Callable[[Path], bool]) -> list[Any]:
     return [
-        pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if slow(page) else [])
+        pytest.param(
+            page,
+            id=page.relative_to(ROOT).as_posix(),
+            marks=[pytest.mark.slow] if slow(page) else [],
+        )
         for page in PAGES
         if having(page)
     ]
 
 
 @pytest.mark.parametrize(
-    "page", pages(lambda page: bool(page_commands(page)), lambda page: any(map(starts_processes, page_commands(page))))
+    "page",
+    pages(
+        lambda page: bool(page_commands(page)),
+        lambda page: any(map(starts_processes, page_commands(page))),
+    ),
 )
-def test_programs_and_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_and_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faulthandler.cancel_dump_traceback_later()  # pytest's limit is for a test, not for a page of programs: `SECONDS` is theirs
     monkeypatch.chdir(tmp_path)
     FILES.get(page.relative_to(ROOT).as_posix(), lambda: None)()
@@ -381,14 +482,20 @@ def test_programs_and_commands_of_a_page_run(page: Path, tmp_path: Path, monkeyp
                     run_command(command, block.where, monkeypatch)
 
 
-@pytest.mark.parametrize("page", pages(lambda page: any(block.is_snippet for block in run_blocks(page)), lambda _: False))
+@pytest.mark.parametrize(
+    "page", pages(lambda page: any(block.is_snippet for block in run_blocks(page)), lambda _: False)
+)
 @pytest.mark.filterwarnings("ignore")  # of the trainers
-def test_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     page_names = NAMES.get(page.relative_to(ROOT).as_posix(), dict)()
     for block in (block for block in run_blocks(page) if block.is_snippet):
-        for add in [make for key, make in NAMES.items() if key in block.body] or [lambda: page_names]:
+        for add in [make for key, make in NAMES.items() if key in block.body] or [
+            lambda: page_names
+        ]:
             names |= add()
         code = compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec")
         exec(code, names)
@@ -402,12 +509,17 @@ def test_demo_holds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_commands_of_an_example_run(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_an_example_run(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that its docstring shows, in their order."""
     faulthandler.cancel_dump_traceback_later()
     monkeypatch.chdir(tmp_path)
     shutil.copy(example, tmp_path)
-    shown = [line.strip() for line in (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()]
+    shown = [
+        line.strip()
+        for line in (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()
+    ]
     commands = [line for line in shown if line.partition(" ")[0] in LAUNCH]
     assert commands
     for command in commands:
@@ -417,15 +529,23 @@ def test_commands_of_an_example_run(example: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[pytest.mark.slow] if Path(shlex.split(command)[1]).stem in LAUNCHES else [])
+        pytest.param(
+            command,
+            marks=[pytest.mark.slow] if Path(shlex.split(command)[1]).stem in LAUNCHES else [],
+        )
         for command in benchmark_commands()
     ],
 )
-def test_benchmarks_run_at_toy_size(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmarks_run_at_toy_size(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = shlex.split(command.partition(" > ")[0], comments=True)
     script = ROOT / words[1]
     arguments = [file for word in words[2:] if word != "…" for file in expand(word)]
-    arguments += [*shlex.split(TOY[script.stem]), *([SCRATCH[script.stem], str(tmp_path)] if script.stem in SCRATCH else [])]
+    arguments += [
+        *shlex.split(TOY[script.stem]),
+        *([SCRATCH[script.stem], str(tmp_path)] if script.stem in SCRATCH else []),
+    ]
     if "--out" in words:
         arguments += ["--out", str(tmp_path / "rows.jsonl")]
     monkeypatch.chdir(tmp_path)
@@ -439,7 +559,9 @@ def test_benchmarks_run_at_toy_size(command: str, tmp_path: Path, monkeypatch: p
             runpy.run_path(str(script), run_name="__main__")
         finally:
             for name in set(sys.modules) - before:
-                if getattr(sys.modules[name], "__file__", None) and str(script.parent) in str(sys.modules[name].__file__):
+                if getattr(sys.modules[name], "__file__", None) and str(script.parent) in str(
+                    sys.modules[name].__file__
+                ):
                     del sys.modules[name]
     if "--out" in words:
         assert (tmp_path / "rows.jsonl").stat().st_size
@@ -465,14 +587,27 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
     arguments = words[1:] if words[0] == "unified-ckpt" else words[3:]
     code = command_line.main(arguments)
     expected = int(shlex.join(words) in EXIT_1 or command in EXIT_1)
-    assert code == expected, f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that `FILES` or programs make"
+    assert code == expected, (
+        f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that `FILES` or programs make"
+    )
 
 
 def run(command: Sequence[str], folder: Path) -> str:
     """What the program said. When it fails or hangs, everything that it and its ranks have said; none of them is left behind."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
     said = folder / "said.txt"
-    with said.open("w") as output, subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output) as child:
+    with (
+        said.open("w") as output,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output
+        ) as child,
+    ):
         try:
             code: int | str = child.wait(SECONDS)
         except subprocess.TimeoutExpired:

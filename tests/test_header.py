@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors import deserialize as safetensors_deserialize
 from safetensors.torch import save
 
-from unified_ckpt.core.dtypes import ITEM_BITS
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import header
 from unified_ckpt.format.header import Entry, encode_header, file_order, header_nbytes, parse_header
@@ -47,15 +47,21 @@ deserialize: Callable[[bytes], list[tuple[str, Any]]] = safetensors_deserialize
 def tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     if dtype != "F4":
         return torch.empty(shape, dtype=DTYPES[dtype])
-    return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8).view(DTYPES[dtype])  # two to a byte
+    return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8).view(
+        DTYPES[dtype]
+    )  # two to a byte
 
 
 def written_by_safetensors(items: Items) -> bytes:
-    return save({name: tensor(dtype, shape) for name, dtype, shape in items}, metadata={"format": "pt"})
+    return save(
+        {name: tensor(dtype, shape) for name, dtype, shape in items}, metadata={"format": "pt"}
+    )
 
 
 def raw(words: object, size: int = 0) -> bytes:
-    body = words if isinstance(words, bytes) else json.dumps(words, separators=(",", ":")).encode()  # as it is written
+    body = (
+        words if isinstance(words, bytes) else json.dumps(words, separators=(",", ":")).encode()
+    )  # as it is written
     return len(body).to_bytes(8, "little") + body + bytes(size)
 
 
@@ -76,7 +82,9 @@ def check_equal_to_safetensors(items: Items) -> None:
 
 
 def test_every_dtype_equals_safetensors_byte_for_byte() -> None:
-    check_equal_to_safetensors([(f"{name}.{dtype}", dtype, (2, 4)) for dtype in DTYPES for name in ("b", "a")])
+    check_equal_to_safetensors(
+        [(f"{name}.{dtype}", dtype, (2, 4)) for dtype in DTYPES for name in ("b", "a")]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,8 +95,13 @@ def test_empty_and_scalar_tensors_equal_safetensors(dtype: str) -> None:
 
 @given(
     st.dictionaries(
-        st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda name: name != "__metadata__"),
-        st.tuples(st.sampled_from(["F32", "BF16", "U8", "BOOL", "I64"]), st.lists(st.integers(0, 3), max_size=3).map(tuple)),
+        st.text(st.characters(codec="utf-8"), max_size=8).filter(
+            lambda name: name != "__metadata__"
+        ),
+        st.tuples(
+            st.sampled_from(["F32", "BF16", "U8", "BOOL", "I64"]),
+            st.lists(st.integers(0, 3), max_size=3).map(tuple),
+        ),
         max_size=6,
     )
 )
@@ -97,13 +110,29 @@ def test_any_names_equal_safetensors(tensors: dict[str, tuple[str, tuple[int, ..
 
 
 def test_names_are_ordered_as_their_utf8_bytes() -> None:
-    items: Items = [("\U0001f642", "F32", ()), ("\uffff", "F32", ()), ("z", "F32", ()), ("é", "F32", ()), ("w", "U8", ()), ("v", "U64", ())]
-    assert [name for name, _, _ in file_order(items)] == ["v", "z", "é", "\uffff", "\U0001f642", "w"]
+    items: Items = [
+        ("\U0001f642", "F32", ()),
+        ("\uffff", "F32", ()),
+        ("z", "F32", ()),
+        ("é", "F32", ()),
+        ("w", "U8", ()),
+        ("v", "U64", ()),
+    ]
+    assert [name for name, _, _ in file_order(items)] == [
+        "v",
+        "z",
+        "é",
+        "\uffff",
+        "\U0001f642",
+        "w",
+    ]
     check_equal_to_safetensors(items)
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {}])
-def test_a_header_as_it_is_written_is_parsed_without_json(metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_as_it_is_written_is_parsed_without_json(
+    metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In less than half of the time: of each machine's folder that a rank reads from, it parses the headers."""
     items = [("é", "BOOL", ()), ("w@0:2/4", "F32", (2, 0)), ("x", "F8_E4M3", (3, 2))]
     head, entries = encode_header(items, metadata=metadata)
@@ -118,7 +147,10 @@ def outcome(stored: bytes) -> object:
         return type(error), str(error)
 
 
-@pytest.mark.parametrize(("names", "reason"), [(b"ww", "key 'w' occurs twice"), (b"_w", "__metadata__ of the header is not an object")])
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [(b"ww", "key 'w' occurs twice"), (b"_w", "__metadata__ of the header is not an object")],
+)
 def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> None:
     """In a file that is right in all else."""
     found = [b"__metadata__" if one == b"_"[0] else b"w" for one in names]
@@ -131,15 +163,40 @@ def test_names_that_the_short_way_must_not_take(names: bytes, reason: str) -> No
 @settings(max_examples=300)
 def test_the_short_way_says_what_the_long_way_says(data: st.DataObject) -> None:
     """Of headers as they are written, with some bytes changed."""
-    names = st.lists(st.text(st.sampled_from('ab"\\,}é\n'), max_size=3) | st.just("__metadata__ "), unique=True, max_size=4)
+    names = st.lists(
+        st.text(st.sampled_from('ab"\\,}é\n'), max_size=3) | st.just("__metadata__ "),
+        unique=True,
+        max_size=4,
+    )
     shapes = st.lists(st.integers(0, 12), max_size=3).map(tuple)
-    items = [(name, data.draw(st.sampled_from(["F32", "U8", "BF16", "I64"])), data.draw(shapes)) for name in data.draw(names)]
+    items = [
+        (name, data.draw(st.sampled_from(["F32", "U8", "BF16", "I64"])), data.draw(shapes))
+        for name in data.draw(names)
+    ]
     head, entries = encode_header(items)
     body = bytearray(head[8:])
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
         stop = at + data.draw(st.integers(0, 2))
-        body[at:stop] = data.draw(st.sampled_from([b"", b"0", b"1", b"9", b"}", b",", b" ", b'"', b"[", b"-", b"\n", b"\xff", b"\\u0061"]))
+        body[at:stop] = data.draw(
+            st.sampled_from(
+                [
+                    b"",
+                    b"0",
+                    b"1",
+                    b"9",
+                    b"}",
+                    b",",
+                    b" ",
+                    b'"',
+                    b"[",
+                    b"-",
+                    b"\n",
+                    b"\xff",
+                    b"\\u0061",
+                ]
+            )
+        )
     last = max((entry.stop for entry in entries.values()), default=len(head))
     stored = raw(bytes(body), last - len(head) + data.draw(st.sampled_from([0, 0, 0, 1])))
     found = outcome(stored)
@@ -158,7 +215,9 @@ def test_other_metadata(metadata: dict[str, str]) -> None:
 
 
 def test_many_tensors_of_one_shape() -> None:
-    check_equal_to_safetensors([(f"model.layers.{number}.weight", "BF16", (3, 5)) for number in range(5000)])
+    check_equal_to_safetensors(
+        [(f"model.layers.{number}.weight", "BF16", (3, 5)) for number in range(5000)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,13 +281,22 @@ NOT_VALID = [
     (b'{"w": NaN}', "NaN is no JSON number"),
     (b"[]", "is a JSON list; needed an object"),
     (b"null", "is a JSON NoneType"),
-    (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "key 'w' occurs twice"),
-    (b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "key 'dtype' occurs twice"),
+    (
+        b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        "key 'w' occurs twice",
+    ),
+    (
+        b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        "key 'dtype' occurs twice",
+    ),
     (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "name is no valid Unicode"),
     ({"__metadata__": []}, "__metadata__ of the header is not an object of strings"),
     ({"__metadata__": {"a": 1}}, "__metadata__ of the header is not an object of strings"),
     ({"w": []}, "'w': needed an object with dtype, shape and data_offsets"),
-    ({"w": {"dtype": "F32", "shape": [2]}}, "'w': needed an object with dtype, shape and data_offsets"),
+    (
+        {"w": {"dtype": "F32", "shape": [2]}},
+        "'w': needed an object with dtype, shape and data_offsets",
+    ),
     (one(dtype="F33"), "'w': unknown dtype 'F33'"),
     (one(dtype=["F32"]), r"'w': unknown dtype \['F32'\]"),
     (one(shape=2), "'w': shape is 2"),
@@ -250,10 +318,19 @@ NOT_VALID = [
     (one(shape=[2**62, 2**62]), "'w': shape is .*a product below"),
     (one(dtype="F4", shape=[3], data_offsets=[0, 1]), "'w': F4 tensor .* multiple of 8"),
     (one(data_offsets=[4, 12]), "'w' leaves a gap after the header"),
-    ({**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, "'v' overlaps tensor 'w'"),
-    ({**one(), "v": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}}, "'v' overlaps tensor 'w'"),
+    (
+        {**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}},
+        "'v' overlaps tensor 'w'",
+    ),
+    (
+        {**one(), "v": {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}},
+        "'v' overlaps tensor 'w'",
+    ),
     ({**one(), "v": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "overlaps tensor"),
-    ({**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [9, 13]}}, "'v' leaves a gap after tensor 'w'"),
+    (
+        {**one(), "v": {"dtype": "U8", "shape": [4], "data_offsets": [9, 13]}},
+        "'v' leaves a gap after tensor 'w'",
+    ),
 ]
 
 
@@ -268,7 +345,10 @@ def test_every_way_to_be_wrong(header: object, reason: str) -> None:
 
 def test_a_truncated_file_is_damaged_and_says_by_how_much() -> None:
     whole = raw(one(), 8)
-    with pytest.raises(IntegrityError, match=f"{FILE}: file is truncated: {len(whole) - 3} bytes, header needs {len(whole)}"):
+    with pytest.raises(
+        IntegrityError,
+        match=f"{FILE}: file is truncated: {len(whole) - 3} bytes, header needs {len(whole)}",
+    ):
         parse(whole[:-3])
 
 
@@ -284,7 +364,10 @@ def test_takes_what_other_writers_write() -> None:
         "e": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]},
     }
     assert list(parse(raw(header, 9))) == ["w", "e", "b"]
-    assert parse(raw(b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}   ', 3))["w"].stop == 8 + 61 + 3
+    assert (
+        parse(raw(b'{"w":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}   ', 3))["w"].stop
+        == 8 + 61 + 3
+    )
 
 
 @given(st.binary(max_size=40))

@@ -22,10 +22,16 @@ from transformers import (
 )
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.hf_names import hub_tensors
 from unified_ckpt.integrations.transformers import open_hub_names, open_model_names
+from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 QUICK = uc.SaveOptions(fsync=False)
 
 
@@ -36,7 +42,14 @@ def mixtral(seed: int = 0) -> MixtralForCausalLM:
 
 def qwen(seed: int = 0) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(**SIZES, head_dim=4, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(
+        **SIZES,
+        head_dim=4,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    )
     return Qwen3MoeForCausalLM(config)
 
 
@@ -58,7 +71,9 @@ def check_same(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) 
 
 @MODELS
 @pytest.mark.parametrize("from_config", [False, True])
-def test_a_checkpoint_in_the_hubs_names_is_what_save_pretrained_writes(tmp_path: Path, make: Any, from_config: bool) -> None:
+def test_a_checkpoint_in_the_hubs_names_is_what_save_pretrained_writes(
+    tmp_path: Path, make: Any, from_config: bool
+) -> None:
     model = make()
     model.save_pretrained(tmp_path / "hub")
     uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
@@ -77,7 +92,9 @@ def attach(model: Any) -> Any:
 
 @MODELS
 @pytest.mark.parametrize("max_shard_size", ["50GB", "10KB"], ids=["one file", "many files"])
-def test_a_folder_of_the_hub_loads_into_the_model_in_memory(tmp_path: Path, make: Any, max_shard_size: str) -> None:
+def test_a_folder_of_the_hub_loads_into_the_model_in_memory(
+    tmp_path: Path, make: Any, max_shard_size: str
+) -> None:
     model = make()
     model.save_pretrained(tmp_path / "hub", max_shard_size=max_shard_size)
     other = make(seed=1)
@@ -111,10 +128,15 @@ def test_the_view_written_out_opens_as_the_hubs_and_says_the_same(tmp_path: Path
 def test_master_weights_have_the_hubs_names_too(tmp_path: Path) -> None:
     model = mixtral()
     model.save_pretrained(tmp_path / "hub")
-    uc.save(tmp_path / "ours", model=model, options=uc.SaveOptions(model_dtype="bfloat16", fsync=False))
+    uc.save(
+        tmp_path / "ours", model=model, options=uc.SaveOptions(model_dtype="bfloat16", fsync=False)
+    )
     with open_hub_names(tmp_path / "ours", model=model) as source:
         needed = stored(tmp_path / "hub")
-        check_same({name: view[...] for name, view in source["model"].items()}, {n: t.to(torch.bfloat16) for n, t in needed.items()})
+        check_same(
+            {name: view[...] for name, view in source["model"].items()},
+            {n: t.to(torch.bfloat16) for n, t in needed.items()},
+        )
         masters = {name: view[...] for name, view in source["master_weights"].items()}
         check_same(masters, {name: needed[name] for name in masters})
 
@@ -126,7 +148,10 @@ def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
     gone = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != gone}, file)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with open_model_names(tmp_path / "hub", model=other) as source, pytest.raises(uc.MismatchError) as caught:
+    with (
+        open_model_names(tmp_path / "hub", model=other) as source,
+        pytest.raises(uc.MismatchError) as caught,
+    ):
         uc.load(source, model=other)
     assert caught.value.missing == ("model:model.layers.1.mlp.experts.gate_up_proj",)
     assert "model:model.layers.1.block_sparse_moe.experts.2.w3.weight" in caught.value.unexpected
@@ -138,19 +163,33 @@ def test_a_model_that_has_the_hubs_names_in_memory_is_as_it_is(tmp_path: Path) -
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True))
     uc.save(tmp_path / "ours", model=model, attach=attach(model), options=QUICK)
     with open_hub_names(tmp_path / "ours") as source:
-        check_same({name: view[...] for name, view in source["model"].items()}, stored(tmp_path / "ours"))
+        check_same(
+            {name: view[...] for name, view in source["model"].items()}, stored(tmp_path / "ours")
+        )
         assert torch.equal(source["model"]["lm_head.weight"][...], model.lm_head.weight)
 
 
 def test_what_says_no_model_is_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "ours", model=mixtral(), options=QUICK)
-    with pytest.raises(uc.NotFoundError, match=r"has no config.json, which says what model it is; needed model=\.\.\."):
+    with pytest.raises(
+        uc.NotFoundError,
+        match=r"has no config.json, which says what model it is; needed model=\.\.\.",
+    ):
         open_hub_names(tmp_path / "ours")
     with pytest.raises(uc.NotFoundError, match="there is no such folder"):
         open_model_names(tmp_path / "nothing", model=mixtral())
 
 
 def test_what_the_hub_has_fused_and_memory_apart_is_refused_by_name(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
-    with pytest.raises(uc.FormatError, match=r"Wqkv.weight: transformers .* makes it from NomicBertModel's tensors by more than cutting"):
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
+    with pytest.raises(
+        uc.FormatError,
+        match=r"Wqkv.weight: transformers .* makes it from NomicBertModel's tensors by more than cutting",
+    ):
         hub_tensors(NomicBertModel(NomicBertConfig(**sizes)))

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ConstantLR, CyclicLR, LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
-from unified_ckpt.integrations.hf_scheduler import regrouped
+from unified_ckpt.integrations.transformers.scheduler import regrouped
 
 RATES = {"a": 0.1, "b": 0.1, "c": 0.3}  # by parameter
 
@@ -17,13 +25,25 @@ RATES = {"a": 0.1, "b": 0.1, "c": 0.3}  # by parameter
 def optimizer(*groups: str) -> tuple[torch.optim.Optimizer, dict[int, str], list[dict[str, Any]]]:
     parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in RATES}
     made = torch.optim.SGD(
-        [{"params": [parameters[n] for n in names], "lr": RATES[names[0]] if names else 0.5} for names in groups], momentum=0.9
+        [
+            {"params": [parameters[n] for n in names], "lr": RATES[names[0]] if names else 0.5}
+            for names in groups
+        ],
+        momentum=0.9,
     )
-    return made, {id(p): name for name, p in parameters.items()}, [{"names": list(names)} for names in groups]
+    return (
+        made,
+        {id(p): name for name, p in parameters.items()},
+        [{"names": list(names)} for names in groups],
+    )
 
 
 def sequence(of: torch.optim.Optimizer) -> LRScheduler:
-    return SequentialLR(of, [ConstantLR(of, factor=0.5, total_iters=2), StepLR(of, 2), StepLR(of, 3)], milestones=[2, 5])
+    return SequentialLR(
+        of,
+        [ConstantLR(of, factor=0.5, total_iters=2), StepLR(of, 2), StepLR(of, 3)],
+        milestones=[2, 5],
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,13 +51,19 @@ def sequence(of: torch.optim.Optimizer) -> LRScheduler:
     [
         lambda of: StepLR(of, 2, gamma=0.5),
         lambda of: LambdaLR(of, [lambda step: 0.9**step] * len(of.param_groups)),
-        lambda of: CyclicLR(of, [0.01] * len(of.param_groups), [group["lr"] for group in of.param_groups]),
+        lambda of: CyclicLR(
+            of, [0.01] * len(of.param_groups), [group["lr"] for group in of.param_groups]
+        ),
         sequence,
     ],
     ids=["step", "lambda", "cyclic", "sequence"],
 )
-@pytest.mark.parametrize(("before", "after"), [("ab|c", "a|c|b"), ("c|a|b", "ab|c"), ("ab|c", "c|ab|")])
-def test_each_parameter_goes_on_with_its_own_rate(make: Callable[[Any], LRScheduler], before: str, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [("ab|c", "a|c|b"), ("c|a|b", "ab|c"), ("ab|c", "c|ab|")]
+)
+def test_each_parameter_goes_on_with_its_own_rate(
+    make: Callable[[Any], LRScheduler], before: str, after: str
+) -> None:
     one, _, groups = optimizer(*before.split("|"))
     stopped = make(one)
     for _ in range(3):
@@ -45,7 +71,11 @@ def test_each_parameter_goes_on_with_its_own_rate(make: Callable[[Any], LRSchedu
         stopped.step()
     other, names, _ = optimizer(*after.split("|"))
     resumed = make(other)
-    saved = {n: group for group, told in zip(one.param_groups, groups, strict=True) for n in told["names"]}
+    saved = {
+        n: group
+        for group, told in zip(one.param_groups, groups, strict=True)
+        for n in told["names"]
+    }
     resumed.load_state_dict(regrouped(stopped.state_dict(), other, names, groups))
     for group in other.param_groups:  # a load of the optimizer does so by names
         if group["params"]:
@@ -55,7 +85,11 @@ def test_each_parameter_goes_on_with_its_own_rate(make: Callable[[Any], LRSchedu
             optim.step()
             scheduler.step()
         found = {names[id(p)]: group["lr"] for group in other.param_groups for p in group["params"]}
-        needed = {n: group["lr"] for group, told in zip(one.param_groups, groups, strict=True) for n in told["names"]}
+        needed = {
+            n: group["lr"]
+            for group, told in zip(one.param_groups, groups, strict=True)
+            for n in told["names"]
+        }
         assert found == pytest.approx(needed)
 
 

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers import open_model_names
-from unified_ckpt.runtime.randomness import RandomStates
-from unified_ckpt.sources.huggingface.models import model_of
+from unified_ckpt.runtime.torch_state.rng import RandomStates
+from unified_ckpt.sources.pytorch.parameter_order import model_of
 
 Hostile = Callable[[Path], Any]
 
@@ -49,7 +49,15 @@ def folder(stock: tuple[Trainer, Path], tmp_path: Path) -> Path:
 
 
 def llama(**more: Any) -> LlamaConfig:
-    return LlamaConfig(**{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, **more})
+    return LlamaConfig(
+        **{
+            "vocab_size": 100,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            **more,
+        }
+    )
 
 
 def plain(made: Trainer) -> torch.optim.Optimizer:
@@ -59,20 +67,34 @@ def plain(made: Trainer) -> torch.optim.Optimizer:
 
 def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    return {f"{names[id(p)]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {
+        f"{names[id(p)]}/{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
 
 
 def check_equal(found: dict[str, torch.Tensor], needed: dict[str, torch.Tensor]) -> None:
     assert found.keys() == needed.keys()
-    assert [name for name, tensor in needed.items() if not torch.equal(found[name], tensor) or found[name].dtype != tensor.dtype] == []
+    assert [
+        name
+        for name, tensor in needed.items()
+        if not torch.equal(found[name], tensor) or found[name].dtype != tensor.dtype
+    ] == []
 
 
 def test_weights_and_optimizer_are_the_trainers_by_name(stock: tuple[Trainer, Path]) -> None:
     made, folder = stock
     with uc.open(folder) as source:
         assert (source.format, source.parts, source.step) == ("trainer", ("model", "optimizer"), 4)
-        check_equal({name: view[...] for name, view in source["model"].items()}, dict(made.model.state_dict()))
-        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(made.model, plain(made)))
+        check_equal(
+            {name: view[...] for name, view in source["model"].items()},
+            dict(made.model.state_dict()),
+        )
+        check_equal(
+            {name: view[...] for name, view in source["optimizer"].items()},
+            state_of(made.model, plain(made)),
+        )
         decayed, rest = source.source.said().groups
         assert decayed["options"]["weight_decay"] == 0.1
         assert decayed["options"]["lr"] == plain(made).param_groups[0]["lr"]
@@ -89,7 +111,9 @@ class Loads(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, *_: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any, **__: Any
+    ) -> None:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         optimizer.optimizer.state.clear()
@@ -100,8 +124,15 @@ class Loads(TrainerCallback):
         lr_scheduler.load_state_dict(report.extra["scheduler"])
 
 
-def test_a_trainer_goes_on_with_the_losses_of_one_that_was_not_stopped(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
-    told = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "stock": True, "save_strategy": "no"}
+def test_a_trainer_goes_on_with_the_losses_of_one_that_was_not_stopped(
+    stock: tuple[Trainer, Path], tmp_path: Path
+) -> None:
+    told = {
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "stock": True,
+        "save_strategy": "no",
+    }
     straight = trainer(tmp_path / "straight", **told)
     straight.train()
     resumed = trainer(tmp_path / "resumed", Loads(stock[1]), **told)
@@ -117,10 +148,14 @@ def test_random_states_are_the_ranks(stock: tuple[Trainer, Path]) -> None:
     assert random.getstate() == told["python"]
 
 
-def test_the_next_save_is_unified_and_has_the_same_names(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_the_next_save_is_unified_and_has_the_same_names(
+    stock: tuple[Trainer, Path], tmp_path: Path
+) -> None:
     folder = stock[1]
     net = model()
-    decayed, rest = ([net.get_parameter(name) for name in group] for group in names_of_groups(folder))
+    decayed, rest = (
+        [net.get_parameter(name) for name in group] for group in names_of_groups(folder)
+    )
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest}])
     report = uc.load(folder, model=net, optimizer=optimizer)
     uc.save(tmp_path / "ours", model=net, optimizer=optimizer, step=report.step)
@@ -134,41 +169,76 @@ def names_of_groups(folder: Path) -> list[list[str]]:
         return [list(group["names"]) for group in source.source.said().groups]
 
 
-def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(stock: tuple[Trainer, Path]) -> None:
+def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(
+    stock: tuple[Trainer, Path],
+) -> None:
     """Shapes alike, layers swapped: torch's load_state_dict takes it without a word."""
     net, groups = model(), names_of_groups(stock[1])
     other = {"layers.0": "layers.1", "layers.1": "layers.0"}
-    swapped = [[re.sub("layers.[01]", lambda found: other[found[0]], name) for name in group] for group in groups]
-    optimizer = torch.optim.AdamW([{"params": [net.get_parameter(name) for name in group]} for group in swapped])
-    with pytest.raises(uc.FormatError, match=r"where the optimizer to be filled has .*layers.1.*has .*layers.0.*and both fit"):
+    swapped = [
+        [re.sub("layers.[01]", lambda found: other[found[0]], name) for name in group]
+        for group in groups
+    ]
+    optimizer = torch.optim.AdamW(
+        [{"params": [net.get_parameter(name) for name in group]} for group in swapped]
+    )
+    with pytest.raises(
+        uc.FormatError,
+        match=r"where the optimizer to be filled has .*layers.1.*has .*layers.0.*and both fit",
+    ):
         uc.load(stock[1], model=net, optimizer=optimizer)
     told = uc.SourceOptions(optimizer_order=tuple(map(tuple, groups)))
-    uc.load(stock[1], model=net, optimizer=optimizer, options=uc.LoadOptions(source=told, hyperparameters="current"))
+    uc.load(
+        stock[1],
+        model=net,
+        optimizer=optimizer,
+        options=uc.LoadOptions(source=told, hyperparameters="current"),
+    )
     check_equal(state_of(net, optimizer), state_of(stock[0].model, plain(stock[0])))
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda names: [names[0][1:], names[1]], r"param groups with \[15, 5\] parameters; needed \[16, 5\]"),
+        (
+            lambda names: [names[0][1:], names[1]],
+            r"param groups with \[15, 5\] parameters; needed \[16, 5\]",
+        ),
         (lambda names: [[*names[0][1:], names[0][0]], names[1]], r"do not fit: param group 0"),
-        (lambda names: [["x.weight", *names[0][1:]], names[1]], r"no tensor of the model has(.|\n)*x.weight"),
+        (
+            lambda names: [["x.weight", *names[0][1:]], names[1]],
+            r"no tensor of the model has(.|\n)*x.weight",
+        ),
     ],
 )
-def test_an_order_that_does_not_fit_is_refused(stock: tuple[Trainer, Path], change: Callable[..., Any], text: str) -> None:
+def test_an_order_that_does_not_fit_is_refused(
+    stock: tuple[Trainer, Path], change: Callable[..., Any], text: str
+) -> None:
     order = tuple(map(tuple, change(names_of_groups(stock[1]))))
-    with uc.open(stock[1], options=uc.SourceOptions(optimizer_order=order)) as source, pytest.raises(uc.FormatError, match=text):
+    with (
+        uc.open(stock[1], options=uc.SourceOptions(optimizer_order=order)) as source,
+        pytest.raises(uc.FormatError, match=text),
+    ):
         list(source["optimizer"])
 
 
-def test_without_a_config_the_optimizer_to_be_filled_says_the_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_config_the_optimizer_to_be_filled_says_the_order(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     groups = names_of_groups(folder)
     (folder / "config.json").unlink()
     net = model()
-    with uc.open(folder) as source, pytest.raises(uc.FormatError, match=r"by position(.|\n)*no config.json(.|\n)*pass an optimizer"):
+    with (
+        uc.open(folder) as source,
+        pytest.raises(
+            uc.FormatError, match=r"by position(.|\n)*no config.json(.|\n)*pass an optimizer"
+        ),
+    ):
         list(source["optimizer"])
     uc.load(folder, model=net)
-    optimizer = torch.optim.AdamW([{"params": [net.get_parameter(name) for name in group]} for group in groups])
+    optimizer = torch.optim.AdamW(
+        [{"params": [net.get_parameter(name) for name in group]} for group in groups]
+    )
     uc.load(folder, model=net, optimizer=optimizer)
     assert len(optimizer.state) == 21
     assert main(["inspect", str(folder)]) == 0
@@ -177,13 +247,21 @@ def test_without_a_config_the_optimizer_to_be_filled_says_the_order(folder: Path
     assert "is by position, and of which parameters is not known" in shown
     assert main(["inspect", "--json", str(folder)]) == 0
     assert "no config.json" in json.loads(capsys.readouterr().out)["refused"]["optimizer"]
-    with pytest.raises(uc.FormatError, match=r"the optimizer to be filled: has 1 param group\(s\), the checkpoint 2"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"the optimizer to be filled: has 1 param group\(s\), the checkpoint 2",
+    ):
         uc.load(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 
 def test_another_models_config_does_not_name_it(folder: Path) -> None:
     llama(num_hidden_layers=3, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    with uc.open(folder) as source, pytest.raises(uc.FormatError, match=r"under other names, or in other shapes(.|\n)*layers.2"):
+    with (
+        uc.open(folder) as source,
+        pytest.raises(
+            uc.FormatError, match=r"under other names, or in other shapes(.|\n)*layers.2"
+        ),
+    ):
         list(source["optimizer"])
 
 
@@ -191,19 +269,35 @@ def test_another_models_config_does_not_name_it(folder: Path) -> None:
 def test_a_config_names_a_model_or_nothing_is_called(folder: Path, architecture: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
-    with pytest.raises(uc.CheckpointError, match=r"config.json: (names the architectures|transformers .* makes no model of it)"):
+    with pytest.raises(
+        uc.CheckpointError,
+        match=r"config.json: (names the architectures|transformers .* makes no model of it)",
+    ):
         model_of(folder)
 
 
-@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_act": "none"}, {"num_hidden_layers": "x"}], ids=str)
-def test_a_config_that_makes_no_model_stops_nobody_who_knows_the_order(folder: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 0}, {"hidden_act": "none"}, {"num_hidden_layers": "x"}],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_stops_nobody_who_knows_the_order(
+    folder: Path, change: dict[str, Any]
+) -> None:
     """What transformers raises then may be anything."""
     groups, net = names_of_groups(folder), model()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
-    with uc.open(folder) as source, pytest.raises(uc.FormatError, match=r"config.json: transformers .* makes no model of it: \w+"):
+    with (
+        uc.open(folder) as source,
+        pytest.raises(
+            uc.FormatError, match=r"config.json: transformers .* makes no model of it: \w+"
+        ),
+    ):
         list(source["optimizer"])
-    optimizer = torch.optim.AdamW([{"params": [net.get_parameter(name) for name in group]} for group in groups])
+    optimizer = torch.optim.AdamW(
+        [{"params": [net.get_parameter(name) for name in group]} for group in groups]
+    )
     uc.load(folder, model=net, optimizer=optimizer)
     assert len(optimizer.state) == 21
 
@@ -215,22 +309,39 @@ def test_frozen_embeddings_leave_no_doubt_and_frozen_layers_do(tmp_path: Path) -
     made = trainer(tmp_path / "a", stock=True, net=net, max_steps=1, save_steps=1)
     made.train()
     with uc.open(tmp_path / "a" / "checkpoint-1") as source:
-        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(made.model, plain(made)))
+        check_equal(
+            {name: view[...] for name, view in source["optimizer"].items()},
+            state_of(made.model, plain(made)),
+        )
     net = model()
     net.model.layers[0].requires_grad_(False)
     trainer(tmp_path / "b", stock=True, net=net, max_steps=1, save_steps=1).train()
-    with uc.open(tmp_path / "b" / "checkpoint-1") as source, pytest.raises(uc.FormatError, match="shapes do not tell which"):
+    with (
+        uc.open(tmp_path / "b" / "checkpoint-1") as source,
+        pytest.raises(uc.FormatError, match="shapes do not tell which"),
+    ):
         list(source["optimizer"])
 
 
 def test_tied_weights_are_one_and_adafactor_is_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = llama(num_hidden_layers=1, tie_word_embeddings=True)
-    made = trainer(tmp_path, stock=True, net=LlamaForCausalLM(config), max_steps=1, save_steps=1, optim="adafactor")
+    made = trainer(
+        tmp_path,
+        stock=True,
+        net=LlamaForCausalLM(config),
+        max_steps=1,
+        save_steps=1,
+        optim="adafactor",
+    )
     made.train()
     with uc.open(tmp_path / "checkpoint-1") as source:
         found = {name: view[...] for name, view in source["optimizer"].items()}
-        needed = {name: value for name, value in state_of(made.model, plain(made)).items() if isinstance(value, torch.Tensor)}
+        needed = {
+            name: value
+            for name, value in state_of(made.model, plain(made)).items()
+            if isinstance(value, torch.Tensor)
+        }
         check_equal(found, needed)
         assert "lm_head.weight" not in source["model"]
     net = LlamaForCausalLM(config)
@@ -242,11 +353,15 @@ def test_a_lost_optimizer_is_a_mismatch_not_a_fresh_start(folder: Path) -> None:
     """The stock Trainer resumes with an empty optimizer, without a word."""
     (folder / "optimizer.pt").unlink()
     net = model()
-    with pytest.raises(uc.MismatchError, match=r"optimizer:lm_head.weight: is not in the checkpoint"):
+    with pytest.raises(
+        uc.MismatchError, match=r"optimizer:lm_head.weight: is not in the checkpoint"
+    ):
         uc.load(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
+)
 @pytest.mark.parametrize("keep", [0, 20, 0.5])
 def test_a_file_that_ends_early_is_named(folder: Path, file: str, keep: float) -> None:
     body = (folder / file).read_bytes()
@@ -278,12 +393,19 @@ class Runs:
         return os.system, (f"touch {self._mark}",)
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "pytorch_model.bin"])
-def test_hostile_pickles_are_refused_by_name_and_not_run(folder: Path, tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "pytorch_model.bin"]
+)
+def test_hostile_pickles_are_refused_by_name_and_not_run(
+    folder: Path, tmp_path: Path, file: str
+) -> None:
     if file == "pytorch_model.bin":
         (folder / "model.safetensors").unlink()
     torch.save({"state": {0: Runs(tmp_path / "mark")}, "param_groups": []}, folder / file)
-    with pytest.raises(uc.FormatError, match=rf"{file}(.|\n)*posix\.system"), uc.open(folder) as source:
+    with (
+        pytest.raises(uc.FormatError, match=rf"{file}(.|\n)*posix\.system"),
+        uc.open(folder) as source,
+    ):
         source.rank_extra[0]
     assert not (tmp_path / "mark").exists()
     torch.save(Runs(tmp_path / "mark"), folder / "training_args.bin")  # is never opened
@@ -335,7 +457,9 @@ def test_accelerates_folder_goes_on_bit_for_bit(tmp_path: Path, safe: bool) -> N
     accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
     expected = train(net, optimizer, 3)
     _, other, fresh, scheduler = job(1)
-    report = uc.load(tmp_path / "c", model=other, optimizer=fresh.optimizer, rank_extra=RandomStates())
+    report = uc.load(
+        tmp_path / "c", model=other, optimizer=fresh.optimizer, rank_extra=RandomStates()
+    )
     scheduler.scheduler.load_state_dict(report.extra["scheduler"])
     assert train(other, fresh, 3) == expected
     with uc.open(tmp_path / "c") as source:
@@ -350,7 +474,10 @@ def test_a_compiled_model_has_its_plain_names(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
     accelerator.save_state(str(tmp_path / "c"))
-    assert sorted(load_file(tmp_path / "c" / "model.safetensors")) == ["_orig_mod.bias", "_orig_mod.weight"]
+    assert sorted(load_file(tmp_path / "c" / "model.safetensors")) == [
+        "_orig_mod.bias",
+        "_orig_mod.weight",
+    ]
     with uc.open(tmp_path / "c") as source:
         assert list(source["model"]) == ["bias", "weight"]
 
@@ -359,7 +486,9 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
     def made(seed: int) -> tuple[Accelerator, list[nn.Module], list[Any]]:
         torch.manual_seed(seed)
         nets: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(2, 4)]
-        optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1 * (i + 1)) for i, net in enumerate(nets)]
+        optimizers = [
+            torch.optim.AdamW(net.parameters(), lr=0.1 * (i + 1)) for i, net in enumerate(nets)
+        ]
         accelerator = Accelerator(cpu=True)
         prepared = accelerator.prepare(*nets, *optimizers)
         return accelerator, list(prepared[:2]), list(prepared[2:])
@@ -370,17 +499,27 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
         one.step()
     accelerator.save_state(str(tmp_path / "c"))
     _, others, fresh = made(1)
-    uc.load(tmp_path / "c", model=others[0], parts={"model_1": others[1]}, optimizer=[one.optimizer for one in fresh])
+    uc.load(
+        tmp_path / "c",
+        model=others[0],
+        parts={"model_1": others[1]},
+        optimizer=[one.optimizer for one in fresh],
+    )
     for net, other, optimizer, new in zip(nets, others, optimizers, fresh, strict=True):
         check_equal(dict(other.state_dict()), dict(net.state_dict()))
         check_equal(state_of(other, new.optimizer), state_of(net, optimizer.optimizer))
     assert [one.param_groups[0]["lr"] for one in fresh] == [0.1, 0.2]
 
 
-def save_sharded(folder: Path, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> None:
+def save_sharded(
+    folder: Path, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, form: str
+) -> None:
     """Model and optimizer of this number as Accelerate has them under FSDP: folders, or files of one rank."""
     weights, state = get_state_dict(net, optimizer)
-    for name, told in ((f"pytorch_model_fsdp_{number}", {"model": weights}), (f"optimizer_{number}", {"optimizer": state})):
+    for name, told in (
+        (f"pytorch_model_fsdp_{number}", {"model": weights}),
+        (f"optimizer_{number}", {"optimizer": state}),
+    ):
         if form == "folders":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
@@ -399,14 +538,21 @@ def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
         net(torch.randn(5, 3)).sum().backward()
         optimizer.step()
         save_sharded(tmp_path, number, net, optimizer, "files")
-        torch.save({"torch_manual_seed": torch.get_rng_state()}, tmp_path / f"random_states_{number}.pkl")
+        torch.save(
+            {"torch_manual_seed": torch.get_rng_state()}, tmp_path / f"random_states_{number}.pkl"
+        )
     with uc.open(tmp_path) as source:
         assert source.rank_extra[0] is not None
     one, other = sorted(tmp_path.glob(pattern))
     held = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(held)
-    with pytest.raises(uc.FormatError, match=rf"{one.name}: was written as {other.name}: files were swapped"), uc.open(tmp_path) as source:
+    with (
+        pytest.raises(
+            uc.FormatError, match=rf"{one.name}: was written as {other.name}: files were swapped"
+        ),
+        uc.open(tmp_path) as source,
+    ):
         source.rank_extra[0]
 
 
@@ -417,7 +563,9 @@ def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> Non
     def made(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
         nets: list[nn.Module] = [nn.Linear(3, 3), nn.Linear(3, 3)]
-        return nets, [torch.optim.AdamW(net.parameters(), lr=0.1 * (i + 1)) for i, net in enumerate(nets)]
+        return nets, [
+            torch.optim.AdamW(net.parameters(), lr=0.1 * (i + 1)) for i, net in enumerate(nets)
+        ]
 
     nets, optimizers = made(0)
     nets[1](nets[0](torch.randn(5, 3))).square().sum().backward()
@@ -443,7 +591,10 @@ def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
     for number in range(2):
         save_sharded(tmp_path, number, net, optimizer, "folders")
     shutil.rmtree(tmp_path / "pytorch_model_fsdp_1")
-    with pytest.raises(uc.FormatError, match=r"optimizer_1: has state of parameters that another optimizer of the folder has too"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"optimizer_1: has state of parameters that another optimizer of the folder has too",
+    ):
         uc.open(tmp_path)
 
 
@@ -461,24 +612,35 @@ def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
     assert report.rank_extra is not None
     check_equal(dict(net.state_dict()), dict(made.model.state_dict()))
     check_equal(state_of(net, optimizer), state_of(made.model, plain(made)))
-    with pytest.raises(uc.FormatError, match=r"under other names, or in other shapes(.|\n)*experts"):
+    with pytest.raises(
+        uc.FormatError, match=r"under other names, or in other shapes(.|\n)*experts"
+    ):
         uc.convert(folder, tmp_path / "ours")
 
 
 # converted
 
 
-def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(stock: tuple[Trainer, Path], tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_resumed_as_if_the_callback_had_written_it(
+    stock: tuple[Trainer, Path], tmp_path: Path
+) -> None:
     told = {"weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     straight = trainer(tmp_path / "straight", stock=True, save_strategy="no", **told)
     straight.train()
     report = uc.convert(stock[1], tmp_path / "run" / "checkpoint-4")
-    assert (report.format, report.step, report.tensors) == ("trainer", 4, {"model": 21, "optimizer": 63})
+    assert (report.format, report.step, report.tensors) == (
+        "trainer",
+        4,
+        {"model": 21, "optimizer": 63},
+    )
     assert uc.verify(tmp_path / "run" / "checkpoint-4", deep=True).ok
     resumed = trainer(tmp_path / "run", **told)
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
-    check_equal(dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()), dict(stock[0].model.state_dict()))
+    check_equal(
+        dict(LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()),
+        dict(stock[0].model.state_dict()),
+    )
 
 
 def test_one_of_ours_that_lost_its_manifest_is_no_trainers(tmp_path: Path) -> None:
@@ -488,7 +650,9 @@ def test_one_of_ours_that_lost_its_manifest_is_no_trainers(tmp_path: Path) -> No
         uc.open(tmp_path / "checkpoint-2")
 
 
-def test_an_optimizer_without_names_is_not_converted_nor_left_out(folder: Path, tmp_path: Path) -> None:
+def test_an_optimizer_without_names_is_not_converted_nor_left_out(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(uc.FormatError, match=r"by position(.|\n)*pass an optimizer"):
         uc.convert(folder, tmp_path / "ours")

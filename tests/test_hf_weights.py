@@ -16,7 +16,9 @@ KINDS = ["safetensors", "trainer", "bin"]
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], kind: str, file: str) -> None:
-    save_file(tensors, folder / f"{file}.safetensors") if kind != "bin" else torch.save(tensors, folder / f"pytorch_{file}.bin")
+    save_file(tensors, folder / f"{file}.safetensors") if kind != "bin" else torch.save(
+        tensors, folder / f"pytorch_{file}.bin"
+    )
 
 
 def sharded(folder: Path, tensors: dict[str, torch.Tensor], kind: str) -> dict[str, str]:
@@ -44,7 +46,9 @@ def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_index_left_by_an_older_save_does_not_hide_the_one_file(tmp_path: Path, kind: str) -> None:
+def test_an_index_left_by_an_older_save_does_not_hide_the_one_file(
+    tmp_path: Path, kind: str
+) -> None:
     """`save_pretrained` into a folder that had shards removes these, not their index."""
     for file in sharded(tmp_path / "hf", OLD, kind).values():
         (tmp_path / "hf" / file).unlink()
@@ -57,7 +61,10 @@ def test_weights_of_two_saves_in_one_folder_are_refused(tmp_path: Path, kind: st
     """transformers reads the one file, others go by the index."""
     sharded(tmp_path / "hf", OLD, kind)
     write(tmp_path / "hf", NEW, kind, "model")
-    with pytest.raises(uc.FormatError, match=r"has (pytorch_)?model\.\w+ and, of an index, (pytorch_)?model-00001-of-00002.*: two saves"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"has (pytorch_)?model\.\w+ and, of an index, (pytorch_)?model-00001-of-00002.*: two saves",
+    ):
         uc.open(tmp_path / "hf")
 
 
@@ -68,12 +75,16 @@ def test_an_index_of_the_one_file_is_read_by(tmp_path: Path, kind: str) -> None:
     for file in weight_map.values():
         (tmp_path / "hf" / file).unlink()
     write(tmp_path / "hf", NEW, kind, "model")
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(NEW, index.name.removesuffix(".index.json"))}))
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(NEW, index.name.removesuffix(".index.json"))})
+    )
     check_same(found(tmp_path / "hf"), NEW)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_that_the_index_does_not_list_is_read_from_its_file(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_that_the_index_does_not_list_is_read_from_its_file(
+    tmp_path: Path, kind: str
+) -> None:
     weight_map = sharded(tmp_path / "hf", NEW, kind)
     write(tmp_path / "hf", {"b": NEW["b"], "c": torch.ones(4)}, kind, "model-00002-of-00002")
     assert "c" not in weight_map

@@ -13,24 +13,59 @@ FILE = "model.safetensors.index.json"
 
 
 def test_equals_what_transformers_writes() -> None:
-    weight_map = {"b": "model-00002-of-00002.safetensors", "a": "model-00001-of-00002.safetensors", "é": "model.safetensors"}
-    expected = json.dumps({"metadata": {"total_size": 12}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    weight_map = {
+        "b": "model-00002-of-00002.safetensors",
+        "a": "model-00001-of-00002.safetensors",
+        "é": "model.safetensors",
+    }
+    expected = (
+        json.dumps(
+            {"metadata": {"total_size": 12}, "weight_map": weight_map}, indent=2, sort_keys=True
+        )
+        + "\n"
+    )
     assert encode_index(total_size=12, weight_map=weight_map) == expected.encode()
 
 
-@given(st.integers(0, 2**62), st.dictionaries(st.text(st.characters(codec="utf-8")), st.sampled_from(["a.safetensors", "b.safetensors"])))
+@given(
+    st.integers(0, 2**62),
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8")), st.sampled_from(["a.safetensors", "b.safetensors"])
+    ),
+)
 def test_gives_back_what_was_written(total_size: int, weight_map: dict[str, str]) -> None:
-    assert parse_index(encode_index(total_size=total_size, weight_map=weight_map), file=FILE) == Index(total_size, weight_map)
+    assert parse_index(
+        encode_index(total_size=total_size, weight_map=weight_map), file=FILE
+    ) == Index(total_size, weight_map)
 
 
-@pytest.mark.parametrize("metadata", [{}, {"total_size": None}, {"total_size": "12"}, {"total_size": True}, {"total_size": -1}, [], None])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"total_size": None},
+        {"total_size": "12"},
+        {"total_size": True},
+        {"total_size": -1},
+        [],
+        None,
+    ],
+)
 def test_the_total_size_of_other_writers_may_be_absent(metadata: object) -> None:
-    assert parse_index(json.dumps({"metadata": metadata, "weight_map": {}}).encode(), file=FILE) == Index(None, {})
+    assert parse_index(
+        json.dumps({"metadata": metadata, "weight_map": {}}).encode(), file=FILE
+    ) == Index(None, {})
 
 
 def test_the_total_size_of_other_writers_may_be_a_float() -> None:
-    assert parse_index(b'{"metadata": {"total_size": 12.0}, "weight_map": {}}', file=FILE).total_size == 12
-    assert parse_index(b'{"metadata": {"total_size": NaN}, "weight_map": {}}', file=FILE).total_size is None
+    assert (
+        parse_index(b'{"metadata": {"total_size": 12.0}, "weight_map": {}}', file=FILE).total_size
+        == 12
+    )
+    assert (
+        parse_index(b'{"metadata": {"total_size": NaN}, "weight_map": {}}', file=FILE).total_size
+        is None
+    )
 
 
 @pytest.mark.parametrize("encoded", [b"", b"{", b"\xff", b"[" * 100_000])
@@ -51,7 +86,9 @@ def test_refuses_files_that_are_no_strings(value: object) -> None:
         parse_index(json.dumps({"weight_map": {"w": value}}).encode(), file=FILE)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../x", "a/b", "a\\b", "C:x", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../x", "a/b", "a\\b", "C:x", "a\0b"]
+)
 def test_refuses_files_outside_the_folder(name: str) -> None:
     with pytest.raises(FormatError, match="leads out of the folder"):
         check_file_name(name)

@@ -11,9 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import filled, part_of, where
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.islands import FRAGMENTS, fragment_name, island_rule, origin, parse_fragment, uncovered, without
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
+from unified_ckpt.core.nodes.node_groups import (
+    FRAGMENTS,
+    fragment_name,
+    island_rule,
+    origin,
+    parse_fragment,
+    uncovered,
+    without,
+)
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
 from unified_ckpt.testing import meshes, shardings
 
 SHAPES = st.sampled_from([(), (7,), (0, 3), (5, 1), (16, 12), (9, 7), (3, 4, 6)])
@@ -56,7 +64,9 @@ def copies(case: Case) -> list[list[int]]:
     for rank in case.members:
         position = case.rule.position(rank)
         assert position is not None
-        rest = position - sum(position // cut.stride % cut.size * cut.stride for cut in case.rule.cuts)
+        rest = position - sum(
+            position // cut.stride % cut.size * cut.stride for cut in case.rule.cuts
+        )
         found.setdefault(rest, []).append(rank)
     return list(found.values())
 
@@ -64,7 +74,11 @@ def copies(case: Case) -> list[list[int]]:
 def holds_all_elements(case: Case, ranks: list[int]) -> bool:
     """Whether these ranks have every coordinate of the cuts: then they have all elements, whatever the shape is."""
     positions = [case.rule.position(rank) for rank in ranks]
-    coordinates = {tuple(p // cut.stride % cut.size for cut in case.rule.cuts) for p in positions if p is not None}
+    coordinates = {
+        tuple(p // cut.stride % cut.size for cut in case.rule.cuts)
+        for p in positions
+        if p is not None
+    }
     return len(coordinates) == prod(cut.size for cut in case.rule.cuts)
 
 
@@ -106,11 +120,18 @@ def test_a_part_of_a_copy_is_no_whole() -> None:
 
 def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
     spans = [st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted) for n in shape]
-    return st.tuples(*spans).map(lambda found: Box(tuple(low for low, _ in found), tuple(high - low for low, high in found)))
+    return st.tuples(*spans).map(
+        lambda found: Box(tuple(low for low, _ in found), tuple(high - low for low, high in found))
+    )
 
 
 SIZED = st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple)
-NAMES = st.one_of(st.text(), st.sampled_from(["w", "w/exp_avg", "a@0:1/2", "a@0:4/8,1:2/3", "@", "line\nbreak", "w@0:8/32,"]))
+NAMES = st.one_of(
+    st.text(),
+    st.sampled_from(
+        ["w", "w/exp_avg", "a@0:1/2", "a@0:4/8,1:2/3", "@", "line\nbreak", "w@0:8/32,"]
+    ),
+)
 
 
 @given(st.data(), NAMES, SIZED)
@@ -119,7 +140,9 @@ def test_fragment_names_come_back(data: st.DataObject, fqn: str, shape: tuple[in
     name = fragment_name(fqn, box, shape)
     assert parse_fragment(name) == (fqn, box, shape)
     assert origin(("model" + FRAGMENTS, name)) == ("model", fqn)
-    assert origin(("model", name)) == ("model", name), "a tensor of a part that is no fragments' keeps its name"
+    assert origin(("model", name)) == ("model", name), (
+        "a tensor of a part that is no fragments' keeps its name"
+    )
 
 
 def test_a_fragment_name_in_full() -> None:
@@ -128,7 +151,20 @@ def test_a_fragment_name_in_full() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["w", "w@", "w@1", "w@0:8", "w@0:8/4", "w@8:4/9", "w@0:8/32,", "w@-1:8/32", "w@0:8/32 ", "w@0:08/32", "w@٠:8/32", f"w@0:8/{2**63}"],
+    [
+        "w",
+        "w@",
+        "w@1",
+        "w@0:8",
+        "w@0:8/4",
+        "w@8:4/9",
+        "w@0:8/32,",
+        "w@-1:8/32",
+        "w@0:8/32 ",
+        "w@0:08/32",
+        "w@٠:8/32",
+        f"w@0:8/{2**63}",
+    ],
 )
 def test_what_is_no_fragment_name(name: str) -> None:
     assert parse_fragment(name) is None
@@ -155,7 +191,9 @@ def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 @given(covers())
 @settings(max_examples=600)
-@example(((4,), [Box((0,), (3,)), Box((0,), (1,))]))  # as many elements as the tensor has, and yet a gap
+@example(
+    ((4,), [Box((0,), (3,)), Box((0,), (1,))])
+)  # as many elements as the tensor has, and yet a gap
 @example(((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 2)), Box((1, 2), (2, 2))]))
 @example(((2,), [Box((0,), (1,)), Box((1,), (1,)), Box((1,), (0,))]))
 def test_what_no_box_covers(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
@@ -173,9 +211,13 @@ def test_what_no_box_covers(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
 
 def test_gaps_of_many_machines_are_few_and_found_one_by_one() -> None:
     """Three machines of 2,048 that are away are one gap, not one for each rank or row."""
-    boxes = [Box((4 * m, 100 * t), (4, 100)) for m in range(2048) for t in range(8) if m not in (7, 8, 9)]
+    boxes = [
+        Box((4 * m, 100 * t), (4, 100)) for m in range(2048) for t in range(8) if m not in (7, 8, 9)
+    ]
     assert list(uncovered((8192, 800), boxes)) == [Box((28, 0), (12, 800))]
-    assert next(uncovered((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])) == Box((1, 0), (1, 4))
+    assert next(uncovered((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])) == Box(
+        (1, 0), (1, 4)
+    )
 
 
 @given(st.data(), st.sampled_from([(), (5,), (4, 3), (3, 2, 4)]))

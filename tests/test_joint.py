@@ -12,16 +12,18 @@ import torch
 from machines import SAVE, folder_of, on_machine
 
 import unified_ckpt as uc
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.engine.gather import gather, open_folders
-from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.pieces import JointStorage, file_of
-from unified_ckpt.runtime.comm import Comm, solo
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.engine.nodes.discover import gather, open_folders
+from unified_ckpt.engine.nodes.source import Joint
+from unified_ckpt.engine.nodes.storage import JointStorage, file_of
+from unified_ckpt.runtime.comm.comm import Comm, solo
 from unified_ckpt.testing import run_ranks
 
 WORLD = 4
 FULL = {
-    "rows": torch.arange(1200 * 500, dtype=torch.float32).reshape(1200, 500),  # two blocks, each over two ranks' rows
+    "rows": torch.arange(1200 * 500, dtype=torch.float32).reshape(
+        1200, 500
+    ),  # two blocks, each over two ranks' rows
     "columns": torch.arange(500 * 1200, dtype=torch.float32).reshape(500, 1200),
     "inner": torch.arange(12 * 8 * 5, dtype=torch.float32).reshape(12, 8, 5),
 }
@@ -33,11 +35,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each rank is a machine, and has a quarter of each tensor."""
     root = tmp_path_factory.mktemp("saved")
     layout = uc.Layout(
-        mesh={"dp": WORLD}, rules={n: {"dp": dim} for n, dim in DIMS.items()}, shapes={n: tuple(t.shape) for n, t in FULL.items()}
+        mesh={"dp": WORLD},
+        rules={n: {"dp": dim} for n, dim in DIMS.items()},
+        shapes={n: tuple(t.shape) for n, t in FULL.items()},
     )
 
     def act(comm: Comm) -> None:
-        state = {name: full.chunk(WORLD, DIMS[name])[comm.rank].clone() for name, full in FULL.items()}
+        state = {
+            name: full.chunk(WORLD, DIMS[name])[comm.rank].clone() for name, full in FULL.items()
+        }
         with on_machine(comm, range(WORLD)) as made:
             made.save(folder_of(root, comm.rank), model=state, layout=layout, options=SAVE)
 
@@ -66,7 +72,12 @@ def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(JointStorage, "_fill", counted)
     with joint_of(saved) as joint:
-        for name, first, step, most in (("rows", 7, 500, 5), ("columns", 299, 1200, 2), ("columns", 5, 401, 8), ("inner", 1, 3, 4)):
+        for name, first, step, most in (
+            ("rows", 7, 500, 5),
+            ("columns", 299, 1200, 2),
+            ("columns", 5, 401, 8),
+            ("inner", 1, 3, 4),
+        ):
             line, looked[:] = FULL[name].reshape(-1).numpy(), []
             body = np.zeros(1, np.float32)
             for at in range(first, len(line), step):
@@ -77,6 +88,14 @@ def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_boxes(saved: Path) -> None:
     with joint_of(saved) as joint:
-        for name, box in (("columns", Box((3, 290), (400, 21))), ("inner", Box((2, 1, 1), (9, 6, 3))), ("rows", Box((290, 499), (30, 1)))):
-            spans = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.shape, strict=True))
-            assert joint.read("model", name, box) == FULL[name][spans].contiguous().numpy().tobytes(), name
+        for name, box in (
+            ("columns", Box((3, 290), (400, 21))),
+            ("inner", Box((2, 1, 1), (9, 6, 3))),
+            ("rows", Box((290, 499), (30, 1))),
+        ):
+            spans = tuple(
+                slice(low, low + size) for low, size in zip(box.offsets, box.shape, strict=True)
+            )
+            assert (
+                joint.read("model", name, box) == FULL[name][spans].contiguous().numpy().tobytes()
+            ), name

@@ -10,13 +10,15 @@ import unified_ckpt
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.renames import parse_renames
-from unified_ckpt.sources.json_files import read_object
+from unified_ckpt.sources.files.json import read_object
 
 FILE = "a/b.json"
 ROOT = Path(unified_ckpt.__file__).parent
 
 
-@pytest.mark.parametrize("body", [b'{"a": 1, "a": 1}', b'[{"b": {"c": 1, "a": [], "a": {}}}]', b'{"a": 1, "\\u0061": 2}'])
+@pytest.mark.parametrize(
+    "body", [b'{"a": 1, "a": 1}', b'[{"b": {"c": 1, "a": [], "a": {}}}]', b'{"a": 1, "\\u0061": 2}']
+)
 @pytest.mark.parametrize("constants", [False, True])
 def test_a_key_that_occurs_twice_is_refused(body: bytes, constants: bool) -> None:
     """At any depth, and however it is spelled."""
@@ -24,7 +26,9 @@ def test_a_key_that_occurs_twice_is_refused(body: bytes, constants: bool) -> Non
         parse_json(body, file=FILE, constants=constants)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000, b"1" * 5000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b"[" * 100_000, b"1" * 5000]
+)
 def test_what_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_json(body, file=FILE, constants=True)
@@ -40,7 +44,11 @@ def test_numbers_that_json_lacks_are_for_other_writers(number: bytes) -> None:
 def test_values_are_those_of_json() -> None:
     value = {"a": [1, -2.5, 10**30, "é\ud83d\ude42", None, True], "b": {}}
     body = json.dumps(value).encode()
-    assert parse_json(body, file=FILE) == parse_json(memoryview(body), file=FILE) == parse_json(body.decode(), file=FILE)
+    assert (
+        parse_json(body, file=FILE)
+        == parse_json(memoryview(body), file=FILE)
+        == parse_json(body.decode(), file=FILE)
+    )
     assert parse_json(body, file=FILE) == json.loads(body)
 
 
@@ -60,6 +68,8 @@ def test_nothing_else_parses_the_json_of_files() -> None:
         for folder in ("format", "sources", "exports", "views")
         for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in ("load", "loads") and ast.unparse(node.value) == "json"
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("load", "loads")
+        and ast.unparse(node.value) == "json"
     ]
     assert set(found) == {"format/json_text.py"}

@@ -10,18 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine import kept_places
-from unified_ckpt.engine.kept_places import Places
-from unified_ckpt.engine.source import Catalog, Location
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.nodes import locations
+from unified_ckpt.engine.nodes.locations import Places
+from unified_ckpt.engine.source.protocol import Catalog, Location
 from unified_ckpt.errors import IntegrityError
-from unified_ckpt.runtime.storage import Reader
+from unified_ckpt.runtime.storage.storage import Reader
 
 STORAGE = cast("Reader", object())
 Tensor = tuple[str, int, list[int] | None]  # file, first byte, digests
 TENSORS = st.dictionaries(
     st.tuples(st.text(max_size=3), st.text(max_size=3)),
-    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 2**62), st.none() | st.lists(st.integers(0, 2**64 - 1), max_size=3)),
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 2**62),
+        st.none() | st.lists(st.integers(0, 2**64 - 1), max_size=3),
+    ),
     min_size=1,
 )
 
@@ -51,7 +55,9 @@ def check(tensors: Mapping[Key, Tensor]) -> None:
     folder, found = Shelf(tensors), Places(STORAGE, list(tensors))
     found.prove(folder, list(tensors))
     for key, (file, start, words) in tensors.items():
-        assert (found.location(key) or found.look_up(folder, lambda: list(tensors), key)) == Location(file, start)
+        assert (
+            found.location(key) or found.look_up(folder, lambda: list(tensors), key)
+        ) == Location(file, start)
         told = found.digests(key)
         assert (told is None) == (words is None)
         assert told is None or told.tolist() == words
@@ -65,7 +71,7 @@ def test_answers_are_the_folders(tensors: dict[Key, Tensor]) -> None:
 
 def test_names_that_would_share_a_mark_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a byte: of twenty tensors two share one by nearly every salt but some."""
-    monkeypatch.setattr(kept_places, "_MARK_NBYTES", 1)
+    monkeypatch.setattr(locations, "_MARK_NBYTES", 1)
     check({("model", f"w{i}"): ("a", i, [i]) for i in range(20)})
 
 
@@ -81,7 +87,9 @@ def test_a_tensor_that_is_not_there_is_no_other_tensors_trouble() -> None:
 def test_a_tensor_takes_tens_of_bytes() -> None:
     """A kilobyte for each tensor of each of 2,048 folders is 15 GB a rank."""
     count = 4000
-    tensors: dict[Key, Tensor] = {("model", f"model.layers.{i}.mlp.weight@0:1/8"): ("a", 64 * i, [i]) for i in range(count)}
+    tensors: dict[Key, Tensor] = {
+        ("model", f"model.layers.{i}.mlp.weight@0:1/8"): ("a", 64 * i, [i]) for i in range(count)
+    }
     folder = Shelf(tensors)
     tracemalloc.start()
     try:

@@ -12,14 +12,18 @@ import torch
 from machines import LOAD, NAME, SAVE, folder_of, on_machine
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.staging import Window
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.shared_memory import Window
 from unified_ckpt.testing import run_ranks
 
 MACHINES = [0, 0, 1, 1]
 FULL = torch.arange(400_000.0).reshape(1000, 400)
-LAYOUT = uc.Layout(mesh={"rep": 2, "dp": 2}, rules={"w": {"dp": 1}}, shapes={"w": (1000, 400)})  # tiles, within each machine too
-OPTIONS = SAVE.model_copy(update={"timeout_seconds": 10.0, "write_alignment": 4096, "if_exists": "replace"})
+LAYOUT = uc.Layout(
+    mesh={"rep": 2, "dp": 2}, rules={"w": {"dp": 1}}, shapes={"w": (1000, 400)}
+)  # tiles, within each machine too
+OPTIONS = SAVE.model_copy(
+    update={"timeout_seconds": 10.0, "write_alignment": 4096, "if_exists": "replace"}
+)
 
 
 def place(root: Path, rank: int, shared: bool) -> Path:
@@ -37,7 +41,13 @@ def save_in_turn(root: Path, turns: list[bool]) -> None:
         with on_machine(comm, MACHINES) as made:
             for step, shared in enumerate(turns):
                 path = place(root, comm.rank, shared)
-                made.save(path, model={"w": mine(comm.rank, step)}, layout=LAYOUT, step=step, options=OPTIONS)
+                made.save(
+                    path,
+                    model={"w": mine(comm.rank, step)},
+                    layout=LAYOUT,
+                    step=step,
+                    options=OPTIONS,
+                )
                 target = {"w": torch.zeros(1000, 200)}
                 assert made.load(path, model=target, layout=LAYOUT, options=LOAD).step == step
                 assert torch.equal(target["w"], mine(comm.rank, step)), (step, shared)
@@ -52,7 +62,9 @@ def test_folders_in_turn(tmp_path: Path, turns: str) -> None:
 
 
 @pytest.mark.parametrize("turns", ["ssssi", "iiiis"])
-def test_exchanges_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str) -> None:
+def test_exchanges_are_counted_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+) -> None:
     """A rank that is late to serve its window is waited for, whatever the window's last exchange was."""
     serve, late = Window.serve, [0]
 
@@ -71,7 +83,11 @@ def test_a_plan_is_not_that_of_other_ranks_after_a_save_that_failed(tmp_path: Pa
     """A save to the shared folder is refused before anything is planned; the next one is planned for all ranks, not for a machine's."""
 
     def act(comm: Comm) -> None:
-        what = {"model": {"w": mine(comm.rank, 1)}, "layout": LAYOUT, "options": OPTIONS.model_copy(update={"if_exists": "error"})}
+        what = {
+            "model": {"w": mine(comm.rank, 1)},
+            "layout": LAYOUT,
+            "options": OPTIONS.model_copy(update={"if_exists": "error"}),
+        }
         with on_machine(comm, MACHINES) as made:
             made.save(place(tmp_path, comm.rank, shared=True), **what)
             made.save(place(tmp_path, comm.rank, shared=False), **what)

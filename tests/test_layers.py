@@ -12,19 +12,28 @@ import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.layers import stack_layers, unstack_layers
+from unified_ckpt.views.stack_layers import stack_layers, unstack_layers
 
 QUICK = uc.SaveOptions(fsync=False)
 
 
 def llama(seed: int = 0, layers: int = 4) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=layers, tie_word_embeddings=True, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
+    )
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+def train(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
     losses = []
     for step in range(first, first + count):
         ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
@@ -46,23 +55,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_model_is_stacked_and_comes_back_as_it_was(folder: Path, tmp_path: Path, dim: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with uc.open(folder) as one, uc.open(folder, options=SourceOptions(layers="stacked", layer_dim=dim)) as other:
+def test_a_model_is_stacked_and_comes_back_as_it_was(
+    folder: Path, tmp_path: Path, dim: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        uc.open(folder) as one,
+        uc.open(folder, options=SourceOptions(layers="stacked", layer_dim=dim)) as other,
+    ):
         name = "layers.mlp.up_proj.weight"
-        expected = torch.stack([one["model"][f"model.layers.{i}.mlp.up_proj.weight"][...] for i in range(4)], dim)
+        expected = torch.stack(
+            [one["model"][f"model.layers.{i}.mlp.up_proj.weight"][...] for i in range(4)], dim
+        )
         assert torch.equal(other["model"][f"model.{name}"][...], expected)
-        parts = {part: {name: view[...] for name, view in other[part].items()} for part in other.parts}
+        parts = {
+            part: {name: view[...] for name, view in other[part].items()} for part in other.parts
+        }
         assert "model.layers.input_layernorm.weight/step" in parts["optimizer"]
         (group,) = other.source.said().groups
         assert {f"{fqn}/exp_avg" for fqn in group["names"]} <= parts["optimizer"].keys()
         assert len(parts["model"]) == 1 + 9 + 1
     uc.save(tmp_path / "stacked", **parts, step=2, options=QUICK)
     back = SourceOptions(layers="unstacked", layer_dim=dim)
-    assert main(["diff", str(tmp_path / "stacked"), str(folder), "--layers", "unstacked", "--layer-dim", str(dim), "--deep"]) == 0
+    assert (
+        main(
+            [
+                "diff",
+                str(tmp_path / "stacked"),
+                str(folder),
+                "--layers",
+                "unstacked",
+                "--layer-dim",
+                str(dim),
+                "--deep",
+            ]
+        )
+        == 0
+    )
     assert ", 0 not" in capsys.readouterr().out
 
     model, optimizer = llama(1)
-    uc.load(tmp_path / "stacked", model=model, optimizer=optimizer, options=uc.LoadOptions(source=back))
+    uc.load(
+        tmp_path / "stacked", model=model, optimizer=optimizer, options=uc.LoadOptions(source=back)
+    )
     other_model, other_optimizer = llama(1)
     uc.load(folder, model=other_model, optimizer=other_optimizer)
     assert train(model, optimizer, 2, 2) == train(other_model, other_optimizer, 2, 2)
@@ -74,7 +108,9 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=model, options=QUICK)
     with uc.open(tmp_path / "c") as opened:
         view = stack_layers(opened.source, period=2)
-        assert {name: spec.shape for name, spec in view.specs("model", view.names("model")).items()} == {
+        assert {
+            name: spec.shape for name, spec in view.specs("model", view.names("model")).items()
+        } == {
             "h.0.w": (3, 2, 3),
             "h.1.w": (3, 3, 3),
         }
@@ -82,9 +118,15 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
         assert sorted(again.names("model")) == sorted(model)
         for name, tensor in model.items():
             assert uc.engine.view.SourceView(again)["model"][name][...].equal(tensor)
-        with pytest.raises(FormatError, match="h: has 6 layers; needed a multiple of the period, 4: the last group has 2"):
+        with pytest.raises(
+            FormatError,
+            match="h: has 6 layers; needed a multiple of the period, 4: the last group has 2",
+        ):
             stack_layers(opened.source, period=4)
-        with pytest.raises(FormatError, match=r"model:h.1.w: is F32 of shape \(3, 3\); layer 0 has F32 of shape \(2, 3\)"):
+        with pytest.raises(
+            FormatError,
+            match=r"model:h.1.w: is F32 of shape \(3, 3\); layer 0 has F32 of shape \(2, 3\)",
+        ):
             stack_layers(opened.source)
 
 
@@ -101,22 +143,35 @@ WRONG = [
     ({"h.0.w": (2,), "h.1.w": (2,), "h.1.b": (2,)}, "h.1.b: layer 0 has none"),
     ({"h.0.w": (2,), "h.0.b": (2,), "h.1.w": (2,)}, "h.1.b: is missing; layer 0 has one"),
     ({"h.0.w": (2,), "h.2.w": (2,)}, "h: has layers 0, 2; needed all from 0 on"),
-    ({"h.0.w": (2,), "h.1.w": (3,)}, r"model:h.1.w: is F32 of shape \(3,\); layer 0 has F32 of shape \(2,\)"),
+    (
+        {"h.0.w": (2,), "h.1.w": (3,)},
+        r"model:h.1.w: is F32 of shape \(3,\); layer 0 has F32 of shape \(2,\)",
+    ),
     ({"w": (2,)}, "no tensor has the number of a layer in its name"),
     ({"h.0.w": (2,), "h.w": (2,)}, "model:h.w: becomes the name of model:h.w and of model:h.0.w"),
 ]
 
 
 @pytest.mark.parametrize(("shapes", "text"), WRONG, ids=[text for _, text in WRONG])
-def test_layers_that_are_not_alike_are_refused_by_name(tmp_path: Path, shapes: dict[str, tuple[int, ...]], text: str) -> None:
-    uc.save(tmp_path / "c", model={name: torch.ones(shape) for name, shape in shapes.items()}, options=QUICK)
+def test_layers_that_are_not_alike_are_refused_by_name(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], text: str
+) -> None:
+    uc.save(
+        tmp_path / "c",
+        model={name: torch.ones(shape) for name, shape in shapes.items()},
+        options=QUICK,
+    )
     with pytest.raises(FormatError, match=text):
         uc.open(tmp_path / "c", options=SourceOptions(layers="stacked"))
 
 
 def test_stacks_of_unlike_heights_are_refused_by_name(tmp_path: Path) -> None:
     shapes = {"h.w": (3, 2), "h.v": (3, 2), "h.b": (2, 2), "o": (2,)}
-    uc.save(tmp_path / "c", model={name: torch.ones(shape) for name, shape in shapes.items()}, options=QUICK)
+    uc.save(
+        tmp_path / "c",
+        model={name: torch.ones(shape) for name, shape in shapes.items()},
+        options=QUICK,
+    )
     with pytest.raises(FormatError, match=r"h.b: has 2 layers along dim 0; h has 3"):
         uc.open(tmp_path / "c", options=SourceOptions(layers="unstacked"))
     with pytest.raises(FormatError, match=r"needed a dim 2"):

@@ -11,7 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightnings import OPTIONS, Net, check_same, fit, samples, trainer
 
@@ -20,7 +26,9 @@ from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_
 
 # Lightning's advice about workers, short epochs, and folders that are not empty
 pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b", "ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning:(pytorch_)?lightning"
+    r"ignore::UserWarning:(pytorch_)?lightning\b",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore::DeprecationWarning:(pytorch_)?lightning",
 )
 EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
@@ -37,7 +45,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return fit(out, checkpoints=EVERY), out
 
 
-def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(tmp_path: Path, whole: tuple[Net, Path]) -> None:
+def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(
+    tmp_path: Path, whole: tuple[Net, Path]
+) -> None:
     run, folder = whole
     check_same(run, fit(tmp_path, stock=True, checkpoints=EVERY))
     assert names(folder) == names(tmp_path) == [f"step={step}.ckpt" for step in range(1, 9)]
@@ -47,13 +57,17 @@ def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(tmp_path: Path
         assert source.step == 8
         assert source.parts == ("model", "optimizer")
         weights = run.state_dict()
-        assert all(torch.equal(source["model"][name][...], tensor) for name, tensor in weights.items())
+        assert all(
+            torch.equal(source["model"][name][...], tensor) for name, tensor in weights.items()
+        )
         assert "up.weight/exp_avg" in source["optimizer"]
         assert source.extra["lightning"]["hyper_parameters"] == dict(run.hparams)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_resumed_in_the_middle_of_an_epoch_is_uninterrupted(tmp_path: Path, whole: tuple[Net, Path], step: int) -> None:
+def test_resumed_in_the_middle_of_an_epoch_is_uninterrupted(
+    tmp_path: Path, whole: tuple[Net, Path], step: int
+) -> None:
     resumed = fit(tmp_path, ckpt_path=whole[1] / f"step={step}.ckpt", seed=5)
     assert len(resumed.losses) == 8 - step
     check_same(resumed, whole[0])
@@ -72,26 +86,36 @@ def test_a_checkpoint_of_stock_lightning_is_resumed_by_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("save_last", [True, "link"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_in_the_way_of_the_last_is_kept(tmp_path: Path, save_last: bool | str, kind: str) -> None:
+def test_what_is_in_the_way_of_the_last_is_kept(
+    tmp_path: Path, save_last: bool | str, kind: str
+) -> None:
     """A file of stock Lightning, or a folder of another strategy's."""
     if kind == "folder":
         (tmp_path / "last.ckpt").mkdir()
     mine = tmp_path / ("last.ckpt" if kind == "file" else "last.ckpt/zero.pt")
     mine.write_bytes(b"mine")
-    fit(tmp_path, checkpoints={"save_last": save_last, "enable_version_counter": False}, max_epochs=1)
+    fit(
+        tmp_path,
+        checkpoints={"save_last": save_last, "enable_version_counter": False},
+        max_epochs=1,
+    )
     assert uc.verify(tmp_path / "last.ckpt").ok
     kept = tmp_path / ("last-before-1.ckpt" if kind == "file" else "last.ckpt-before-1/zero.pt")
     assert kept.read_bytes() == b"mine"
 
 
 def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
-    made = trainer(tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4)
+    made = trainer(
+        tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4
+    )
     module = Net(lr=0.5)
     made.fit(module)
     checkpoint = made.checkpoint_callback
     assert isinstance(checkpoint, ModelCheckpoint)
     assert len(checkpoint.best_k_models) == 2
-    assert names(tmp_path) == sorted(["last.ckpt", *(Path(path).name for path in checkpoint.best_k_models)])
+    assert names(tmp_path) == sorted(
+        ["last.ckpt", *(Path(path).name for path in checkpoint.best_k_models)]
+    )
     last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     (found,) = made.test(module, ckpt_path="best", verbose=False)
     assert found["val"] == pytest.approx(float(checkpoint.best_model_score or 0))
@@ -100,8 +124,10 @@ def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, -1])
-def test_a_link_to_the_last_never_leads_nowhere(tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unified_ckpt.integrations import lightning_bound
+def test_a_link_to_the_last_never_leads_nowhere(
+    tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unified_ckpt.integrations.lightning import strategy
 
     targets: list[str] = []
 
@@ -110,8 +136,8 @@ def test_a_link_to_the_last_never_leads_nowhere(tmp_path: Path, keep: int, monke
         targets.append((tmp_path / "last.ckpt").resolve().name)
         assert (tmp_path / "last.ckpt" / "unified_checkpoint.json").is_file()
 
-    stock = lightning_bound.remove_checkpoint
-    monkeypatch.setattr(lightning_bound, "remove_checkpoint", remove)
+    stock = strategy.remove_checkpoint
+    monkeypatch.setattr(strategy, "remove_checkpoint", remove)
     checkpoints = {"save_last": "link", "save_top_k": keep, "every_n_train_steps": 2}
     run = fit(tmp_path, checkpoints=checkpoints)
     assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
@@ -121,7 +147,9 @@ def test_a_link_to_the_last_never_leads_nowhere(tmp_path: Path, keep: int, monke
 
 def test_a_last_checkpoint_replaces_a_link_to_the_last(tmp_path: Path) -> None:
     fit(tmp_path, checkpoints={"save_last": "link"}, max_epochs=1)
-    resumed = fit(tmp_path, ckpt_path="last", checkpoints={"save_last": True, "enable_version_counter": False})
+    resumed = fit(
+        tmp_path, ckpt_path="last", checkpoints={"save_last": True, "enable_version_counter": False}
+    )
     assert len(resumed.losses) == 4
     assert not (tmp_path / "last.ckpt").is_symlink()
     assert [name for name in names(tmp_path) if "before" in name] == []
@@ -135,8 +163,13 @@ def test_weights_only_and_a_resume_without_an_optimizer(tmp_path: Path) -> None:
     assert not any("optimizer" in name for name in names(folder))
     other = Net()
     trainer(tmp_path).validate(other, ckpt_path=folder, verbose=False)
-    assert all(torch.equal(tensor, run.state_dict()[name]) for name, tensor in other.state_dict().items())
-    with pytest.raises(uc.MismatchError, match=r"holds no optimizer, it was saved with save_weights_only; needed a full checkpoint"):
+    assert all(
+        torch.equal(tensor, run.state_dict()[name]) for name, tensor in other.state_dict().items()
+    )
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"holds no optimizer, it was saved with save_weights_only; needed a full checkpoint",
+    ):
         fit(tmp_path, ckpt_path=folder)
 
 
@@ -157,16 +190,21 @@ def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_pa
             return found
 
     with pytest.raises(
-        uc.MismatchError, match=r"holds the state of torch\.optim\.adamw\.AdamW; configure_optimizers gives torch\.optim\.sgd"
+        uc.MismatchError,
+        match=r"holds the state of torch\.optim\.adamw\.AdamW; configure_optimizers gives torch\.optim\.sgd",
     ):
         trainer(tmp_path).fit(Other(), ckpt_path=folder)
-    with pytest.raises(uc.MismatchError, match=r"up\.weight: checkpoint has shape \(16, 8\), target has \(32, 8\)"):
+    with pytest.raises(
+        uc.MismatchError, match=r"up\.weight: checkpoint has shape \(16, 8\), target has \(32, 8\)"
+    ):
         trainer(tmp_path).fit(Net(width=32), ckpt_path=folder)
     renamed = Renamed()
     before = {name: tensor.clone() for name, tensor in renamed.state_dict().items()}
     with pytest.raises(uc.MismatchError, match=r"upper\.weight: is not in the checkpoint"):
         trainer(tmp_path).fit(renamed, ckpt_path=folder)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in renamed.state_dict().items()), "nothing was written"
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in renamed.state_dict().items()
+    ), "nothing was written"
     renamed.strict_loading = False
     with pytest.raises(uc.MismatchError, match=r"optimizer:upper\.weight"):
         trainer(tmp_path).fit(renamed, ckpt_path=folder)
@@ -187,17 +225,27 @@ def test_paths_that_are_no_checkpoint(whole: tuple[Net, Path], tmp_path: Path) -
 
     newest = rf"the newest is {folder}/step=3\.ckpt"
     for run in (tmp_path, tmp_path / "lightning_logs" / "version_0", folder):
-        with pytest.raises(uc.NotFoundError, match=rf"is a run's folder; needed one of its checkpoints, {newest}"):
+        with pytest.raises(
+            uc.NotFoundError, match=rf"is a run's folder; needed one of its checkpoints, {newest}"
+        ):
             refused(run)
-    with pytest.raises(uc.NotFoundError, match=rf"has no valid manifest: it is unfinished.*; the newest beside it is {folder}/step=3"):
+    with pytest.raises(
+        uc.NotFoundError,
+        match=rf"has no valid manifest: it is unfinished.*; the newest beside it is {folder}/step=3",
+    ):
         refused(folder / "step=4.ckpt")
-    with pytest.raises(uc.NotFoundError, match=r"step=9\.ckpt: is not there; needed a checkpoint; the newest beside it is"):
+    with pytest.raises(
+        uc.NotFoundError,
+        match=r"step=9\.ckpt: is not there; needed a checkpoint; the newest beside it is",
+    ):
         refused(folder / "step=9.ckpt")
     with pytest.raises(uc.NotFoundError, match=r"is a link to gone\.ckpt, which is not there"):
         refused(tmp_path / "link.ckpt")
     with pytest.raises(uc.FormatError, match="is a file of another format"):
         refused(tmp_path / "weights.safetensors")
-    with pytest.raises(uc.FormatError, match="is a folder of another format, without Lightning's state"):
+    with pytest.raises(
+        uc.FormatError, match="is a folder of another format, without Lightning's state"
+    ):
         refused(tmp_path / "hub")
     uc.save(tmp_path / "plain", model=Net())
     with pytest.raises(uc.FormatError, match="no Trainer of Lightning wrote it"):
@@ -217,7 +265,9 @@ def test_what_cannot_be_stored_is_named_by_its_key(tmp_path: Path) -> None:
     made = trainer(tmp_path, checkpoints={})
     with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: found"):
         made.fit(Careless())
-    with pytest.raises(uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: found") as caught:
+    with pytest.raises(
+        uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: found"
+    ) as caught:
         trainer(tmp_path, checkpoints={}).fit(Lambda())
     assert "save_hyperparameters(ignore" in caught.value.__notes__[0]
     assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == []
@@ -258,7 +308,9 @@ class Adversaries(Net):
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.up.parameters()), torch.optim.SGD(self.down.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(self.up.parameters()), torch.optim.SGD(
+            self.down.parameters(), lr=0.1, momentum=0.9
+        )
 
     def training_step(self, batch: Any, number: int) -> Any:
         for optimizer in self.optimizers():  # type: ignore[union-attr]
@@ -288,23 +340,37 @@ def test_an_average_of_the_weights_comes_back(tmp_path: Path) -> None:
     class Average(EMAWeightAveraging):
         def on_train_end(self, *arguments: Any) -> None:
             assert self._average_model is not None
-            averages.append({name: tensor.clone() for name, tensor in self._average_model.state_dict().items()})
+            averages.append(
+                {name: tensor.clone() for name, tensor in self._average_model.state_dict().items()}
+            )
             super().on_train_end(*arguments)
 
     net = {"width": 20_000}  # large enough to be a part
-    run = fit(tmp_path, checkpoints=EVERY, callbacks=[Average(decay=0.9)], net=net, limit_train_batches=2)
-    resumed = fit(tmp_path / "other", ckpt_path=tmp_path / "step=3.ckpt", callbacks=[Average(decay=0.9)], net=net, limit_train_batches=2)
+    run = fit(
+        tmp_path, checkpoints=EVERY, callbacks=[Average(decay=0.9)], net=net, limit_train_batches=2
+    )
+    resumed = fit(
+        tmp_path / "other",
+        ckpt_path=tmp_path / "step=3.ckpt",
+        callbacks=[Average(decay=0.9)],
+        net=net,
+        limit_train_batches=2,
+    )
     check_same(resumed, run)
     assert all(torch.equal(averages[1][name], tensor) for name, tensor in averages[0].items())
     with uc.open(tmp_path / "step=3.ckpt") as source:
         assert set(source.parts) == {"model", "optimizer", "current_model_state"}
 
 
-def test_checkpoints_for_a_moment_go_and_others_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_for_a_moment_go_and_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """L#16426: only checkpoints of this library are removed."""
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         made = trainer(
-            tmp_path, checkpoints={"save_last": True}, callbacks=[LearningRateFinder(num_training_steps=3), OnExceptionCheckpoint(tmp_path)]
+            tmp_path,
+            checkpoints={"save_last": True},
+            callbacks=[LearningRateFinder(num_training_steps=3), OnExceptionCheckpoint(tmp_path)],
         )
         made.fit(Net())
         assert names(tmp_path) == ["last.ckpt", "step=8.ckpt"]
@@ -319,7 +385,9 @@ def test_checkpoints_for_a_moment_go_and_others_stay(tmp_path: Path, caplog: pyt
     assert "last.ckpt stays: it is the newest" in caplog.text
 
 
-def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(tmp_path: Path, whole: tuple[Net, Path]) -> None:
+def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
+    tmp_path: Path, whole: tuple[Net, Path]
+) -> None:
     class Broken(Net):
         def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
             if self.global_step == 3:
@@ -342,9 +410,11 @@ def test_a_requeued_job_passes_over_a_save_that_was_cut_short(
     check_same(resumed, whole[0])
 
 
-def test_a_save_that_is_cut_short_leaves_the_older_one(tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_cut_short_leaves_the_older_one(
+    tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L#688: a job that dies while it saves."""
-    from unified_ckpt.engine import commit
+    from unified_ckpt.engine.folder import commit
 
     checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
     publish, count = commit.publish, iter(range(100))
@@ -358,7 +428,10 @@ def test_a_save_that_is_cut_short_leaves_the_older_one(tmp_path: Path, whole: tu
     with pytest.raises(SystemExit):
         fit(tmp_path, checkpoints=checkpoints)
     monkeypatch.undo()
-    assert [name for name in names(tmp_path) if not name.startswith(".")] == ["last.ckpt", "step=4.ckpt"]
+    assert [name for name in names(tmp_path) if not name.startswith(".")] == [
+        "last.ckpt",
+        "step=4.ckpt",
+    ]
     with uc.open(tmp_path / "last.ckpt") as source:
         assert source.step == 2
     check_same(fit(tmp_path, ckpt_path="last", checkpoints=checkpoints), whole[0])
@@ -372,7 +445,10 @@ def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
 
     made = trainer(tmp_path, stock=True)
     made._accelerator_connector.strategy = FSDPStrategy()
-    with pytest.raises(uc.LayoutError, match=r"FSDPStrategy is not saved by this version; needed ModelParallelStrategy"):
+    with pytest.raises(
+        uc.LayoutError,
+        match=r"FSDPStrategy is not saved by this version; needed ModelParallelStrategy",
+    ):
         callback.setup(made, Net(), "fit")
     for name in ("DeepSpeedStrategy", "SingleDeviceXLAStrategy"):
         made._accelerator_connector.strategy = type(name, (), {"save_checkpoint": None})()
@@ -389,15 +465,27 @@ def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_resume_and_module_from_a_save_without_the_model(tmp_path: Path) -> None:
     """Weights come from the masters that `model_dtype` keeps, and the tensors beside them."""
-    options = OPTIONS.model_copy(update={"model_dtype": "bfloat16", "parts": ("master_weights", "optimizer")})
-    made = trainer(tmp_path, stock=True, callbacks=[UnifiedCheckpointCallback(save_options=options)], max_epochs=1)
+    options = OPTIONS.model_copy(
+        update={"model_dtype": "bfloat16", "parts": ("master_weights", "optimizer")}
+    )
+    made = trainer(
+        tmp_path,
+        stock=True,
+        callbacks=[UnifiedCheckpointCallback(save_options=options)],
+        max_epochs=1,
+    )
     run = Net(dropout=0.0)
     made.fit(run)
     made.save_checkpoint(tmp_path / "mine")
     assert not list((tmp_path / "mine").glob("model.safetensors*"))
     weights = {name: tensor.clone() for name, tensor in run.state_dict().items()}
-    for found in (load_from_checkpoint(Net, tmp_path / "mine"), fit(tmp_path, max_epochs=1, ckpt_path=tmp_path / "mine")):
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items())
+    for found in (
+        load_from_checkpoint(Net, tmp_path / "mine"),
+        fit(tmp_path, max_epochs=1, ckpt_path=tmp_path / "mine"),
+    ):
+        assert all(
+            torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items()
+        )
 
 
 def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[Net, Path]) -> None:
@@ -407,7 +495,9 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
     made.save_checkpoint(tmp_path / "mine")
     found = load_from_checkpoint(Net, tmp_path / "mine")
     assert found.hparams["width"] == 24
-    assert all(torch.equal(tensor, run.state_dict()[name]) for name, tensor in found.state_dict().items())
+    assert all(
+        torch.equal(tensor, run.state_dict()[name]) for name, tensor in found.state_dict().items()
+    )
     assert load_from_checkpoint(Net, tmp_path / "mine", lr=3.0).hparams["lr"] == 3.0
     with pytest.raises(RuntimeError, match="size mismatch"):
         load_from_checkpoint(Net, tmp_path / "mine", width=8)
@@ -448,17 +538,27 @@ class Shards(pl.LightningDataModule):
 
 def test_datamodules_and_other_callbacks_come_back(tmp_path: Path) -> None:
     def run(out: Path, **more: Any) -> tuple[Shards, EarlyStopping]:
-        module, data, stopping = Net(), Shards(), EarlyStopping("loss", patience=5, check_on_train_epoch_end=True)
-        trainer(out, checkpoints=EPOCHS, callbacks=[stopping], **more.pop("trainer", {})).fit(module, datamodule=data, **more)
+        module, data, stopping = (
+            Net(),
+            Shards(),
+            EarlyStopping("loss", patience=5, check_on_train_epoch_end=True),
+        )
+        trainer(out, checkpoints=EPOCHS, callbacks=[stopping], **more.pop("trainer", {})).fit(
+            module, datamodule=data, **more
+        )
         return data, stopping
 
     first, before = run(tmp_path)
-    second, after = run(tmp_path / "other", ckpt_path=tmp_path / "step=8.ckpt", trainer={"max_epochs": 2})
+    second, after = run(
+        tmp_path / "other", ckpt_path=tmp_path / "step=8.ckpt", trainer={"max_epochs": 2}
+    )
     assert (first.shard, second.shard) == (1, 11)
     assert after.state_dict() == before.state_dict()
 
 
-def test_a_resume_that_failed_leaves_nothing_to_the_next_run(whole: tuple[Net, Path], tmp_path: Path) -> None:
+def test_a_resume_that_failed_leaves_nothing_to_the_next_run(
+    whole: tuple[Net, Path], tmp_path: Path
+) -> None:
     class Fails(Net):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             raise RuntimeError("not today")

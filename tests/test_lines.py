@@ -6,11 +6,17 @@ import numpy as np
 from hypothesis import given
 from oracles import World, coordinates_of, part_of, row, where, worlds
 
-from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.lines import SMALL_NBYTES, inner_boxes, manner, part_nbytes, segments
-from unified_ckpt.core.sharding import Cut, Sharding
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.planning.slabs import (
+    SMALL_NBYTES,
+    inner_boxes,
+    manner,
+    part_nbytes,
+    segments,
+)
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.shardings import Cut, Sharding
 
 
 def how(one: Row) -> tuple[tuple[int, ...], int, int, bool]:
@@ -24,7 +30,9 @@ def test_a_whole_copy_is_shared_at_any_element() -> None:
 
 def test_a_leading_dim_is_moved_alone_however_short_its_runs() -> None:
     assert how(row((4096, 16), Cut(0, 4096, 1))) == ((0,), 2, 4, False)
-    assert how(row((1, 4096, 16), Cut(1, 4096, 1))) == ((1,), 3, 4, False), "dims of one before it do not count"
+    assert how(row((1, 4096, 16), Cut(1, 4096, 1))) == ((1,), 3, 4, False), (
+        "dims of one before it do not count"
+    )
 
 
 def test_short_runs_of_an_inner_dim_are_exchanged_by_lines() -> None:
@@ -34,7 +42,12 @@ def test_short_runs_of_an_inner_dim_are_exchanged_by_lines() -> None:
 
 def test_long_runs_of_an_inner_dim_are_moved_alone() -> None:
     assert how(row((4, 8, SMALL_NBYTES // 4), Cut(1, 8, 1))) == ((1,), 3, 4, False)
-    assert how(row((4, 8, SMALL_NBYTES // 4 - 1), Cut(1, 8, 1))) == ((), 1, 8 * (SMALL_NBYTES // 4 - 1) * 4, True)
+    assert how(row((4, 8, SMALL_NBYTES // 4 - 1), Cut(1, 8, 1))) == (
+        (),
+        1,
+        8 * (SMALL_NBYTES // 4 - 1) * 4,
+        True,
+    )
 
 
 def test_only_the_inner_of_two_cut_dims_is_exchanged() -> None:
@@ -78,10 +91,17 @@ def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None
     if not prod(shape):
         return
     for outer_at in {found.outer.coordinates(p) for p in world.holders}:
-        outer_shape = [sum(b - a for a, b in found.outer.intervals(d, n, outer_at)) for d, n in enumerate(shape)]
+        outer_shape = [
+            sum(b - a for a, b in found.outer.intervals(d, n, outer_at))
+            for d, n in enumerate(shape)
+        ]
         lines = np.zeros((prod(outer_shape[: found.split]), *shape[found.split :]), dtype=int)
         for coordinates in coordinates_of(one.sharding):
-            own = tuple(c for cut, c in zip(one.sharding.cuts, coordinates, strict=True) if cut in found.outer.cuts)
+            own = tuple(
+                c
+                for cut, c in zip(one.sharding.cuts, coordinates, strict=True)
+                if cut in found.outer.cuts
+            )
             if own != outer_at:
                 continue
             for in_line, in_local in inner_boxes(shape, one.sharding, coordinates, found.split):
@@ -92,5 +112,10 @@ def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None
 
 def test_inner_boxes_of_an_interleaved_dim() -> None:
     sharding = Sharding((Cut(1, 2, 1, 2),))
-    assert inner_boxes((4, 8), sharding, (1,), 1) == ((Box((2,), (2,)), Box((0,), (2,))), (Box((6,), (2,)), Box((2,), (2,))))
-    assert inner_boxes((4, 8), sharding, (1,), 2) == ((Box((), ()), Box((), ())),), "a line of one element"
+    assert inner_boxes((4, 8), sharding, (1,), 1) == (
+        (Box((2,), (2,)), Box((0,), (2,))),
+        (Box((6,), (2,)), Box((2,), (2,))),
+    )
+    assert inner_boxes((4, 8), sharding, (1,), 2) == ((Box((), ()), Box((), ())),), (
+        "a line of one element"
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
 
@@ -37,19 +37,31 @@ def made(seed: int) -> tuple[Net, torch.optim.Optimizer]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     net, optimizer = made(0)
-    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net}, options=uc.SaveOptions(fsync=False))
+    uc.save(
+        tmp_path / "c",
+        model=net,
+        optimizer=optimizer,
+        parts={"ema": net},
+        options=uc.SaveOptions(fsync=False),
+    )
     return tmp_path / "c"
 
 
 def test_the_optimizer_alone_while_the_model_tells_its_names(folder: Path) -> None:
     (saved, saved_optimizer), (net, optimizer) = made(0), made(1)
     before = net.weight.detach().clone()
-    report = uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimizer",)))
+    report = uc.load(
+        folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimizer",))
+    )
     assert torch.equal(net.weight, before)
     assert net.note == "of 1"
-    assert torch.equal(optimizer.state[net.weight]["exp_avg"], saved_optimizer.state[saved.weight]["exp_avg"])
+    assert torch.equal(
+        optimizer.state[net.weight]["exp_avg"], saved_optimizer.state[saved.weight]["exp_avg"]
+    )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert report.bytes_read == sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert report.bytes_read == sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values()
+    )
     assert report.missing == report.unexpected == ()
 
 
@@ -73,7 +85,10 @@ def test_a_further_part_alone(folder: Path) -> None:
 
 def test_a_part_without_a_target_is_an_error_not_an_empty_load(folder: Path) -> None:
     net, optimizer = made(1)
-    with pytest.raises(uc.LayoutError, match="'optimzer' has no target in this load; needed some of model, optimizer"):
+    with pytest.raises(
+        uc.LayoutError,
+        match="'optimzer' has no target in this load; needed some of model, optimizer",
+    ):
         uc.load(folder, model=net, optimizer=optimizer, options=uc.LoadOptions(parts=("optimzer",)))
 
 
@@ -90,24 +105,42 @@ def test_what_nobody_took_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO")
     net, optimizer = made(0)
     objects = {"plan": [Scheduler()], "note": "plain"}
-    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net}, extra=objects, rank_extra={"loader": Scheduler()})
+    uc.save(
+        tmp_path / "c",
+        model=net,
+        optimizer=optimizer,
+        parts={"ema": net},
+        extra=objects,
+        rank_extra={"loader": Scheduler()},
+    )
     every = ("ema", "extra:plan[0]", "rank_extra:loader")
     report = uc.load(tmp_path / "c", model=net, optimizer=optimizer)
     assert (report.unused, report.extra["note"]) == (every, "plain")
     (record,) = [one for one in caplog.records if "nothing took" in one.message]
-    assert (record.levelname, f"nothing took {', '.join(every)}, which" in record.message) == ("WARNING", True)
+    assert (record.levelname, f"nothing took {', '.join(every)}, which" in record.message) == (
+        "WARNING",
+        True,
+    )
     caplog.clear()
     assert uc.load(tmp_path / "c", model=net).unused == ("ema", "optimizer", *every[1:])
     assert [one.levelname for one in caplog.records if "nothing took" in one.message] == ["INFO"]
-    more: dict[str, Any] = {"parts": {"ema": net}, "extra": objects, "rank_extra": {"loader": Scheduler()}}
+    more: dict[str, Any] = {
+        "parts": {"ema": net},
+        "extra": objects,
+        "rank_extra": {"loader": Scheduler()},
+    }
     assert uc.load(tmp_path / "c", model=net, optimizer=optimizer, **more).unused == ()
     chosen = uc.LoadOptions(parts=("model",))
-    assert uc.load(tmp_path / "c", model=net, optimizer=optimizer, **more, options=chosen).unused == ("ema", "optimizer")
+    assert uc.load(
+        tmp_path / "c", model=net, optimizer=optimizer, **more, options=chosen
+    ).unused == ("ema", "optimizer")
     uc.convert(tmp_path / "c", tmp_path / "d")
     assert uc.load(tmp_path / "d", model=net, optimizer=optimizer).unused == every
 
 
-def test_a_load_that_is_not_strict_warns_of_what_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_is_not_strict_warns_of_what_stays(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = [f"w{number}" for number in range(100)]
     target = {"weight": torch.zeros(9, 8), **{name: torch.zeros(2) for name in names}}
     report = uc.load(folder, model=target, strict=False)
@@ -126,7 +159,14 @@ def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool)
     masters = {name: torch.full((4,), 1.001) for name in names}
     moments = {f"{name}/exp_avg": torch.ones(4) for name in names}
     objects = {"plan": Scheduler(), "other": Scheduler()}
-    uc.save(tmp_path / "c", model=model, optimizer=moments, master_weights=masters, parts={"ema": model}, extra=objects)
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer=moments,
+        master_weights=masters,
+        parts={"ema": model},
+        extra=objects,
+    )
 
     def act(comm: Comm) -> tuple[str, ...] | str:
         own = {"a" if comm.rank == 0 or not shared else "b": torch.zeros(4)}

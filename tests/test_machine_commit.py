@@ -15,19 +15,25 @@ from machines import LOAD, NAME, SAVE, fine, folder_of, keys_in_store, on_machin
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import lands as lands_module
-from unified_ckpt.engine import save as save_module
+from unified_ckpt.engine.save import probe_topology as lands_module
+from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
 pytestmark = pytest.mark.slow  # minutes
 
 MACHINES = [0, 0, 1, 1]
-FULL = {"w": torch.arange(500 * 90, dtype=torch.float32).reshape(500, 90), "o": torch.arange(900.0).reshape(30, 30), "b": torch.arange(5.0)}
-LAYOUT = uc.Layout(mesh={"dp": 4}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes={"w": (500, 90), "o": (30, 30)})
+FULL = {
+    "w": torch.arange(500 * 90, dtype=torch.float32).reshape(500, 90),
+    "o": torch.arange(900.0).reshape(30, 30),
+    "b": torch.arange(5.0),
+}
+LAYOUT = uc.Layout(
+    mesh={"dp": 4}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes={"w": (500, 90), "o": (30, 30)}
+)
 QUICK = SAVE.model_copy(update={"timeout_seconds": 10.0})
 REPLACE = QUICK.model_copy(update={"if_exists": "replace"})
 Storages = Callable[[int, str], LocalStorage]  # by machine and folder
@@ -40,11 +46,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
     whole = {name: tensor + step for name, tensor in FULL.items()}
-    return {"w": whole["w"].chunk(4)[rank].clone(), "o": whole["o"].chunk(4, 1)[rank].clone(), "b": whole["b"]}
+    return {
+        "w": whole["w"].chunk(4)[rank].clone(),
+        "o": whole["o"].chunk(4, 1)[rank].clone(),
+        "b": whole["b"],
+    }
 
 
 def save(
-    root: Path, step: int, *, storages: Storages | None = None, background: bool = False, name: str = NAME, **what: object
+    root: Path,
+    step: int,
+    *,
+    storages: Storages | None = None,
+    background: bool = False,
+    name: str = NAME,
+    **what: object,
 ) -> list[uc.SaveReport | BaseException]:
     def act(comm: Comm) -> uc.SaveReport:
         machine = MACHINES[comm.rank]
@@ -69,9 +85,16 @@ def load_all(root: Path, name: str) -> list[int | BaseException]:
     """The step that each of four ranks loads, all of it."""
 
     def act(comm: Comm) -> int:
-        target = {key: torch.full_like(tensor, -1) for key, tensor in contents(0, comm.rank).items()}
+        target = {
+            key: torch.full_like(tensor, -1) for key, tensor in contents(0, comm.rank).items()
+        }
         with on_machine(comm, MACHINES) as made:
-            report = made.load(folder_of(root, MACHINES[comm.rank]).with_name(name), model=target, layout=LAYOUT, options=LOAD)
+            report = made.load(
+                folder_of(root, MACHINES[comm.rank]).with_name(name),
+                model=target,
+                layout=LAYOUT,
+                options=LOAD,
+            )
         assert report.step is not None
         assert report.extra == {"step": report.step}
         assert report.rank_extra == (comm.rank, report.step)
@@ -93,7 +116,13 @@ def left(root: Path) -> dict[int, list[str]]:
 
 
 def stop_everywhere(
-    tmp_path: Path, check: Callable[[Path], None], *, where: Sequence[int], exists: bool, options: uc.SaveOptions, every: int
+    tmp_path: Path,
+    check: Callable[[Path], None],
+    *,
+    where: Sequence[int],
+    exists: bool,
+    options: uc.SaveOptions,
+    every: int,
 ) -> None:
     """Saves step 2 again and again, its storage stopped on the machines `where` at an operation: each of the last, where names change, and
     one in `every` of those before."""
@@ -112,7 +141,9 @@ def stop_everywhere(
         shutil.copytree(start, root)
         found = save(root, 2, storages=faulty(where, fuse), options=options)
         assert fuse.blown
-        assert all(isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found), found
+        assert all(
+            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+        ), found
         if any(isinstance(one, uc.SaveReport) for one in found):
             assert loads(root) == 2, "a rank has said that it is there"
         check(root)
@@ -120,7 +151,9 @@ def stop_everywhere(
 
 
 def faulty(where: Sequence[int], fuse: Fuse) -> Storages:
-    return lambda machine, place: FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
+    return lambda machine, place: (
+        FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
+    )
 
 
 WHERE = [pytest.param([1], id="one machine"), pytest.param([0, 1], id="all")]
@@ -129,7 +162,9 @@ EVERY = [20, pytest.param(1, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("where", WHERE)
-def test_a_crash_while_a_checkpoint_is_replaced(tmp_path: Path, where: list[int], every: int) -> None:
+def test_a_crash_while_a_checkpoint_is_replaced(
+    tmp_path: Path, where: list[int], every: int
+) -> None:
     """The older one or the newer one is there as a whole, and the next save gets through."""
     seen = set[int]()
 
@@ -144,12 +179,17 @@ def test_a_crash_while_a_checkpoint_is_replaced(tmp_path: Path, where: list[int]
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("where", WHERE)
-def test_a_crash_while_a_new_checkpoint_is_made(tmp_path: Path, where: list[int], every: int) -> None:
+def test_a_crash_while_a_new_checkpoint_is_made(
+    tmp_path: Path, where: list[int], every: int
+) -> None:
     def check(root: Path) -> None:
         assert loads(root, name="other") == 1
         found = load_all(root, NAME)
         if any(isinstance(one, BaseException) for one in found):
-            assert all(isinstance(one, uc.NotFoundError | uc.IncompleteError | uc.FormatError) for one in found), found
+            assert all(
+                isinstance(one, uc.NotFoundError | uc.IncompleteError | uc.FormatError)
+                for one in found
+            ), found
         else:
             assert set(found) == {2}
         fine(save(root, 3, options=REPLACE))
@@ -170,7 +210,9 @@ def test_a_disk_that_is_full_on_one_machine(tmp_path: Path, machine: int, backgr
     fine(save(tmp_path, 1))
     before, number = left(tmp_path), 0
     while True:
-        found = save(tmp_path, 2, storages=full_at(number, machine), options=REPLACE, background=background)
+        found = save(
+            tmp_path, 2, storages=full_at(number, machine), options=REPLACE, background=background
+        )
         if not any(isinstance(one, BaseException) for one in found):
             break
         same_error(found, uc.StorageError, "No space left on device")
@@ -214,11 +256,18 @@ class TwoRenames(LocalStorage):
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("other", [LocalStorage, TwoRenames])
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_name_that_one_machine_cannot_give(tmp_path: Path, machine: int, other: type[LocalStorage], exists: bool) -> None:
+def test_a_name_that_one_machine_cannot_give(
+    tmp_path: Path, machine: int, other: type[LocalStorage], exists: bool
+) -> None:
     """The other one has given it already, and takes it back."""
     fine(save(tmp_path, 1, name=NAME if exists else "other"))
     before = left(tmp_path)
-    found = save(tmp_path, 2, storages=lambda at, place: (Stuck if at == machine else other)(place), options=REPLACE)
+    found = save(
+        tmp_path,
+        2,
+        storages=lambda at, place: (Stuck if at == machine else other)(place),
+        options=REPLACE,
+    )
     same_error(found, uc.StorageError, "Input/output error")
     assert left(tmp_path) == before
     assert loads(tmp_path, name=NAME if exists else "other") == 1
@@ -254,7 +303,9 @@ def test_an_error_before_the_begin_on_one_machine(tmp_path: Path) -> None:
     fine(save(tmp_path, 1))
     folder = folder_of(tmp_path, 1)
     folder.rename(folder.with_name(f".replaced-{'0' * 16}-{NAME}"))
-    error = same_error(save(tmp_path, 2), uc.StorageError, "an interrupted replacement|not on every machine")
+    error = same_error(
+        save(tmp_path, 2), uc.StorageError, "an interrupted replacement|not on every machine"
+    )
     assert "did not" not in str(error)
 
 
@@ -283,7 +334,15 @@ def test_attach_extra_and_metrics(tmp_path: Path, background: bool) -> None:
             "copies": [],
         }
         assert uc.verify(folder, deep=True).ok
-    assert len({json.loads((folder_of(tmp_path, m) / names.MANIFEST).read_text())["save_id"] for m in (0, 1)}) == 1
+    assert (
+        len(
+            {
+                json.loads((folder_of(tmp_path, m) / names.MANIFEST).read_text())["save_id"]
+                for m in (0, 1)
+            }
+        )
+        == 1
+    )
     assert loads(tmp_path) == 4
 
 
@@ -295,7 +354,11 @@ def test_an_attach_that_fails_on_one_machine(tmp_path: Path) -> None:
         if "machine-1" in folder:
             raise ValueError("no config today")
 
-    same_error(save(tmp_path, 2, attach=attach, options=REPLACE), uc.RankError, "ValueError: no config today")
+    same_error(
+        save(tmp_path, 2, attach=attach, options=REPLACE),
+        uc.RankError,
+        "ValueError: no config today",
+    )
     assert left(tmp_path) == before
     assert loads(tmp_path) == 1
 
@@ -304,7 +367,9 @@ def test_an_attach_that_fails_on_one_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_second_save_plans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+def test_the_second_save_plans_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
     counts = {"plan": 0, "rules": 0, "find": 0}
 
     def counted(module: object, attribute: str, name: str) -> None:
@@ -326,9 +391,13 @@ def test_the_second_save_plans_nothing(tmp_path: Path, monkeypatch: pytest.Monke
                 state = contents(turn, comm.rank)
                 place = folder_of(tmp_path, MACHINES[comm.rank])
                 if background:
-                    made.save_async(place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn).result(60)
+                    made.save_async(
+                        place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn
+                    ).result(60)
                 else:
-                    made.save(place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn)
+                    made.save(
+                        place, model=state, layout=LAYOUT, step=turn, options=REPLACE, extra=turn
+                    )
                 if turn in (5, 29):
                     keys.append(keys_in_store(comm))
         return keys
@@ -345,9 +414,13 @@ def test_another_layout_and_back(tmp_path: Path) -> None:
         place = folder_of(tmp_path, MACHINES[comm.rank])
         with on_machine(comm, MACHINES) as made:
             for step, keys in enumerate([("w", "o", "b"), ("b",), ("w", "b"), ("w", "o", "b")]):
-                state = {key: tensor for key, tensor in contents(step, comm.rank).items() if key in keys}
+                state = {
+                    key: tensor for key, tensor in contents(step, comm.rank).items() if key in keys
+                }
                 layout = uc.Layout(
-                    mesh={"dp": 4}, rules={k: {"dp": int(k == "o")} for k in keys if k != "b"}, shapes={"w": (500, 90), "o": (30, 30)}
+                    mesh={"dp": 4},
+                    rules={k: {"dp": int(k == "o")} for k in keys if k != "b"},
+                    shapes={"w": (500, 90), "o": (30, 30)},
                 )
                 made.save(place, model=state, layout=layout, step=step, options=REPLACE)
                 target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
@@ -366,9 +439,15 @@ def test_save_and_load_by_one_checkpointer_in_turns(tmp_path: Path) -> None:
             for step in range(6):
                 state = contents(step, comm.rank)
                 made.save(place, model=state, layout=LAYOUT, step=step, options=REPLACE)
-                target = {key: torch.zeros(shape) for key, shape in (("w", (500, 90)), ("o", (30, 30)), ("b", (5,)))}
+                target = {
+                    key: torch.zeros(shape)
+                    for key, shape in (("w", (500, 90)), ("o", (30, 30)), ("b", (5,)))
+                }
                 made.load(place, model=target, options=LOAD)
-                assert all(torch.equal(target[key], FULL[key] + step) for key in FULL), (step, comm.rank)
+                assert all(torch.equal(target[key], FULL[key] + step) for key in FULL), (
+                    step,
+                    comm.rank,
+                )
 
     run_ranks(4, act)
 
@@ -387,7 +466,9 @@ def test_lazy_saves(tmp_path: Path) -> None:
                 net(torch.ones(2, 400)).sum().backward()
                 optimizer.step()
                 expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-                pending = made.save_async(place, model=net, optimizer=optimizer, step=step, options=REPLACE, lazy=True)
+                pending = made.save_async(
+                    place, model=net, optimizer=optimizer, step=step, options=REPLACE, lazy=True
+                )
                 net(torch.ones(2, 400)).sum().backward()
                 optimizer.step()
                 assert pending.staged()
@@ -423,7 +504,11 @@ def test_ranks_of_one_machine_with_different_folders(tmp_path: Path) -> None:
         with on_machine(comm, [0, 1, 1]) as made:
             made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=QUICK)
 
-    same_error(try_ranks(3, act), uc.StorageError, "this rank does not see the folder that rank 1 of its machine sees")
+    same_error(
+        try_ranks(3, act),
+        uc.StorageError,
+        "this rank does not see the folder that rank 1 of its machine sees",
+    )
     assert [os.listdir(folder_of(tmp_path, machine).parent) for machine in range(3)] == [[], [], []]
 
 

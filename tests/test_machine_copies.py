@@ -14,22 +14,42 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import LOAD, NAME, SAVE, Paths, fine, folder_of, keys_in_store, load_case, on_machine, states
+from machines import (
+    LOAD,
+    NAME,
+    SAVE,
+    Paths,
+    fine,
+    folder_of,
+    keys_in_store,
+    load_case,
+    on_machine,
+    states,
+)
 from refusals import same_error
 from test_machine_commit import FULL, REPLACE, faulty, full_at, left, loads, save
-from test_machines import FEW, FUNCTION_FIXTURE, LAYOUTS, Arrangement, arranged, case_of, places, scattered
+from test_machines import (
+    FEW,
+    FUNCTION_FIXTURE,
+    LAYOUTS,
+    Arrangement,
+    arranged,
+    case_of,
+    places,
+    scattered,
+)
 from test_reshard import Case, global_array
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.core.sharding import Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
-from unified_ckpt.engine import save as save_module
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.copies import check_source
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save.node_replicas import check_source
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import Fuse, Held, Stopped, run_ranks, try_ranks
 
 __all__ = ["states"]  # a fixture
@@ -45,20 +65,33 @@ def save_each(case: Case, root: Path, machines: Sequence[int], options: uc.SaveO
     def act(comm: Comm) -> None:
         with on_machine(comm, machines) as made:
             path = folder_of(root, machines[comm.rank])
-            made.save(path, model=case.state(comm.rank), extra={"big": torch.ones(9)}, rank_extra=f"of {comm.rank}", options=options)
+            made.save(
+                path,
+                model=case.state(comm.rank),
+                extra={"big": torch.ones(9)},
+                rank_extra=f"of {comm.rank}",
+                options=options,
+            )
 
     run_ranks(len(machines), act)
 
 
 def lost(root: Path, machines: Sequence[int], away: Sequence[int]) -> dict[int, Paths]:
     """Where each machine looks: those that are away have an empty one in their place."""
-    return {one: [root / "nothing" / NAME if one in away else folder_of(root, one)] for one in set(machines)}
+    return {
+        one: [root / "nothing" / NAME if one in away else folder_of(root, one)]
+        for one in set(machines)
+    }
 
 
-def loads_without(case: Case, root: Path, machines: Sequence[int], away: Sequence[int]) -> list[uc.LoadReport]:
+def loads_without(
+    case: Case, root: Path, machines: Sequence[int], away: Sequence[int]
+) -> list[uc.LoadReport]:
     """Every rank gets every byte, and its own word back."""
     reports = fine(load_case(case, case.saved, machines, lost(root, machines, away)))
-    assert [report.rank_extra for report in reports] == [f"of {rank}" for rank in range(len(machines))]
+    assert [report.rank_extra for report in reports] == [
+        f"of {rank}" for rank in range(len(machines))
+    ]
     assert all(torch.equal(report.extra["big"], torch.ones(9)) for report in reports)
     return reports
 
@@ -70,7 +103,10 @@ def check_losses(layout: str, root: Path, copies: int, size: tuple[int, int]) ->
         loads_without(case, root, machines, away)
     for machine in range(size[0]):
         assert uc.verify(folder_of(root, machine), deep=True).ok
-    wanted, there = arranged(layout, 1, 2), list(range(copies - 1, size[0]))  # and on one machine that has what is left of all
+    wanted, there = (
+        arranged(layout, 1, 2),
+        list(range(copies - 1, size[0])),
+    )  # and on one machine that has what is left of all
     fine(load_case(case, wanted, [0, 0], {0: [folder_of(root, one) for one in there]}))
 
 
@@ -79,7 +115,9 @@ def test_any_machine_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 2, (2, 2))
 
 
-@pytest.mark.parametrize("layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["rows over machines", pytest.param("stages", marks=pytest.mark.long)]
+)
 def test_any_two_machines_may_be_lost(tmp_path: Path, layout: str) -> None:
     check_losses(layout, tmp_path, 3, (4, 1))
 
@@ -100,7 +138,11 @@ def test_one_loss_more_is_said(tmp_path: Path) -> None:
     text = str(same_error(found, uc.IncompleteError, "model:big: nobody has"))
     assert "folder(s) 0-1 of 3 are on no machine here; rank(s) 0-1 of the save wrote them" in text
     shutil.rmtree(folder_of(tmp_path, 1) / names.REPLICAS)
-    same_error(load_case(case, case.saved, machines, lost(tmp_path, machines, [0])), uc.IncompleteError, "folder.s. 0 of 3")
+    same_error(
+        load_case(case, case.saved, machines, lost(tmp_path, machines, [0])),
+        uc.IncompleteError,
+        "folder.s. 0 of 3",
+    )
 
 
 # which bytes
@@ -145,8 +187,14 @@ def test_fragments_are_copied_as_often_as_asked(tmp_path: Path, copies: int) -> 
 def test_a_tensor_that_some_machines_have(tmp_path: Path) -> None:
     """Of machines 0 and 2, one gives it to one more; what all have stays where it is."""
     specs = {"some": (0, 2), "all": (0, 1, 2, 3), "one": (3,)}
-    held = [Held(Row("model", fqn, TensorSpec("F32", (40, 50)), Sharding()), ranks) for fqn, ranks in specs.items()]
-    case = Case({one.row.key: global_array(one.row.key, one.row.spec) for one in held}, Arrangement(4, tuple(held)))
+    held = [
+        Held(Row("model", fqn, TensorSpec("F32", (40, 50)), Sharding()), ranks)
+        for fqn, ranks in specs.items()
+    ]
+    case = Case(
+        {one.row.key: global_array(one.row.key, one.row.spec) for one in held},
+        Arrangement(4, tuple(held)),
+    )
     save_each(case, tmp_path, [0, 1, 2, 3], twice(3))
     given: dict[str, list[int]] = {}
     for machine in range(4):
@@ -161,7 +209,13 @@ def test_a_tensor_that_some_machines_have(tmp_path: Path) -> None:
         loads_without(case, tmp_path, [0, 1, 2, 3], away)
 
 
-UNLIKE = [[0, 0, 1, 2], *(pytest.param(one, marks=pytest.mark.long) for one in ([0, 0, 0, 1, 2], [0, 1, 2, 0, 1], [2, 1, 1, 0, 2]))]
+UNLIKE = [
+    [0, 0, 1, 2],
+    *(
+        pytest.param(one, marks=pytest.mark.long)
+        for one in ([0, 0, 0, 1, 2], [0, 1, 2, 0, 1], [2, 1, 1, 0, 2])
+    ),
+]
 
 
 @pytest.mark.parametrize("machines", UNLIKE)
@@ -179,13 +233,28 @@ def test_machines_that_share_a_folder_count_once(tmp_path: Path) -> None:
     def act(comm: Comm, copies: int) -> None:
         with on_machine(comm, machines) as made:
             path = folder_of(tmp_path, racks[comm.rank])
-            made.save(path, model=case.state(comm.rank), rank_extra=comm.rank, options=twice(copies, write_alignment=0))
+            made.save(
+                path,
+                model=case.state(comm.rank),
+                rank_extra=comm.rank,
+                options=twice(copies, write_alignment=0),
+            )
 
-    with pytest.raises(uc.RankError, match="machine_copies=3: the ranks are on 2 machines that have a folder of their own; needed 3"):
+    with pytest.raises(
+        uc.RankError,
+        match="machine_copies=3: the ranks are on 2 machines that have a folder of their own; needed 3",
+    ):
         run_ranks(4, lambda comm: act(comm, 3))
     run_ranks(4, lambda comm: act(comm, 2))
     for left_over in (0, 1):
-        fine(load_case(case, case.saved, machines, {one: [folder_of(tmp_path, left_over)] for one in machines}))
+        fine(
+            load_case(
+                case,
+                case.saved,
+                machines,
+                {one: [folder_of(tmp_path, left_over)] for one in machines},
+            )
+        )
 
 
 @pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
@@ -203,9 +272,17 @@ def test_nothing_is_copied_where_all_see_one_folder(tmp_path: Path, machines: li
 def test_ranks_that_want_different_numbers(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1, 2]) as made:
-            made.save(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=twice(1 + comm.rank % 2))
+            made.save(
+                folder_of(tmp_path, comm.rank),
+                model={"w": torch.ones(3)},
+                options=twice(1 + comm.rank % 2),
+            )
 
-    same_error(try_ranks(3, act), uc.RankError, r"rank\(s\) 0, 2: machine_copies 1, rank\(s\) 1: machine_copies 2; expected the same")
+    same_error(
+        try_ranks(3, act),
+        uc.RankError,
+        r"rank\(s\) 0, 2: machine_copies 1, rank\(s\) 1: machine_copies 2; expected the same",
+    )
 
 
 def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:
@@ -223,14 +300,18 @@ def check_scattered(root: Path, drawn: tuple[Case, list[int], object], copies: i
 
 @given(scattered(**FEW), st.integers(2, 4))
 @settings(max_examples=12, derandomize=True, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
-def test_any_ranks_on_any_machines(tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:
+def test_any_ranks_on_any_machines(
+    tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
+) -> None:
     check_scattered(tmp_path, drawn, copies)
 
 
 @pytest.mark.long
 @given(scattered(max_world=6, max_tensors=5), st.integers(2, 4))
 @settings(max_examples=200, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
-def test_any_ranks_on_any_machines_at_length(tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int) -> None:
+def test_any_ranks_on_any_machines_at_length(
+    tmp_path: Path, drawn: tuple[Case, list[int], object], copies: int
+) -> None:
     check_scattered(tmp_path, drawn, copies)
 
 
@@ -266,7 +347,9 @@ def test_a_manifest_that_is_damaged_and_copies_that_are_not(tmp_path: Path) -> N
     case, machines = case_of("rows over machines", 3, 1), places(3, 1)
     save_each(case, tmp_path, machines, twice())
     (folder_of(tmp_path, 2) / names.MANIFEST).write_text("{")
-    reports = loads_without(case, tmp_path, machines, [1])  # of which machine 2 has a copy, beside that manifest
+    reports = loads_without(
+        case, tmp_path, machines, [1]
+    )  # of which machine 2 has a copy, beside that manifest
     assert any("not valid JSON" in note for note in reports[0].notes)
 
 
@@ -278,7 +361,10 @@ def test_copies_that_verify_misses_or_finds_strange(tmp_path: Path) -> None:
     (problem,) = uc.verify(folder_of(tmp_path, 1)).problems
     assert problem.startswith("replicas/0: cannot be read:")
     shutil.copytree(folder_of(tmp_path, 2) / names.REPLICAS / "1", place / "0")
-    assert "replicas/0: is not what machine 0 wrote of this save" in uc.verify(folder_of(tmp_path, 1)).problems
+    assert (
+        "replicas/0: is not what machine 0 wrote of this save"
+        in uc.verify(folder_of(tmp_path, 1)).problems
+    )
     reports = loads_without(case, tmp_path, machines, [])
     assert not any(report.notes for report in reports)
 
@@ -290,7 +376,11 @@ def test_a_copy_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     place = folder_of(tmp_path / "new", 1) / names.REPLICAS / "0"
     shutil.rmtree(place)
     shutil.copytree(folder_of(tmp_path / "old", 1) / names.REPLICAS / "0", place)
-    same_error(load_case(case, case.saved, machines, lost(tmp_path / "new", machines, [0])), uc.IncompleteError, "nobody has")
+    same_error(
+        load_case(case, case.saved, machines, lost(tmp_path / "new", machines, [0])),
+        uc.IncompleteError,
+        "nobody has",
+    )
 
 
 def test_only_this_machine_of_this_save_is_copied(tmp_path: Path) -> None:
@@ -299,7 +389,9 @@ def test_only_this_machine_of_this_save_is_copied(tmp_path: Path) -> None:
     assert folder.manifest is not None
     check_source(folder, save_id=folder.manifest.save_id, number=1)
     for save_id, number in ((folder.manifest.save_id, 0), ("other", 1)):
-        with pytest.raises(uc.IntegrityError, match=f"needed what machine {number} wrote of save {save_id}"):
+        with pytest.raises(
+            uc.IntegrityError, match=f"needed what machine {number} wrote of save {save_id}"
+        ):
             check_source(folder, save_id=save_id, number=number)
     folder.close()
 
@@ -318,7 +410,12 @@ def test_a_block_that_is_damaged_is_not_copied(tmp_path: Path) -> None:
     """It is the checkpoint's own that is damaged, so there is none."""
     fine(save(tmp_path, 1))
     before = left(tmp_path)
-    found = save(tmp_path, 2, storages=lambda at, place: (Rotten if at == 1 else LocalStorage)(place), options=TWICE)
+    found = save(
+        tmp_path,
+        2,
+        storages=lambda at, place: (Rotten if at == 1 else LocalStorage)(place),
+        options=TWICE,
+    )
     same_error(found, uc.IntegrityError, "it is not copied")
     assert left(tmp_path) == before
     assert loads(tmp_path) == 1
@@ -365,7 +462,9 @@ def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) 
         root, fuse = tmp_path / f"at-{at}", Fuse(at)
         shutil.copytree(start, root)
         found = save(root, 2, storages=faulty([1] if at % 2 else [0, 1], fuse), options=options)
-        assert all(isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found), found
+        assert all(
+            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+        ), found
         if not any(isinstance(one, uc.SaveReport) for one in found):
             assert survives(root) <= {1, 2}
         fine(save(root, 3, options=options))
@@ -375,12 +474,16 @@ def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) 
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("machine", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_disk_that_gets_full_while_copies_are_made(tmp_path: Path, machine: int, background: bool) -> None:
+def test_a_disk_that_gets_full_while_copies_are_made(
+    tmp_path: Path, machine: int, background: bool
+) -> None:
     """One text for all ranks, nothing left behind, the older checkpoint as it was."""
     fine(save(tmp_path, 1, options=TWICE))
     before, number, failed = left(tmp_path), 0, 0
     while True:
-        found = save(tmp_path, 2, storages=full_at(number, machine), options=TWICE, background=background)
+        found = save(
+            tmp_path, 2, storages=full_at(number, machine), options=TWICE, background=background
+        )
         if not any(isinstance(one, BaseException) for one in found):
             break
         error = same_error(found, uc.StorageError, "No space left on device")
@@ -403,9 +506,16 @@ def test_no_room_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             return super().free_nbytes() if not self.names_copies() else 1000
 
         def names_copies(self) -> bool:
-            return any((Path(self.root) / entry / names.REPLICAS).exists() for entry in self.names())
+            return any(
+                (Path(self.root) / entry / names.REPLICAS).exists() for entry in self.names()
+            )
 
-    found = save(tmp_path, 2, storages=lambda at, place: Small(place) if at == 1 else LocalStorage(place), options=TWICE)
+    found = save(
+        tmp_path,
+        2,
+        storages=lambda at, place: Small(place) if at == 1 else LocalStorage(place),
+        options=TWICE,
+    )
     same_error(found, uc.StorageError, "1000 bytes free; needed")
     assert left(tmp_path) == before
     assert loads(tmp_path) == 1
@@ -432,7 +542,13 @@ def test_saves_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backgro
             for turn in range(12):
                 place = folder_of(tmp_path, comm.rank // 2)
                 state = {"w": (FULL["w"] + turn).chunk(4)[comm.rank].clone(), "b": FULL["b"] + turn}
-                what = {"model": state, "layout": LAYOUT_W, "step": turn, "rank_extra": (comm.rank, turn), "options": TWICE}
+                what = {
+                    "model": state,
+                    "layout": LAYOUT_W,
+                    "step": turn,
+                    "rank_extra": (comm.rank, turn),
+                    "options": TWICE,
+                }
                 if background:
                     made.save_async(place, **what).result(60)
                 else:
@@ -465,8 +581,14 @@ def test_another_layout_and_another_number(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         place = folder_of(tmp_path, comm.rank)
         with on_machine(comm, [0, 1, 2]) as made:
-            for step, (keys, copies) in enumerate([("ab", 2), ("b", 2), ("abc", 3), ("abc", 4), ("abc", 3), ("abc", 1), ("abc", 2)]):
-                layout = uc.Layout(mesh={"dp": 3}, rules={key: {"dp": 0} for key in keys}, shapes=dict.fromkeys(keys, (30, 7)))
+            for step, (keys, copies) in enumerate(
+                [("ab", 2), ("b", 2), ("abc", 3), ("abc", 4), ("abc", 3), ("abc", 1), ("abc", 2)]
+            ):
+                layout = uc.Layout(
+                    mesh={"dp": 3},
+                    rules={key: {"dp": 0} for key in keys},
+                    shapes=dict.fromkeys(keys, (30, 7)),
+                )
                 state = {key: torch.full((10, 7), float(step + comm.rank)) for key in keys}
                 options = twice(copies, if_exists="replace")
                 if copies > 3:
@@ -507,7 +629,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "of folder(s) 1" in capsys.readouterr().out
     assert main(["list", str(folder.parent), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"][0]["steps"]
-    assert told["nbytes"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert told["nbytes"] == sum(
+        path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    )
 
 
 class Tied(torch.nn.Module):
@@ -529,7 +653,13 @@ def test_ties_and_attached_files(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             model = Tied(5, float(comm.rank))
-            made.save(folder_of(tmp_path, comm.rank), model=model, layout=layout, options=twice(), attach=attach)
+            made.save(
+                folder_of(tmp_path, comm.rank),
+                model=model,
+                layout=layout,
+                options=twice(),
+                attach=attach,
+            )
 
     run_ranks(2, act)
     for machine in (0, 1):

@@ -14,11 +14,11 @@ from manifests import edit_index, edit_manifest
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.checkpoint import Folder
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import run_ranks, try_ranks
 
 __all__ = ["once", "twice"]  # fixtures
@@ -34,15 +34,24 @@ def layout(world: int, *, copies: int = 1) -> uc.Layout | None:
     """`w` by rows and `v` by columns over world / copies ranks."""
     mesh = {"rep": copies, "dp": world // copies}
     rules = {"w": {"dp": 0}, "v": {"dp": 1}}
-    return uc.Layout(mesh=mesh, rules=rules, shapes={n: tuple(t.shape) for n, t in FULL.items()}) if world > copies else None
+    return (
+        uc.Layout(mesh=mesh, rules=rules, shapes={n: tuple(t.shape) for n, t in FULL.items()})
+        if world > copies
+        else None
+    )
 
 
 def held(rank: int, world: int, *, copies: int = 1, step: int = 0) -> dict[str, torch.Tensor]:
     size = world // copies
-    return {name: (full + step).chunk(size, int(name == "v"))[rank % size].clone() for name, full in FULL.items()}
+    return {
+        name: (full + step).chunk(size, int(name == "v"))[rank % size].clone()
+        for name, full in FULL.items()
+    }
 
 
-def save(root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0, **what: object) -> list[uc.SaveReport]:
+def save(
+    root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0, **what: object
+) -> list[uc.SaveReport]:
     def act(comm: Comm) -> uc.SaveReport:
         world = comm.world
         with on_machine(comm, machines) as made:
@@ -60,16 +69,27 @@ def save(root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0,
 
 
 def load(
-    root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0, folders: Sequence[Path] | None = None
+    root: Path,
+    machines: Sequence[int],
+    *,
+    copies: int = 1,
+    step: int = 0,
+    folders: Sequence[Path] | None = None,
 ) -> list[uc.LoadReport | BaseException]:
     """Loads in the layout of the save; every byte of ranks that get through is that of the step."""
 
     def act(comm: Comm) -> uc.LoadReport:
         right = held(comm.rank, comm.world, copies=copies, step=step)
         target = {name: torch.full_like(tensor, -1) for name, tensor in right.items()}
-        where = folders[machines[comm.rank]] if folders is not None else folder_of(root, machines[comm.rank])
+        where = (
+            folders[machines[comm.rank]]
+            if folders is not None
+            else folder_of(root, machines[comm.rank])
+        )
         with on_machine(comm, machines) as made:
-            report = made.load(where, model=target, layout=layout(comm.world, copies=copies), options=LOAD)
+            report = made.load(
+                where, model=target, layout=layout(comm.world, copies=copies), options=LOAD
+            )
         assert all(torch.equal(target[name], right[name]) for name in right), comm.rank
         assert report.step == step
         assert report.extra == {"step": step, "bytes": bytes(9000)}
@@ -93,7 +113,12 @@ def break_header(file: Path) -> None:
     flip(file, at=20 / file.stat().st_size)
 
 
-HOW: dict[str, Files] = {"flipped": flip, "short": shorten, "missing": Path.unlink, "header": break_header}
+HOW: dict[str, Files] = {
+    "flipped": flip,
+    "short": shorten,
+    "missing": Path.unlink,
+    "header": break_header,
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +136,9 @@ def notes(reports: Sequence[uc.LoadReport]) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("machine", [0, 1])
-def test_the_other_machines_copy_is_read_and_the_damage_is_told(twice: Path, how: str, machine: int) -> None:
+def test_the_other_machines_copy_is_read_and_the_damage_is_told(
+    twice: Path, how: str, machine: int
+) -> None:
     file = folder_of(twice, machine) / "model.safetensors"
     HOW[how](file)
     told = notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
@@ -158,7 +185,11 @@ def test_digests_that_are_damaged_are_asked_for_once_however_many_tensors_there_
     monkeypatch.setattr(LocalStorage, "read_at", noted)
     assert names.DIGESTS in notes(run_ranks(2, act))
     assert asked.count(str(folder)) == 1
-    assert [start for where, name, start in read if (where, name) == (folder, "model.safetensors") and start] == []
+    assert [
+        start
+        for where, name, start in read
+        if (where, name) == (folder, "model.safetensors") and start
+    ] == []
 
 
 @pytest.mark.parametrize("how", ["flipped", "short", "missing"])
@@ -177,7 +208,11 @@ def test_a_folder_that_cannot_be_opened_on_one_machine(twice: Path, file: str, h
 
 
 def test_an_index_that_names_what_is_not_there(twice: Path) -> None:
-    edit_index(folder_of(twice, 1), "model", lambda index: index["weight_map"].update(x=index["weight_map"].pop("w")))
+    edit_index(
+        folder_of(twice, 1),
+        "model",
+        lambda index: index["weight_map"].update(x=index["weight_map"].pop("w")),
+    )
     assert "only its header names 'w'" in notes(fine(load(twice, [0, 0, 1, 1], copies=2)))
 
 
@@ -196,11 +231,20 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
         assert file.name in text
 
 
-@pytest.mark.parametrize(("file", "why"), [(names.MANIFEST, "not valid JSON"), ("model_fragments.safetensors.index.json", "has CRC")])
-def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(once: Path, file: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [(names.MANIFEST, "not valid JSON"), ("model_fragments.safetensors.index.json", "has CRC")],
+)
+def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
+    once: Path, file: str, why: str
+) -> None:
     """It is there: "on no machine here" alone sends its owner to look for a machine that is not lost."""
     shorten(folder_of(once, 1) / file)
-    text = str(same_error(load(once, [0, 0, 1, 1]), uc.IncompleteError, "is not complete among the machines"))
+    text = str(
+        same_error(
+            load(once, [0, 0, 1, 1]), uc.IncompleteError, "is not complete among the machines"
+        )
+    )
     assert f"machine 1: {folder_of(once, 1) / file}: {why}" in text
 
 
@@ -213,7 +257,11 @@ def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
     assert f"{files[0]}: block 0 of model:w" in told
     assert f"{files[1]}: block 1 of model:w" in told
     flip(files[1], at=0.21)
-    same_error(load(twice, [0, 0, 1, 1], copies=2), uc.IntegrityError, r"no machine has these bytes undamaged \(2\)")
+    same_error(
+        load(twice, [0, 0, 1, 1], copies=2),
+        uc.IntegrityError,
+        r"no machine has these bytes undamaged \(2\)",
+    )
 
 
 def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> None:
@@ -226,7 +274,11 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
     assert f"{file}: block 1 of model:w" in told
     (other,) = folder_of(tmp_path, 2).glob("model_fragments*.safetensors")
     flip(other)
-    same_error(load(tmp_path, [0, 0, 1, 2], copies=2), uc.IntegrityError, r"no machine has these bytes undamaged \(2\)")
+    same_error(
+        load(tmp_path, [0, 0, 1, 2], copies=2),
+        uc.IntegrityError,
+        r"no machine has these bytes undamaged \(2\)",
+    )
 
 
 def test_fragments_on_the_own_disk_come_before_a_whole_copy_elsewhere(tmp_path: Path) -> None:
@@ -256,7 +308,11 @@ def test_verify_off_compares_nothing_of_other_machines_either(once: Path) -> Non
     def act(comm: Comm) -> int:
         target = {name: torch.full_like(tensor, -1) for name, tensor in FULL.items()}
         with on_machine(comm, [0, 1]) as made:
-            report = made.load(folder_of(once, comm.rank), model=target, options=LOAD.model_copy(update={"verify": "off"}))
+            report = made.load(
+                folder_of(once, comm.rank),
+                model=target,
+                options=LOAD.model_copy(update={"verify": "off"}),
+            )
         assert report.verified_bytes == 0
         assert not [note for note in report.notes if "CRC" in note]
         return sum(int((target[name] != FULL[name]).sum()) for name in FULL)
@@ -273,8 +329,15 @@ def test_a_folder_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
     save(tmp_path / "other", [0, 1])
     shutil.rmtree(folder_of(tmp_path / "run", 1))
     shutil.copytree(folder_of(tmp_path / "other", 1), folder_of(tmp_path / "run", 1))
-    text = str(same_error(load(tmp_path / "run", [0, 1]), uc.IncompleteError, "is not complete among the machines"))
-    ids = [json.loads((folder_of(tmp_path / run, n) / names.MANIFEST).read_text())["save_id"] for run, n in (("run", 0), ("other", 1))]
+    text = str(
+        same_error(
+            load(tmp_path / "run", [0, 1]), uc.IncompleteError, "is not complete among the machines"
+        )
+    )
+    ids = [
+        json.loads((folder_of(tmp_path / run, n) / names.MANIFEST).read_text())["save_id"]
+        for run, n in (("run", 0), ("other", 1))
+    ]
     assert all(f"save {save_id} is not complete among the machines" in text for save_id in ids)
 
 
@@ -313,7 +376,12 @@ def test_a_part_that_was_deleted_on_every_machine(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         machines, place = [0, 1], folder_of(tmp_path, comm.rank)
         with on_machine(comm, machines) as made:
-            made.save(place, model={"w": torch.ones(3)}, optimizer={"w/exp_avg": torch.ones(3)}, options=SAVE)
+            made.save(
+                place,
+                model={"w": torch.ones(3)},
+                optimizer={"w/exp_avg": torch.ones(3)},
+                options=SAVE,
+            )
             for file in place.glob("optimizer*"):
                 file.unlink()
             target = {"w": torch.zeros(3)}
@@ -362,7 +430,11 @@ def test_nobody_left_a_rank_extra(tmp_path: Path) -> None:
 
     def one(comm: Comm) -> tuple[str, ...]:
         with on_machine(comm, [0]) as made:
-            return made.load([folder_of(tmp_path, machine) for machine in (0, 1)], model={"w": torch.ones(3)}, options=LOAD).notes
+            return made.load(
+                [folder_of(tmp_path, machine) for machine in (0, 1)],
+                model={"w": torch.ones(3)},
+                options=LOAD,
+            ).notes
 
     assert run_ranks(1, one) == [()]
 
@@ -378,7 +450,9 @@ def test_a_hugging_face_folder_on_one_machine_only(tmp_path: Path) -> None:
         with on_machine(comm, [0, 1]) as made:
             made.load(folder_of(tmp_path, comm.rank), model={"w": torch.ones(3)}, options=LOAD)
 
-    text = str(same_error(try_ranks(2, act), uc.IncompleteError, "machine 1: .* there is no such folder"))
+    text = str(
+        same_error(try_ranks(2, act), uc.IncompleteError, "machine 1: .* there is no such folder")
+    )
     assert "machine 0: has a folder without a manifest" in text
 
 
@@ -400,12 +474,23 @@ def test_objects_of_ranks_whose_machine_is_away_stay_as_they_are(twice: Path) ->
     machines, objects = [0, 0, 1, 1], [Own() for _ in range(4)]
 
     def act(comm: Comm) -> uc.LoadReport:
-        target = {name: torch.zeros_like(tensor) for name, tensor in held(comm.rank, 4, copies=2).items()}
+        target = {
+            name: torch.zeros_like(tensor) for name, tensor in held(comm.rank, 4, copies=2).items()
+        }
         with on_machine(comm, machines) as made:
             place = folder_of(twice, machines[comm.rank])
-            return made.load(place, model=target, layout=layout(4, copies=2), rank_extra=objects[comm.rank], options=LOAD)
+            return made.load(
+                place,
+                model=target,
+                layout=layout(4, copies=2),
+                rank_extra=objects[comm.rank],
+                options=LOAD,
+            )
 
     reports = fine(try_ranks(4, act))
     assert [one.found for one in objects] == ["rank 0 at 0", "rank 1 at 0", "fresh", "fresh"]
     assert {report.kept for report in reports} == {("rank_extra",)}
-    assert all("rank_extra: left as they are: saved on a machine that is not here" in "".join(report.notes) for report in reports)
+    assert all(
+        "rank_extra: left as they are: saved on a machine that is not here" in "".join(report.notes)
+        for report in reports
+    )

@@ -17,13 +17,13 @@ from managing import QUICK, Gate, flip, steps_in, warnings_of
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.manager import convoy
-from unified_ckpt.manager.lineage import MARKER
-from unified_ckpt.manager.steps import StepRecord
-from unified_ckpt.manager.survey import joined
-from unified_ckpt.runtime import meeting
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.manager.tiers import merge_queue
+from unified_ckpt.manager.tiers.cluster_listing import joined
+from unified_ckpt.manager.tiers.run_marker import MARKER
+from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, checkpointer_of, run_ranks, try_ranks
 
 MACHINES = (0, 0, 1, 1)
@@ -35,7 +35,7 @@ SAVE = uc.SaveOptions(timeout_seconds=30.0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(convoy, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(merge_queue, "_LOOK_SECONDS", 0.02)
 
 
 def local_of(top: Path, machine: int) -> Path:
@@ -46,14 +46,24 @@ class Job:
     """One life of a run: its machines, and how many copies of the state they hold. `disks`: where machine i's local directory is."""
 
     def __init__(
-        self, top: Path, machines: Sequence[int] = MACHINES, *, copies: int = 1, disks: Sequence[Path] = (), save: uc.SaveOptions = SAVE
+        self,
+        top: Path,
+        machines: Sequence[int] = MACHINES,
+        *,
+        copies: int = 1,
+        disks: Sequence[Path] = (),
+        save: uc.SaveOptions = SAVE,
     ) -> None:
         self.top, self.machines, self.copies, self.save = top, tuple(machines), copies, save
         self.disks = disks or [local_of(top, machine) for machine in range(max(machines) + 1)]
 
     def manager(self, comm: Comm, **options: Any) -> uc.CheckpointManager:
         machine = self.machines[comm.rank]
-        defaults = {"interval_steps": 10, "local_interval_steps": 1, "local_directory": str(self.disks[machine])}
+        defaults = {
+            "interval_steps": 10,
+            "local_interval_steps": 1,
+            "local_directory": str(self.disks[machine]),
+        }
         made = uc.CheckpointManager(
             self.top / ROOT,
             options=uc.ManagerOptions(**{**QUICK, **defaults, **options}),
@@ -65,16 +75,29 @@ class Job:
 
     def layout(self, world: int) -> uc.Layout:
         rules = {"*w*": {"dp": 0}, "v": {"dp": 1}}
-        return uc.Layout(mesh={"rep": self.copies, "dp": world // self.copies}, rules=rules, shapes={**SHAPES, "w/exp_avg": SHAPES["w"]})
+        return uc.Layout(
+            mesh={"rep": self.copies, "dp": world // self.copies},
+            rules=rules,
+            shapes={**SHAPES, "w/exp_avg": SHAPES["w"]},
+        )
 
     def state(self, comm: Comm, step: int) -> dict[str, Any]:
         size = comm.world // self.copies
         at = comm.rank % size
-        model = {name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[at].clone() for name, shape in SHAPES.items()}
+        model = {
+            name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[at].clone()
+            for name, shape in SHAPES.items()
+        }
         optimizer = {"w/exp_avg": -model["w"]}
-        return {"model": {**model, "b": torch.full((3,), float(step))}, "optimizer": optimizer, "layout": self.layout(comm.world)}
+        return {
+            "model": {**model, "b": torch.full((3,), float(step))},
+            "optimizer": optimizer,
+            "layout": self.layout(comm.world),
+        }
 
-    def restore(self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **more: Any) -> int | None:
+    def restore(
+        self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **more: Any
+    ) -> int | None:
         """The step that is restored; every element is that of the step."""
         found = self.state(comm, -7)
         report = manager.restore(step, **found, **more)
@@ -83,7 +106,9 @@ class Job:
         assert report.step is not None
         for kind in ("model", "optimizer"):
             for name, tensor in self.state(comm, report.step)[kind].items():
-                assert torch.equal(found[kind][name], tensor), f"{kind}:{name} is not that of step {report.step}"
+                assert torch.equal(found[kind][name], tensor), (
+                    f"{kind}:{name} is not that of step {report.step}"
+                )
         return report.step
 
     def train(self, comm: Comm, manager: uc.CheckpointManager, steps: range, **more: Any) -> None:
@@ -123,13 +148,15 @@ class Job:
                 assert list(opened.parts) == ["model", "optimizer"]
                 assert torch.equal(opened["model"]["w"][:], torch.full(SHAPES["w"], float(step)))
                 assert torch.equal(opened["model"]["v"][:], torch.full(SHAPES["v"], float(step)))
-                assert torch.equal(opened["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step)))
+                assert torch.equal(
+                    opened["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step))
+                )
         return found
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(convoy, monkeypatch)
+    made = Gate(merge_queue, monkeypatch)
     yield made
     made.open.set()
 
@@ -139,14 +166,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(tmp_path: Path, copies: int, asynchronous: bool) -> None:
+def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(
+    tmp_path: Path, copies: int, asynchronous: bool
+) -> None:
     job = Job(tmp_path, copies=copies)
     job.run(range(1, 24), asynchronous=asynchronous)
     assert job.root_steps() == [10, 20]
     assert job.local_steps() == [[23], [23]]
-    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], "no mark in the root"
+    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], (
+        "no mark in the root"
+    )
     assert job.restored() == 23
-    manifests = [json.loads((disk / "checkpoint-23" / "unified_checkpoint.json").read_text()) for disk in job.disks]
+    manifests = [
+        json.loads((disk / "checkpoint-23" / "unified_checkpoint.json").read_text())
+        for disk in job.disks
+    ]
     assert [one["island"]["number"] for one in manifests] == [0, 1]
     assert all((disk / MARKER).exists() for disk in job.disks)
 
@@ -246,14 +280,21 @@ def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
     assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no machine here"
     shutil.rmtree(tmp_path / ROOT)
     for disk in job.disks:
-        (disk / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
-    with pytest.raises(uc.IncompleteError, match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*nobody has"):
+        (disk / MARKER).write_text(
+            json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+        )
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*nobody has",
+    ):
         Job(tmp_path, (0, 0)).restored()
     assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
     job = Job(tmp_path / "twice", copies=2)
     job.run(range(1, 14))
     assert Job(tmp_path / "twice", (0, 0), disks=job.disks[1:]).restored() == 13
-    assert Job(tmp_path / "twice", (0, 1), disks=[job.disks[1], tmp_path / "empty"]).restored() == 13
+    assert (
+        Job(tmp_path / "twice", (0, 1), disks=[job.disks[1], tmp_path / "empty"]).restored() == 13
+    )
 
 
 def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,7 +315,9 @@ def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: is not there")
 
 
-def test_a_stale_directory_of_another_run_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stale_directory_of_another_run_on_one_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Job(tmp_path / "other", (0, 0))
     other.run(range(1, 19), keep_latest_local=30)
     job = Job(tmp_path)
@@ -287,7 +330,9 @@ def test_a_stale_directory_of_another_run_on_one_machine(tmp_path: Path, caplog:
     assert stale.restored() == 20
 
 
-def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_is_a_new_run(tmp_path: Path) -> None:
+def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_is_a_new_run(
+    tmp_path: Path,
+) -> None:
     job = Job(tmp_path)
     assert job.restored() is None
     job.run(range(1, 6))
@@ -299,7 +344,9 @@ def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_i
     assert job.restored() == 11
 
 
-def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_save(tmp_path: Path) -> None:
+def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_save(
+    tmp_path: Path,
+) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     (job.disks[1] / MARKER).unlink()
@@ -309,7 +356,9 @@ def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_sav
 # failures
 
 
-def test_a_root_that_fails_is_tried_again_and_told(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_that_fails_is_tried_again_and_told(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(tmp_path)
     gate.failures = 2
     job.run(range(1, 12), retries=2)
@@ -339,20 +388,27 @@ def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
     job, full = Job(tmp_path), threading.Event()
     real = LocalStorage.free_nbytes
     monkeypatch.setattr(
-        LocalStorage, "free_nbytes", lambda self: 1000 if full.is_set() and self.root == str(job.disks[machine]) else real(self)
+        LocalStorage,
+        "free_nbytes",
+        lambda self: 1000 if full.is_set() and self.root == str(job.disks[machine]) else real(self),
     )
     job.run(range(1, 5))
     full.set()
     job.run(range(5, 8))
     assert job.local_steps() == [[4], [4]]
-    assert any("the training goes on without it" in text and "1000 bytes free" in text for text in warnings_of(caplog))
+    assert any(
+        "the training goes on without it" in text and "1000 bytes free" in text
+        for text in warnings_of(caplog)
+    )
     full.clear()
     job.run(range(8, 12))
     assert job.root_steps() == [10]
     assert job.local_steps() == [[11], [11]]
 
 
-def test_a_local_directory_that_cannot_be_made_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_local_directory_that_cannot_be_made_on_one_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(tmp_path)
     job.disks[1].write_text("a file")
     job.run(range(1, 4))
@@ -363,7 +419,9 @@ def test_a_local_directory_that_cannot_be_made_on_one_machine(tmp_path: Path, ca
     assert job.root_steps() == [10]
 
 
-def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(tmp_path)
     everybody = threading.Barrier(4)
 
@@ -390,8 +448,10 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(tmp_path: Pa
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
+def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for at in range(0, 200, every):
         job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)
@@ -407,8 +467,10 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Pat
                 manager.close()
 
         with monkeypatch.context() as patch:
-            patch.setattr(convoy, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse))
-            patch.setattr(convoy.Convoy, "_ended_or_blown", ended_or_blown, raising=False)
+            patch.setattr(
+                merge_queue, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
+            )
+            patch.setattr(merge_queue.Convoy, "_ended_or_blown", ended_or_blown, raising=False)
             found = try_ranks(4, act)
         assert fuse.blown or not any(isinstance(one, BaseException) for one in found), found
         assert all(step == 10 for step in job.root_steps())
@@ -422,13 +484,13 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(tmp_path: Pat
     assert at > 18
 
 
-def convoy_of(manager: uc.CheckpointManager) -> convoy.Convoy:
+def convoy_of(manager: uc.CheckpointManager) -> merge_queue.Convoy:
     found = manager._tiers._convoy  # type: ignore[union-attr]
     assert found is not None
     return found
 
 
-def ended_or_blown(self: convoy.Convoy, fuse: Fuse) -> None:
+def ended_or_blown(self: merge_queue.Convoy, fuse: Fuse) -> None:
     until = time.monotonic() + 20
     while not fuse.blown and not self._keys.check(["ended"]) and time.monotonic() < until:
         time.sleep(0.01)
@@ -444,12 +506,18 @@ def test_stopped_is_no_exception() -> None:
 
 def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
     status, name = "complete" if save_id else "incomplete", f"checkpoint-{step}"
-    return StepRecord(name, f"/elsewhere/{name}", status, "", True, step, 10, 2, parts=parts, save_id=save_id)
+    return StepRecord(
+        name, f"/elsewhere/{name}", status, "", True, step, 10, 2, parts=parts, save_id=save_id
+    )
 
 
 def test_folders_of_one_save_are_one_step() -> None:
     first = [record_of(3, "a", "model", "model_fragments"), record_of(4, "b", "model")]
-    second = [record_of(3, "a", "model_fragments", "optimizer_fragments"), record_of(4, None), record_of(5, None)]
+    second = [
+        record_of(3, "a", "model_fragments", "optimizer_fragments"),
+        record_of(4, None),
+        record_of(5, None),
+    ]
     found, apart = joined([(first, []), (second, [])], "/here")
     assert apart == frozenset()
     assert [(one.name, one.status, one.save_id) for one in found.steps] == [
@@ -467,11 +535,15 @@ def test_a_save_counts_where_any_machine_counts_it() -> None:
     assert joined([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
 
 
-def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(tmp_path: Path) -> None:
+def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(
+    tmp_path: Path,
+) -> None:
     job = Job(tmp_path)
     job.run(range(1, 14))
     shutil.rmtree(tmp_path / ROOT)
-    (job.disks[1] / MARKER).write_text(json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []}))
+    (job.disks[1] / MARKER).write_text(
+        json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+    )
     assert job.restored() is None
 
 
@@ -480,7 +552,9 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
 
 def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
     options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
-    made = uc.CheckpointManager(job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}")
+    made = uc.CheckpointManager(
+        job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}"
+    )
     made._checkpointer._comm = checkpointer_of(comm)._comm
     return made
 
@@ -542,7 +616,9 @@ def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path:
 
 
 @pytest.mark.parametrize("machines", [MACHINES, (0, 0, 0, 0)])
-def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(tmp_path: Path, machines: Sequence[int]) -> None:
+def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(
+    tmp_path: Path, machines: Sequence[int]
+) -> None:
     job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])
     job.run(range(1, 24), on_completion=False)
     assert job.root_steps() == [10, 20]

@@ -15,9 +15,10 @@ from refusals import same_error
 from test_reshard import Case, cases, global_array
 
 import unified_ckpt as uc
-from unified_ckpt.core import plan_save
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row, short
+from unified_ckpt.core.planning import save_plan
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.text import short
 from unified_ckpt.testing import Arrangement, Held
 
 __all__ = ["states"]  # a fixture
@@ -33,7 +34,12 @@ SPECS = {
     "zero": TensorSpec("F32", ()),
     "flag": TensorSpec("BOOL", (5, 3)),
 }
-KEYS = [("model", "big"), ("optimizer", "big/exp_avg"), *(("model", name) for name in SPECS if name != "big"), ("optimizer", "odd/exp_avg")]
+KEYS = [
+    ("model", "big"),
+    ("optimizer", "big/exp_avg"),
+    *(("model", name) for name in SPECS if name != "big"),
+    ("optimizer", "odd/exp_avg"),
+]
 
 
 def spec_of(fqn: str) -> TensorSpec:
@@ -52,8 +58,12 @@ def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[C
     if layout == "columns over machines":
         return (Cut(last, world, 1),)
     if layout == "rows over machines, columns inside":
-        return (Cut(0, machines, ranks), Cut(last, ranks, 1)) if last else (Cut(0, machines, ranks),)
-    if layout == "columns over machines, rows inside, interleaved":  # TP across, and FSDP over what TP has cut
+        return (
+            (Cut(0, machines, ranks), Cut(last, ranks, 1)) if last else (Cut(0, machines, ranks),)
+        )
+    if (
+        layout == "columns over machines, rows inside, interleaved"
+    ):  # TP across, and FSDP over what TP has cut
         return (Cut(last, machines, ranks), Cut(last, ranks, 1, 2))
     if layout == "padded":
         return (Cut(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
@@ -79,7 +89,9 @@ def arranged(layout: str, machines: int, ranks: int) -> Arrangement:
             stage = number % machines
             members = tuple(range(stage * ranks, (stage + 1) * ranks))
             cuts = (Cut(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
-            held.append(Held(Row(part, fqn, spec, Sharding(cuts, members if cuts else ())), members))
+            held.append(
+                Held(Row(part, fqn, spec, Sharding(cuts, members if cuts else ())), members)
+            )
             continue
         cuts = tuple(cut for cut in cuts_of(layout, spec, machines, ranks) if cut.size > 1)
         held.append(Held(Row(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
@@ -99,7 +111,11 @@ def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -
     """The saved folders over the machines of a load, in turn; a machine that gets none has an empty place."""
     found: dict[int, Paths] = {}
     for machine in range(machines):
-        own = [folder_of(root, folder) for i, folder in enumerate(folders) if (i + turn) % machines == machine]
+        own = [
+            folder_of(root, folder)
+            for i, folder in enumerate(folders)
+            if (i + turn) % machines == machine
+        ]
         found[machine] = own or [root / "nothing" / NAME]
     return found
 
@@ -112,13 +128,33 @@ def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[in
     for turn in (0, 1):
         fine(load_case(case, wanted, own, dealt(root, folders, loaded[0], turn=turn)))
     more = (loaded[0] + 1, loaded[1])
-    fine(load_case(case, arranged(layout, *more), places(*more), dealt(root, folders, loaded[0]) | {loaded[0]: [root / NAME]}))
+    fine(
+        load_case(
+            case,
+            arranged(layout, *more),
+            places(*more),
+            dealt(root, folders, loaded[0]) | {loaded[0]: [root / NAME]},
+        )
+    )
     for away in folders if len(folders) > 1 else []:
-        check_load(case, machines, wanted, own, dealt(root, [f for f in folders if f != away], loaded[0]), away=[away])
+        check_load(
+            case,
+            machines,
+            wanted,
+            own,
+            dealt(root, [f for f in folders if f != away], loaded[0]),
+            away=[away],
+        )
 
 
 def check_load(
-    case: Case, machines: Sequence[int], wanted: Arrangement, own: Sequence[int], paths: dict[int, Paths], *, away: Sequence[int]
+    case: Case,
+    machines: Sequence[int],
+    wanted: Arrangement,
+    own: Sequence[int],
+    paths: dict[int, Paths],
+    *,
+    away: Sequence[int],
 ) -> bool:
     """Everything is right where the other folders have it all; else every rank names what is gone, and who had it."""
     parts, unknown = gaps(case, machines, sorted(set(machines) - set(away)))
@@ -155,7 +191,9 @@ def test_saved_by_some_machines_and_loaded_by_others(tmp_path: Path, layout: str
 @pytest.mark.long
 @pytest.mark.parametrize("saved", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_number_of_machines_to_any_other(tmp_path: Path, layout: str, saved: tuple[int, int]) -> None:
+def test_any_number_of_machines_to_any_other(
+    tmp_path: Path, layout: str, saved: tuple[int, int]
+) -> None:
     save_case(case_of(layout, *saved), tmp_path, places(*saved))
     for loaded in SIZES:
         check_pair(tmp_path, layout, saved, loaded)
@@ -166,12 +204,22 @@ def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
     save_case(case_of("whole on each machine", 2, 2), tmp_path / "whole", places(2, 2))
     save_case(case_of("rows over machines", 2, 2), tmp_path / "rows", places(2, 2))
     for machine in (0, 1):
-        with uc.open(folder_of(tmp_path / "whole", machine)) as whole, uc.open(folder_of(tmp_path / "rows", machine)) as rows:
+        with (
+            uc.open(folder_of(tmp_path / "whole", machine)) as whole,
+            uc.open(folder_of(tmp_path / "rows", machine)) as rows,
+        ):
             assert sorted(whole.parts) == ["model", "optimizer"]
-            assert sorted(rows.parts) == ["model", "model_fragments", "optimizer", "optimizer_fragments"]
+            assert sorted(rows.parts) == [
+                "model",
+                "model_fragments",
+                "optimizer",
+                "optimizer_fragments",
+            ]
             assert sorted(rows["model"].keys()) == ["empty", "zero"]
             low = 300 * machine
-            assert sorted(name for name in rows["model_fragments"].keys() if name.startswith("big")) == [  # noqa: SIM118
+            assert sorted(
+                name for name in rows["model_fragments"].keys() if name.startswith("big")
+            ) == [  # noqa: SIM118
                 f"big@{low}:{low + 150}/600,0:450/450",
                 f"big@{low + 150}:{low + 300}/600,0:450/450",
             ]
@@ -182,11 +230,15 @@ def test_a_slice_that_nobody_has(tmp_path: Path) -> None:
     """The tensor, the box and the ranks of the save that had it, on every rank."""
     case = case_of("rows over machines", 3, 2)
     save_case(case, tmp_path, places(3, 2))
-    found = load_case(case, arranged("columns over machines", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2))
+    found = load_case(
+        case, arranged("columns over machines", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2)
+    )
     text = str(same_error(found, uc.IncompleteError, r"model:big: nobody has \[200:400, 0:450\]\n"))
     assert "folder(s) 1 of 3 are on no machine here; rank(s) 2-3 of the save wrote them" in text
     for part, fqn in KEYS:
-        assert (f"{part}:{fqn}: nobody has" in text) == (spec_of(fqn).shape not in ((), (0, 4))), fqn
+        assert (f"{part}:{fqn}: nobody has" in text) == (spec_of(fqn).shape not in ((), (0, 4))), (
+            fqn
+        )
 
 
 # any arrangement
@@ -199,7 +251,9 @@ def scattered(
     """A case; the machine of each rank at the save; for each load, the machine of each rank and where each folder is now, None for away."""
     case = draw(cases(max_world=max_world, max_tensors=max_tensors, loads=2, max_nbytes=max_nbytes))
     most = draw(st.integers(1, 4))
-    machines = draw(st.lists(st.integers(0, most - 1), min_size=case.saved.world, max_size=case.saved.world))
+    machines = draw(
+        st.lists(st.integers(0, most - 1), min_size=case.saved.world, max_size=case.saved.world)
+    )
     loads = []
     for wanted in case.loaded:
         own = draw(st.lists(st.integers(0, 3), min_size=wanted.world, max_size=wanted.world))
@@ -209,17 +263,29 @@ def scattered(
 
 
 def check_scattered(
-    root: Path, drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]], tile_nbytes: int, max_file_bytes: int
+    root: Path,
+    drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
+    tile_nbytes: int,
+    max_file_bytes: int,
 ) -> None:
     case, machines, loads = drawn
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
-        save_case(case, Path(name), machines, options=SAVE.model_copy(update={"max_file_bytes": max_file_bytes}))
+        patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
+        save_case(
+            case,
+            Path(name),
+            machines,
+            options=SAVE.model_copy(update={"max_file_bytes": max_file_bytes}),
+        )
         numbers = sorted(set(machines))
         for wanted, (own, where) in zip(case.loaded, loads, strict=True):
             paths: dict[int, Paths] = {}
             for machine in set(own):
-                held = [folder_of(Path(name), number) for number, at in zip(numbers, where, strict=True) if at == machine]
+                held = [
+                    folder_of(Path(name), number)
+                    for number, at in zip(numbers, where, strict=True)
+                    if at == machine
+                ]
                 paths[machine] = held or [Path(name) / "nothing" / NAME]
             away = [number for number, at in zip(numbers, where, strict=True) if at is None]
             if len(numbers) == 1 and not away and len(set(own)) == 1:
@@ -237,7 +303,10 @@ FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 @given(scattered(**FEW), TILES, FILES)
 @settings(max_examples=50, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
 def test_any_ranks_on_any_machines(
-    tmp_path: Path, drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]], tile_nbytes: int, max_file_bytes: int
+    tmp_path: Path,
+    drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
+    tile_nbytes: int,
+    max_file_bytes: int,
 ) -> None:
     check_scattered(tmp_path, drawn, tile_nbytes, max_file_bytes)
 

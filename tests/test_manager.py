@@ -16,12 +16,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from managing import blank, check_state, cut_off, flip, folders, lose, manager_of, put, state, steps_in, warnings_of
+from managing import (
+    blank,
+    check_state,
+    cut_off,
+    flip,
+    folders,
+    lose,
+    manager_of,
+    put,
+    state,
+    steps_in,
+    warnings_of,
+)
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.locks import reading
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks, try_ranks
 
 RANKS = 3
@@ -70,7 +82,9 @@ def test_asked_again_it_says_the_same_again(tmp_path: Path) -> None:
         assert manager.save(1, force=True, **state(1)) is not None
 
 
-def test_save_without_a_rule_says_once_that_it_never_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_without_a_rule_says_once_that_it_never_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """On rank 0. `finish`, a stop and `force` save, and are no rule."""
 
     def act(comm: Comm) -> None:
@@ -80,17 +94,27 @@ def test_save_without_a_rule_says_once_that_it_never_saves(tmp_path: Path, caplo
 
     run_ranks(2, act)
     (text,) = warnings_of(caplog)
-    assert "no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps" in text
+    assert (
+        "no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps"
+        in text
+    )
 
 
-@pytest.mark.parametrize("options", [{"interval_steps": 10}, {"steps": {9}}, {"interval_seconds": 99.0}, {"enabled": False}])
-def test_save_that_is_not_due_yet_says_nothing(tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"interval_steps": 10}, {"steps": {9}}, {"interval_seconds": 99.0}, {"enabled": False}],
+)
+def test_save_that_is_not_due_yet_says_nothing(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with manager_of(None, tmp_path, **options) as manager:
         assert manager.save(1, **state(1)) is None
     assert warnings_of(caplog) == []
 
 
-def test_save_without_the_best_metric_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_without_the_best_metric_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with manager_of(None, tmp_path, interval_steps=1, keep_best=1, best_metric="loss") as manager:
         manager.save(1, metrics={"loss": 1.0}, **state(1))
         assert warnings_of(caplog) == []
@@ -117,9 +141,16 @@ def test_switched_off_it_neither_saves_nor_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_on_ranks_a_time_to_save_is_a_step_on_which_they_agree(tmp_path: Path, asynchronous: bool) -> None:
+def test_on_ranks_a_time_to_save_is_a_step_on_which_they_agree(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     def act(comm: Comm) -> list[int]:
-        options = {"interval_seconds": 0.02, "notice_seconds": 0.005, "margin_steps": 3, "on_preemption": False}
+        options = {
+            "interval_seconds": 0.02,
+            "notice_seconds": 0.005,
+            "margin_steps": 3,
+            "on_preemption": False,
+        }
         with manager_of(comm, tmp_path, asynchronous=asynchronous, **options) as manager:
             saved = []
             for step in range(60):
@@ -144,10 +175,18 @@ def test_continuous_saves_follow_each_other(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-def test_an_earlier_save_in_flight_is_waited_for_or_makes_the_later_one_be_skipped(tmp_path: Path) -> None:
+def test_an_earlier_save_in_flight_is_waited_for_or_makes_the_later_one_be_skipped(
+    tmp_path: Path,
+) -> None:
     def act(comm: Comm) -> list[int]:
-        with manager_of(comm, tmp_path / policy, asynchronous=True, interval_steps=1, in_flight=policy) as manager:
-            return [step for step in range(1, 4) if manager.save(step, **state(step), attach=lambda _: time.sleep(0.3)) is not None]
+        with manager_of(
+            comm, tmp_path / policy, asynchronous=True, interval_steps=1, in_flight=policy
+        ) as manager:
+            return [
+                step
+                for step in range(1, 4)
+                if manager.save(step, **state(step), attach=lambda _: time.sleep(0.3)) is not None
+            ]
 
     for policy, expected in (("wait", [1, 2, 3]), ("skip", [1])):
         assert run_ranks(2, act) == [expected] * 2
@@ -159,7 +198,9 @@ def test_an_earlier_save_in_flight_is_waited_for_or_makes_the_later_one_be_skipp
 
 def test_a_stop_asked_for_on_one_rank_stops_all_after_a_common_step(tmp_path: Path) -> None:
     def act(comm: Comm) -> int:
-        with manager_of(comm, tmp_path, on_preemption=True, notice_seconds=0.01, interval_steps=1000) as manager:
+        with manager_of(
+            comm, tmp_path, on_preemption=True, notice_seconds=0.01, interval_steps=1000
+        ) as manager:
             for step in range(1, 200):
                 barrier.wait(30)
                 if comm.rank == 1 and step == 20:
@@ -186,14 +227,19 @@ def test_alone_a_stop_is_at_once_and_the_last_step_is_not_saved_twice(tmp_path: 
         assert isinstance(report, uc.SaveReport), "the last save is waited for"
         assert manager.should_stop
         assert manager.finish(5, **state(5)) is None
-    with manager_of(None, tmp_path) as manager, pytest.raises(uc.CheckpointError, match=r"request_stop: .* needed ManagerOptions"):
+    with (
+        manager_of(None, tmp_path) as manager,
+        pytest.raises(uc.CheckpointError, match=r"request_stop: .* needed ManagerOptions"),
+    ):
         manager.request_stop()
 
 
 # restore
 
 
-def test_auto_resume_skips_an_incomplete_newest_and_says_what_is_wrong_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_resume_skips_an_incomplete_newest_and_says_what_is_wrong_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path, 1, 2, 3, 4, 5)
     cut_off(tmp_path / "checkpoint-5")
     lose(tmp_path / "checkpoint-4")
@@ -207,10 +253,19 @@ def test_auto_resume_skips_an_incomplete_newest_and_says_what_is_wrong_with_it(t
     check_state(found, 2)
     warned = warnings_of(caplog)
     assert len(warned) == 3
-    assert any("checkpoint-5 is skipped: it has no unified_checkpoint.json" in text for text in warned)
-    assert any("checkpoint-4 is skipped: optimizer.safetensors is missing" in text for text in warned)
-    assert any("checkpoint-3 is skipped: model.safetensors has 100 bytes; the manifest says" in text for text in warned)
-    assert {path: sorted(os.listdir(path)) for path in tmp_path.iterdir()} == before, "nothing is deleted"
+    assert any(
+        "checkpoint-5 is skipped: it has no unified_checkpoint.json" in text for text in warned
+    )
+    assert any(
+        "checkpoint-4 is skipped: optimizer.safetensors is missing" in text for text in warned
+    )
+    assert any(
+        "checkpoint-3 is skipped: model.safetensors has 100 bytes; the manifest says" in text
+        for text in warned
+    )
+    assert {path: sorted(os.listdir(path)) for path in tmp_path.iterdir()} == before, (
+        "nothing is deleted"
+    )
 
 
 def test_a_flipped_bit_in_the_newest_is_found_while_reading_and_the_one_before_is_taken(
@@ -228,17 +283,25 @@ def test_a_flipped_bit_in_the_newest_is_found_while_reading_and_the_one_before_i
             check_state(found, 1)
 
     run_ranks(2, act)
-    assert [text for text in warnings_of(caplog) if "checkpoint-2 is skipped: " in text and "CRC" in text]
+    assert [
+        text
+        for text in warnings_of(caplog)
+        if "checkpoint-2 is skipped: " in text and "CRC" in text
+    ]
 
 
-def test_when_the_only_one_is_found_damaged_while_reading_the_error_is_raised(tmp_path: Path) -> None:
+def test_when_the_only_one_is_found_damaged_while_reading_the_error_is_raised(
+    tmp_path: Path,
+) -> None:
     put(tmp_path, 1)
     flip(tmp_path / "checkpoint-1")
     with manager_of(None, tmp_path) as manager, pytest.raises(uc.IntegrityError, match="target"):
         manager.restore(**state(0))
 
 
-def test_a_header_of_another_file_is_found_before_anything_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_header_of_another_file_is_found_before_anything_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path, 1, 2)
     body = bytearray((tmp_path / "checkpoint-2" / "model.safetensors").read_bytes())
     body[20] ^= 1
@@ -264,9 +327,14 @@ def test_a_step_by_its_number(tmp_path: Path) -> None:
         found = state(0)
         assert manager.restore(1, **found).step == 1  # type: ignore[union-attr]
         check_state(found, 1)
-        with pytest.raises(uc.NotFoundError, match=r"checkpoint-7: is not there; complete steps are: 1, 2"):
+        with pytest.raises(
+            uc.NotFoundError, match=r"checkpoint-7: is not there; complete steps are: 1, 2"
+        ):
             manager.restore(7, **found)
-        with pytest.raises(uc.NotFoundError, match=r"checkpoint-3: is incomplete: optimizer.safetensors is missing; complete steps"):
+        with pytest.raises(
+            uc.NotFoundError,
+            match=r"checkpoint-3: is incomplete: optimizer.safetensors is missing; complete steps",
+        ):
             manager.restore(3, **found)
 
 
@@ -293,7 +361,9 @@ def test_the_order_of_sources_is_own_step_then_the_paths_then_nothing(tmp_path: 
         assert report is not None
         assert (report.step, report.extra) == (None, None)
         check_state({"model": found["model"]}, 40)
-        assert torch.equal(found["optimizer"]["w/exp_avg"], state(7)["optimizer"]["w/exp_avg"]), "the optimizer is fresh"
+        assert torch.equal(found["optimizer"]["w/exp_avg"], state(7)["optimizer"]["w/exp_avg"]), (
+            "the optimizer is fresh"
+        )
     with manager_of(None, tmp_path / "run", load_full_state_path=other) as manager:
         report = manager.restore(**found)
         assert report is not None
@@ -306,11 +376,16 @@ def test_the_order_of_sources_is_own_step_then_the_paths_then_nothing(tmp_path: 
         assert report.step == 2
 
 
-def test_a_run_that_another_engine_began_goes_on_and_its_next_save_is_unified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_another_engine_began_goes_on_and_its_next_save_is_unified(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "run"
     for step in (20, 100):
         found = state(step)
-        nested = {"model": found["model"], "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}}}
+        nested = {
+            "model": found["model"],
+            "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}},
+        }
         with warnings.catch_warnings(action="ignore"):  # one process
             dcp.save(nested, checkpoint_id=root / f"checkpoint-{step}", no_dist=True)
     (root / "checkpoint-300").mkdir()  # nothing that anybody knows
@@ -353,7 +428,9 @@ def test_a_published_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
         manager.restore(1, **state(0))
         manager.save(2, **state(99))
     assert (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes() == stamp
-    with manager_of(None, tmp_path, interval_steps=1, save_options=uc.SaveOptions(if_exists="replace")) as manager:
+    with manager_of(
+        None, tmp_path, interval_steps=1, save_options=uc.SaveOptions(if_exists="replace")
+    ) as manager:
         manager.restore(1, **state(0))
         manager.save(2, **state(99))
     assert (tmp_path / "checkpoint-2" / "unified_checkpoint.json").read_bytes() != stamp
@@ -366,7 +443,9 @@ def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
     put(tmp_path, 1, 2, 3, 4)
 
     def act(comm: Comm) -> None:
-        with manager_of(comm, tmp_path, interval_steps=1, keep_latest=2, asynchronous=asynchronous) as manager:
+        with manager_of(
+            comm, tmp_path, interval_steps=1, keep_latest=2, asynchronous=asynchronous
+        ) as manager:
             manager.restore(2, **state(0))
             manager.restore(1, **state(0))
             said = manager.save(2, **state(99))
@@ -376,13 +455,17 @@ def test_after_going_back_a_step_of_the_life_before_stays_and_that_is_told(
     run_ranks(2, act)
     (text,) = warnings_of(caplog)
     assert f"step 2 is not saved: {tmp_path}/checkpoint-2 is save " in text
-    assert text.endswith("of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it")
+    assert text.endswith(
+        "of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it"
+    )
     assert steps_in(tmp_path) == [1, 2, 3, 4], "nothing was committed, so nothing goes"
     assert held(tmp_path / "checkpoint-2") == 2
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_last_save_replaces_that_step_of_the_life_before(tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool) -> None:
+def test_the_last_save_replaces_that_step_of_the_life_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
     put(tmp_path, 1, 3)
     with manager_of(None, tmp_path, interval_steps=1, on_preemption=True) as manager:
         manager.restore(1, **state(0))
@@ -401,13 +484,17 @@ def test_the_last_save_replaces_that_step_of_the_life_before(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_step_that_is_not_whole_does_not_pass_for_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool) -> None:
+def test_a_step_that_is_not_whole_does_not_pass_for_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last: bool
+) -> None:
     put(tmp_path, 1, 2)
     lose(tmp_path / "checkpoint-2")
     put(tmp_path, 3, full=False)
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         for step in (2, 3):
-            report = manager.finish(step, **state(step)) if last else manager.save(step, **state(step))
+            report = (
+                manager.finish(step, **state(step)) if last else manager.save(step, **state(step))
+            )
             assert report is not None
             assert not report.existed  # type: ignore[union-attr]
             assert uc.verify(tmp_path / f"checkpoint-{step}", deep=True).ok
@@ -416,7 +503,9 @@ def test_a_step_that_is_not_whole_does_not_pass_for_saved(tmp_path: Path, caplog
         assert warnings_of(caplog) == []
 
 
-def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after_it(tmp_path: Path) -> None:
+def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after_it(
+    tmp_path: Path,
+) -> None:
     put(tmp_path, 1, 2)
     blank(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     with manager_of(None, tmp_path, interval_steps=1) as manager:
@@ -430,8 +519,12 @@ def test_what_a_restore_has_found_damaged_is_replaced_whatever_is_restored_after
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_rotation_with_limit_1_never_deletes_the_only_good_one(tmp_path: Path, asynchronous: bool) -> None:
-    with manager_of(None, tmp_path, keep_latest=1, interval_steps=1, asynchronous=asynchronous) as manager:
+def test_rotation_with_limit_1_never_deletes_the_only_good_one(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    with manager_of(
+        None, tmp_path, keep_latest=1, interval_steps=1, asynchronous=asynchronous
+    ) as manager:
         for step in range(1, 6):
             manager.save(step, **state(step))
             manager.wait()
@@ -462,14 +555,19 @@ def test_the_best_is_not_rotated_away(tmp_path: Path) -> None:
 
 
 def test_best_without_a_metric_is_refused(tmp_path: Path) -> None:
-    with manager_of(None, tmp_path) as manager, pytest.raises(uc.CheckpointError, match="by which metric"):
+    with (
+        manager_of(None, tmp_path) as manager,
+        pytest.raises(uc.CheckpointError, match="by which metric"),
+    ):
         manager.best()
 
 
 def test_the_checkpoint_loaded_from_another_run_is_not_deleted(tmp_path: Path) -> None:
     put(tmp_path / "old", 100)
     full_state = str(tmp_path / "old" / "checkpoint-100")
-    with manager_of(None, tmp_path / "new", keep_latest=1, interval_steps=1, load_full_state_path=full_state) as manager:
+    with manager_of(
+        None, tmp_path / "new", keep_latest=1, interval_steps=1, load_full_state_path=full_state
+    ) as manager:
         manager.restore(**state(0))
         train(manager, range(101, 106))
     assert steps_in(tmp_path / "old") == [100]
@@ -484,7 +582,13 @@ def test_nothing_that_is_not_ours_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-300")  # misnamed by hand
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         train(manager, range(4, 7))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-300", "checkpoint-6", "checkpoint-best", "notes"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "checkpoint-1",
+        "checkpoint-300",
+        "checkpoint-6",
+        "checkpoint-best",
+        "notes",
+    ]
 
 
 def test_files_that_the_trainer_added_go_with_their_checkpoint(tmp_path: Path) -> None:
@@ -495,18 +599,24 @@ def test_files_that_the_trainer_added_go_with_their_checkpoint(tmp_path: Path) -
     assert folders(tmp_path) == ["checkpoint-2"]
 
 
-def test_one_that_is_being_read_stays_until_the_next_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_is_being_read_stays_until_the_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path, 1)
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
         with reading(str(tmp_path / "checkpoint-1")):
             manager.save(2, **state(2))
             assert steps_in(tmp_path) == [1, 2]
-        assert ["checkpoint-1 stays for now: it is being read" in text for text in warnings_of(caplog)] == [True]
+        assert [
+            "checkpoint-1 stays for now: it is being read" in text for text in warnings_of(caplog)
+        ] == [True]
         manager.save(3, **state(3))
     assert steps_in(tmp_path) == [3]
 
 
-def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_ones(tmp_path: Path) -> None:
+def test_after_going_back_the_new_ones_are_not_rotated_away_for_the_old_newer_ones(
+    tmp_path: Path,
+) -> None:
     put(tmp_path, 5, 90, 100)
     with manager_of(None, tmp_path, keep_latest=2, interval_steps=1) as manager:
         manager.restore(5, **state(0))
@@ -530,7 +640,9 @@ def test_steps_known_to_be_damaged_do_not_push_out_the_last_good_ones(tmp_path: 
 
 
 def test_separate_limits_for_model_only_and_full(tmp_path: Path) -> None:
-    with manager_of(None, tmp_path, keep_latest=1, keep_latest_model_only=2, interval_steps=1) as manager:
+    with manager_of(
+        None, tmp_path, keep_latest=1, keep_latest_model_only=2, interval_steps=1
+    ) as manager:
         for step in range(1, 9):
             manager.save(step, **state(step, full=step % 4 == 0))
     assert steps_in(tmp_path) == [6, 7, 8]
@@ -559,7 +671,9 @@ def test_disk_full_while_saving_is_survived_and_older_checkpoints_stay(
     failing = Failing(6)
 
     def act(comm: Comm) -> list[int]:
-        with manager_of(comm, tmp_path, interval_steps=1, keep_latest=1, retries=2, raise_after=3) as manager:
+        with manager_of(
+            comm, tmp_path, interval_steps=1, keep_latest=1, retries=2, raise_after=3
+        ) as manager:
             saved = []
             for step in range(1, 5):
                 more = {} if step == 1 else {"attach": failing}
@@ -604,7 +718,10 @@ def test_after_some_failures_in_a_row_the_error_is_raised_on_all_ranks(tmp_path:
 
 
 def test_the_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
-    with manager_of(None, tmp_path, retries=1) as manager, pytest.raises(OSError, match="No space left"):
+    with (
+        manager_of(None, tmp_path, retries=1) as manager,
+        pytest.raises(OSError, match="No space left"),
+    ):
         manager.finish(1, **state(1), attach=Failing(9))
     with manager_of(None, tmp_path, retries=1, on_preemption=True) as manager:
         manager.request_stop()
@@ -640,7 +757,9 @@ def test_the_last_save_is_tried_though_the_error_of_an_earlier_one_is_due(
     assert "No space left" in text
 
 
-def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = threading.Event()
 
     def interrupted(self: uc.PendingSave, timeout_seconds: float | None = None) -> uc.SaveReport:
@@ -657,21 +776,33 @@ def test_a_wait_that_a_signal_ends_forgets_no_save_in_flight(tmp_path: Path, mon
 
 
 def test_what_the_caller_passed_wrong_is_raised_at_once(tmp_path: Path) -> None:
-    with manager_of(None, tmp_path, interval_steps=1, retries=5) as manager, pytest.raises(uc.FormatError, match="extra"):
+    with (
+        manager_of(None, tmp_path, interval_steps=1, retries=5) as manager,
+        pytest.raises(uc.FormatError, match="extra"),
+    ):
         manager.save(1, **state(1), extra={"x": object()})
     with pytest.raises(uc.FormatError, match="needed a finite number"):
         uc.save(tmp_path / "alone", metrics={"loss": float("nan")}, **state(2))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much", torch.zeros(2)], ids=["nan", "inf", "none", "word", "tensor"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), None, "much", torch.zeros(2)],
+    ids=["nan", "inf", "none", "word", "tensor"],
+)
 def test_a_metric_that_is_no_finite_number_is_left_out_and_the_step_is_saved(
     tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager_of(None, tmp_path, interval_steps=1, keep_latest=1, keep_best=1, best_metric="loss") as manager:
+    with manager_of(
+        None, tmp_path, interval_steps=1, keep_latest=1, keep_best=1, best_metric="loss"
+    ) as manager:
         manager.save(1, metrics={"loss": 0.5, "speed": 3}, **state(1))
         manager.save(2, metrics={"loss": value, "speed": 3}, **state(2))
         manager.finish(3, metrics={"loss": value}, **state(3))
-        assert [dict(one.metrics or {}) for one in manager.steps()] == [{"loss": 0.5, "speed": 3.0}, {}]
+        assert [dict(one.metrics or {}) for one in manager.steps()] == [
+            {"loss": 0.5, "speed": 3.0},
+            {},
+        ]
         best = manager.best()
     assert best is not None
     assert best.step == 1
@@ -680,9 +811,13 @@ def test_a_metric_that_is_no_finite_number_is_left_out_and_the_step_is_saved(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_metrics_are_those_of_rank_0(tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_are_those_of_rank_0(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def act(comm: Comm) -> None:
-        with manager_of(comm, tmp_path, interval_steps=1, asynchronous=asynchronous, retries=0) as manager:
+        with manager_of(
+            comm, tmp_path, interval_steps=1, asynchronous=asynchronous, retries=0
+        ) as manager:
             manager.save(1, metrics={"loss": 1.0 if comm.rank == 0 else None}, **state(1))  # type: ignore[dict-item]
             manager.save(2, metrics={"loss": float("nan") if comm.rank == 0 else 2.0}, **state(2))
 
@@ -702,7 +837,9 @@ def test_the_error_of_a_background_save_comes_with_wait(tmp_path: Path) -> None:
     assert folders(tmp_path) == []
 
 
-def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = Failing(1)
     with manager_of(None, tmp_path, interval_steps=10, asynchronous=True, retries=2) as manager:
         saved = []
@@ -716,9 +853,13 @@ def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(tmp
     assert any("the training goes on; 1 of 3 in a row" in text for text in warnings_of(caplog))
 
 
-def test_background_failures_in_a_row_are_raised_on_all_ranks_in_the_same_call(tmp_path: Path) -> None:
+def test_background_failures_in_a_row_are_raised_on_all_ranks_in_the_same_call(
+    tmp_path: Path,
+) -> None:
     def act(comm: Comm) -> int:
-        manager = manager_of(comm, tmp_path, interval_steps=1, asynchronous=True, retries=0, raise_after=2)
+        manager = manager_of(
+            comm, tmp_path, interval_steps=1, asynchronous=True, retries=0, raise_after=2
+        )
         for step in (1, 2):
             manager.save(step, **state(step), attach=Failing(99))
         with pytest.raises(uc.CheckpointError, match="No space left"):
@@ -737,10 +878,13 @@ def test_retention_that_fails_is_no_failure_of_the_save(
     def refuse(storage: LocalStorage, name: str, *, save_id: str) -> bool:
         raise uc.StorageError(f"{name}: read-only")
 
-    monkeypatch.setattr("unified_ckpt.manager.removal.remove", refuse)
+    monkeypatch.setattr("unified_ckpt.manager.steps.remove.remove", refuse)
     with manager_of(None, tmp_path, interval_steps=1, keep_latest=1) as manager:
         assert manager.save(2, **state(2)) is not None
-    assert any("checkpoint-1 stays for now: checkpoint-1: read-only" in text for text in warnings_of(caplog))
+    assert any(
+        "checkpoint-1 stays for now: checkpoint-1: read-only" in text
+        for text in warnings_of(caplog)
+    )
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -776,10 +920,21 @@ manager._saves.collect = lambda **how: (waiting.set(), close(**how))
 manager.close()
 print("goes on")
 """
-    where = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    where = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=where, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout, folders(tmp_path)) == (-signal.SIGTERM, "", ["checkpoint-1"]), done.stderr
+    done = subprocess.run(
+        command, env=where, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout, folders(tmp_path)) == (
+        -signal.SIGTERM,
+        "",
+        ["checkpoint-1"],
+    ), done.stderr
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 

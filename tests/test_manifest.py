@@ -48,10 +48,29 @@ def manifest(**changes: Any) -> Manifest:
                 aliases={"lm_head.weight": "embed.weight"},
             )
         },
-        "digests": DigestFile(file="digests.safetensors", algorithm="crc64nvme", block_nbytes=1 << 20, nbytes=40, crc=CRC),
+        "digests": DigestFile(
+            file="digests.safetensors",
+            algorithm="crc64nvme",
+            block_nbytes=1 << 20,
+            nbytes=40,
+            crc=CRC,
+        ),
         "extra_file": NamedFile(file="extra.safetensors", nbytes=40, header_crc=CRC, crc=CRC),
-        "rank_extra": RankExtraFile(file="rank_extra.safetensors", nbytes=400, header_crc=CRC, crc=CRC, world_size=8, table_crc=CRC),
-        "optimizer": OptimizerRecord(groups=[ParamGroup(names=["a.weight"], options=encode({"lr": 0.1, "betas": (0.9, 0.999)})[0])]),
+        "rank_extra": RankExtraFile(
+            file="rank_extra.safetensors",
+            nbytes=400,
+            header_crc=CRC,
+            crc=CRC,
+            world_size=8,
+            table_crc=CRC,
+        ),
+        "optimizer": OptimizerRecord(
+            groups=[
+                ParamGroup(
+                    names=["a.weight"], options=encode({"lr": 0.1, "betas": (0.9, 0.999)})[0]
+                )
+            ]
+        ),
         "extra": encode({"best": math.inf, "milestones": {3: 1}})[0],
     }
     return Manifest(**{**fields, **changes})
@@ -86,7 +105,9 @@ def test_trees_keep_their_order_and_depth() -> None:
     deep: Any = {"b": 1, "a": "\ud800"}
     for _ in range(MAX_DEPTH - 1):
         deep = {1: deep}
-    found = decode(parse_manifest(encode_manifest(manifest(extra=encode(deep)[0])), file=FILE).extra, {})
+    found = decode(
+        parse_manifest(encode_manifest(manifest(extra=encode(deep)[0])), file=FILE).extra, {}
+    )
     assert found == deep
     while 1 in found:
         found = found[1]
@@ -107,7 +128,9 @@ def test_people_can_read_it_line_by_line() -> None:
     assert re.fullmatch('"crc": "[0-9a-f]{16}"', lines[-2])
 
 
-@pytest.mark.parametrize("path", ["new", "parts/model/new", "parts/model/files/model.safetensors/new", "digests/new"])
+@pytest.mark.parametrize(
+    "path", ["new", "parts/model/new", "parts/model/files/model.safetensors/new", "digests/new"]
+)
 def test_unknown_fields_pass_within_the_major_version(path: str) -> None:
     stored = json.loads(changed(path, {"a": 1}))
     stored["format_version"] = "1.7"
@@ -117,7 +140,8 @@ def test_unknown_fields_pass_within_the_major_version(path: str) -> None:
 
 def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
     with pytest.raises(
-        FormatError, match=rf"{FILE}: format version is 2\.0, this .* reads 1\.x; install unified_ckpt 1\.2\.3, which wrote it, or newer"
+        FormatError,
+        match=rf"{FILE}: format version is 2\.0, this .* reads 1\.x; install unified_ckpt 1\.2\.3, which wrote it, or newer",
     ):
         parse_manifest(changed("format_version", "2.0"), file=FILE)
     with pytest.raises(FormatError, match="install a newer unified_ckpt"):
@@ -126,13 +150,20 @@ def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
         parse_manifest(changed("format_version", "0.9"), file=FILE)
 
 
-@pytest.mark.parametrize("version", [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000])
+@pytest.mark.parametrize(
+    "version",
+    [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000],
+)
 def test_versions_that_are_none(version: Any) -> None:
-    with pytest.raises(FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.3'"):
+    with pytest.raises(
+        FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.3'"
+    ):
         parse_manifest(changed("format_version", version), file=FILE)
 
 
-@pytest.mark.parametrize("encoded", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": Infinity}'])
+@pytest.mark.parametrize(
+    "encoded", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": Infinity}']
+)
 def test_refuses_what_is_not_json(encoded: bytes) -> None:
     with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
         parse_manifest(encoded, file=FILE)
@@ -161,17 +192,41 @@ def test_refuses_what_is_no_object(encoded: bytes) -> None:
         ("parts", None, "parts: "),
         ("parts/extra", {"files": {}, "total_nbytes": 0}, "parts.extra.*taken by a file"),
         ("parts/a.b", {"files": {}, "total_nbytes": 0}, "parts.a.b.*is not valid"),
-        ("parts/model/index", None, "parts.model: a part that has files needs the record of its index"),
-        ("parts/model/files", {}, "parts.model: a part that has files needs the record of its index"),
+        (
+            "parts/model/index",
+            None,
+            "parts.model: a part that has files needs the record of its index",
+        ),
+        (
+            "parts/model/files",
+            {},
+            "parts.model: a part that has files needs the record of its index",
+        ),
         ("parts/model/index/crc", "zz", "parts.model.index.crc: "),
         ("parts/model/total_nbytes", -1, "parts.model.total_nbytes: .*found -1"),
         ("parts/model/total_nbytes", 2**63, "parts.model.total_nbytes: "),
-        ("parts/model/files", {"../x": {"nbytes": 1, "header_crc": CRC}}, "parts.model.files.*leads out of the folder"),
-        ("parts/model/files", {"/etc/passwd": {"nbytes": 1, "header_crc": CRC}}, "leads out of the folder"),
-        ("parts/model/files/model.safetensors/nbytes", -1, r"parts.model.files.model.safetensors.nbytes: .*found -1"),
+        (
+            "parts/model/files",
+            {"../x": {"nbytes": 1, "header_crc": CRC}},
+            "parts.model.files.*leads out of the folder",
+        ),
+        (
+            "parts/model/files",
+            {"/etc/passwd": {"nbytes": 1, "header_crc": CRC}},
+            "leads out of the folder",
+        ),
+        (
+            "parts/model/files/model.safetensors/nbytes",
+            -1,
+            r"parts.model.files.model.safetensors.nbytes: .*found -1",
+        ),
         ("parts/model/files/model.safetensors/header_crc", CRC.upper(), "header_crc: "),
         ("parts/model/files/model.safetensors/header_crc", CRC + "\n", "header_crc: "),
-        ("parts/model/aliases", {"a": "b", "b": "c"}, "parts.model: alias 'a' stands for 'b', which is an alias too"),
+        (
+            "parts/model/aliases",
+            {"a": "b", "b": "c"},
+            "parts.model: alias 'a' stands for 'b', which is an alias too",
+        ),
         ("parts/model/aliases", {"a": 1}, "parts.model.aliases.a: "),
         ("digests/file", "a/b", "digests.file: .*leads out of the folder"),
         ("digests/block_nbytes", 0, "digests.block_nbytes: "),
@@ -179,11 +234,19 @@ def test_refuses_what_is_no_object(encoded: bytes) -> None:
         ("extra_file/file", "..", "extra_file.file: .*leads out of the folder"),
         ("rank_extra/world_size", 0, "rank_extra.world_size: "),
         ("rank_extra/world_size", 2**62, "rank_extra.world_size: "),
-        ("rank_extra/world_size", 26, "rank_extra: 26 entries need 416 bytes or more; the file has 400"),
+        (
+            "rank_extra/world_size",
+            26,
+            "rank_extra: 26 entries need 416 bytes or more; the file has 400",
+        ),
         ("world_size", 2**21, "world_size: .*less than or equal to 1048576"),
         ("step", 2**63, "step: "),
         ("island", {**ISLAND, "number": 4}, "island: number and copies need to be below count, 4"),
-        ("island", {**ISLAND, "copies": [4]}, "island: number and copies need to be below count, 4"),
+        (
+            "island",
+            {**ISLAND, "copies": [4]},
+            "island: number and copies need to be below count, 4",
+        ),
         ("island", {**ISLAND, "ranks": [8]}, "island: ranks need to be below world_size, 8"),
         ("island", {**ISLAND, "count": 2**62}, "island.count: "),
         ("rank_extra/file", "extra.safetensors", "'extra.safetensors' is named twice"),
@@ -197,7 +260,11 @@ def test_every_field_is_checked_and_named(path: str, value: Any, reason: str) ->
 
 
 def test_a_manifest_without_its_own_crc_is_refused() -> None:
-    fields = {name: value for name, value in json.loads(encode_manifest(manifest())).items() if name != "crc"}
+    fields = {
+        name: value
+        for name, value in json.loads(encode_manifest(manifest())).items()
+        if name != "crc"
+    }
     with pytest.raises(FormatError, match=f"{FILE}: crc is None; needed 16 lower-case hex digits"):
         parse_manifest(json.dumps(fields).encode(), file=FILE)
 
@@ -206,7 +273,9 @@ def test_a_manifest_without_its_own_crc_is_refused() -> None:
 def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
     """RFC 8259 leaves open which of the two counts."""
     key = path.rpartition("/")[2]
-    body = encode_manifest(manifest()).replace(f'"{key}":'.encode(), f'"{key}": null, "{key}":'.encode(), 1)
+    body = encode_manifest(manifest()).replace(
+        f'"{key}":'.encode(), f'"{key}": null, "{key}":'.encode(), 1
+    )
     with pytest.raises(FormatError, match=f"{FILE}: key '{key}' occurs twice in one object"):
         parse_manifest(body, file=FILE)
 
@@ -225,4 +294,9 @@ def test_trees_that_no_codec_wrote_are_refused(tree: Any) -> None:
 
 def test_does_not_import_torch_or_numpy() -> None:
     script = "import sys, unified_ckpt.format.manifest; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+        == "[]\n"
+    )

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import unified_ckpt as uc
 from tests.orbaxes import MaxText, as_numpy, job, mapped, train_state, write
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.view import SourceView
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.sources import open_any
@@ -51,13 +51,25 @@ KINDS: dict[str, Any] = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=3),
     "qwen2": lambda: transformers.Qwen2Config(**{**SIZES, "tie_word_embeddings": True}),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=3, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=32, num_experts=3, num_experts_per_tok=2
+    ),
     "gemma": lambda: transformers.GemmaConfig(**{**SIZES, "tie_word_embeddings": True}),
-    "gemma2": lambda: transformers.Gemma2Config(**{**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 4}, query_pre_attn_scalar=64),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 8}),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **{**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 4}, query_pre_attn_scalar=64
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 8}
+    ),
 }
 FORMS = ["stacked", "unstacked"]
-UNSTACKED = ("llama3", "mixtral", "gemma", "gemma2", "gemma3")  # the others differ in nothing that stacking changes
+UNSTACKED = (
+    "llama3",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+)  # the others differ in nothing that stacking changes
 PAIRS = [(kind, form) for kind in KINDS for form in FORMS if form == "stacked" or kind in UNSTACKED]
 DRIVERS = [
     {"ocdbt": True, "zarr3": True},
@@ -96,9 +108,15 @@ def tree_of(made: Made, *, stacked: bool, trained: bool) -> Any:
     config = made.model.config
     states = [
         made.state,
-        *({name: made.moments[f"{name}/{one}"] for name in made.state} for one in ("exp_avg", "exp_avg_sq")),
+        *(
+            {name: made.moments[f"{name}/{one}"] for name in made.state}
+            for one in ("exp_avg", "exp_avg_sq")
+        ),
     ]
-    trees = [MaxText(config, mapped(one, as_numpy), power=n).tree(stacked=stacked, vocab=128) for n, one in enumerate(states)]
+    trees = [
+        MaxText(config, mapped(one, as_numpy), power=n).tree(stacked=stacked, vocab=128)
+        for n, one in enumerate(states)
+    ]
     return train_state(*trees) if trained else {"params": {"params": trees[0]}}
 
 
@@ -119,7 +137,13 @@ def written(models: dict[str, Made], tmp_path_factory: pytest.TempPathFactory) -
                 continue
             for trained in (True, False) if kind == "llama3" else (True,):
                 name = f"{kind}-{'stacked' if stacked else 'unstacked'}-{'training' if trained else 'inference'}"
-                jobs.append(job(root / name, tree_of(made, stacked=stacked, trained=trained), **DRIVERS[len(jobs) % 4]))
+                jobs.append(
+                    job(
+                        root / name,
+                        tree_of(made, stacked=stacked, trained=trained),
+                        **DRIVERS[len(jobs) % 4],
+                    )
+                )
     write(jobs, root / "jobs")
     return root
 
@@ -129,7 +153,9 @@ def opened(path: Path, made: Made) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "form"), PAIRS)
-def test_it_is_the_model_bitwise_with_its_moments(models: dict[str, Made], written: Path, kind: str, form: str) -> None:
+def test_it_is_the_model_bitwise_with_its_moments(
+    models: dict[str, Made], written: Path, kind: str, form: str
+) -> None:
     made = models[kind]
     with opened(written / f"{kind}-{form}-training", made) as source:
         assert set(source["model"].keys()) == set(made.state)
@@ -146,10 +172,17 @@ def test_it_is_the_model_bitwise_with_its_moments(models: dict[str, Made], writt
     assert "jax" not in sys.modules
 
 
-@pytest.mark.parametrize(("form", "kept"), [("stacked", 1 << 20), ("stacked", 1), ("unstacked", 1 << 20)])
+@pytest.mark.parametrize(
+    ("form", "kept"), [("stacked", 1 << 20), ("stacked", 1), ("unstacked", 1 << 20)]
+)
 @pytest.mark.parametrize("kind", ["llama3", "mixtral", "gemma2"])
 def test_tensors_cut_into_many_pieces(
-    models: dict[str, Made], written: Path, kind: str, form: str, kept: int, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Made],
+    written: Path,
+    kind: str,
+    form: str,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Along chunks where all pieces of a tensor are kept together, else into rows."""
     monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.PIECE_NBYTES", 3000)
@@ -164,7 +197,9 @@ def test_tensors_cut_into_many_pieces(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_without_train_state_is_the_model_alone(models: dict[str, Made], written: Path, form: str) -> None:
+def test_a_checkpoint_without_train_state_is_the_model_alone(
+    models: dict[str, Made], written: Path, form: str
+) -> None:
     made = models["llama3"]
     with opened(written / f"llama3-{form}-inference", made) as source:
         assert source.parts == ("model",)
@@ -174,16 +209,23 @@ def test_a_checkpoint_without_train_state_is_the_model_alone(models: dict[str, M
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3_moe", "gemma2"])
-def test_and_seen_as_maxtexts_again_it_is_as_stored(models: dict[str, Made], written: Path, kind: str) -> None:
+def test_and_seen_as_maxtexts_again_it_is_as_stored(
+    models: dict[str, Made], written: Path, kind: str
+) -> None:
     path, made = written / f"{kind}-stacked-training", models[kind]
     ours = open_any(str(path), SourceOptions(config=str(made.folder)))
-    with uc.open(path, options=SourceOptions(names="own")) as own, SourceView(maxtext_view(ours, made.model.config.to_dict())) as view:
+    with (
+        uc.open(path, options=SourceOptions(names="own")) as own,
+        SourceView(maxtext_view(ours, made.model.config.to_dict())) as view,
+    ):
         assert view.parts == own.parts
         for part in own.parts:
             assert set(view[part]) == set(own[part])
             for name in own[part]:
                 found, stored = view[part][name][...], own[part][name][...]
-                rows = tuple(slice(size) for size in found.shape)  # without the padding of the vocabulary
+                rows = tuple(
+                    slice(size) for size in found.shape
+                )  # without the padding of the vocabulary
                 assert torch.equal(found, stored[rows]), name
 
 
@@ -191,15 +233,26 @@ IDS = torch.arange(24).reshape(2, 12) % 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_pretrained_computes_the_same(models: dict[str, Made], written: Path, tmp_path: Path, kind: str) -> None:
+def test_from_pretrained_computes_the_same(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
     made = models[kind]
     with opened(written / f"{kind}-stacked-training", made) as source:
-        save_file({name: source["model"][name][...] for name in source["model"]}, tmp_path / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: source["model"][name][...] for name in source["model"]},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
         assert source.source.aliases("model") == (
-            {"lm_head.weight": "model.embed_tokens.weight"} if made.model.config.tie_word_embeddings else {}
+            {"lm_head.weight": "model.embed_tokens.weight"}
+            if made.model.config.tie_word_embeddings
+            else {}
         )
     shutil.copy(made.folder / "config.json", tmp_path)
-    one, other = (transformers.AutoModelForCausalLM.from_pretrained(path).eval() for path in (made.folder, tmp_path))
+    one, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        for path in (made.folder, tmp_path)
+    )
     with torch.no_grad():
         assert torch.equal(other(IDS).logits, one(IDS).logits)
 
@@ -217,18 +270,24 @@ def train(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[floa
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen2", "gemma"])
-def test_a_job_goes_on_from_it(models: dict[str, Made], written: Path, tmp_path: Path, kind: str) -> None:
+def test_a_job_goes_on_from_it(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
     """As from the same state in torch."""
     made = models[kind]
     expected = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
     one = torch.optim.AdamW(expected.parameters(), lr=1e-3)
     for name, parameter in expected.named_parameters():
-        moments = {state: made.moments[f"{name}/{state}"].clone() for state in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            state: made.moments[f"{name}/{state}"].clone() for state in ("exp_avg", "exp_avg_sq")
+        }
         one.state[parameter] = {"step": torch.tensor(7.0), **moments}
     model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = LoadOptions(source=SourceOptions(config=str(made.folder / "config.json")))
-    report = uc.load(written / f"{kind}-stacked-training", model=model, optimizer=optimizer, options=options)
+    report = uc.load(
+        written / f"{kind}-stacked-training", model=model, optimizer=optimizer, options=options
+    )
     assert report.step == 7
     assert train(model, optimizer, 3) == train(expected, one, 3)
     uc.save(tmp_path / "ours", model=model, optimizer=optimizer, step=10)
@@ -236,15 +295,27 @@ def test_a_job_goes_on_from_it(models: dict[str, Made], written: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
-def test_converted_it_is_a_model_folder(models: dict[str, Made], written: Path, tmp_path: Path, kind: str) -> None:
+def test_converted_it_is_a_model_folder(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
     made = models[kind]
-    report = uc.convert(written / f"{kind}-stacked-training", tmp_path / "new", source=SourceOptions(config=str(made.folder)))
+    report = uc.convert(
+        written / f"{kind}-stacked-training",
+        tmp_path / "new",
+        source=SourceOptions(config=str(made.folder)),
+    )
     assert report.format == "orbax"
     assert report.tensors == {"model": len(made.state), "optimizer": 3 * len(made.state)}
     assert uc.verify(tmp_path / "new", deep=True).ok
     with uc.open(tmp_path / "new") as source:
-        assert all(torch.equal(source["optimizer"][name][...], tensor) for name, tensor in made.moments.items())
-    one, other = (transformers.AutoModelForCausalLM.from_pretrained(path).eval() for path in (made.folder, tmp_path / "new"))
+        assert all(
+            torch.equal(source["optimizer"][name][...], tensor)
+            for name, tensor in made.moments.items()
+        )
+    one, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        for path in (made.folder, tmp_path / "new")
+    )
     with torch.no_grad():
         assert torch.equal(other(IDS).logits, one(IDS).logits)
 
@@ -253,7 +324,10 @@ def test_converted_it_is_a_model_folder(models: dict[str, Made], written: Path, 
 
 
 def test_names_of_several_models_are_shown_as_stored(
-    written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    written: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without config.json: a look takes MaxText's own names and says what others need; what is written for good needs it."""
     path = written / "llama3-stacked-training"
@@ -262,11 +336,17 @@ def test_names_of_several_models_are_shown_as_stored(
     uc.load(path, model=target, strict=False)
     with uc.open(path, options=SourceOptions(names="own")) as source:
         assert torch.equal(target[query], source["model"][query][...])
-    assert re.search(r"several models(.|\n)*needed the model's config.json(.|\n)*its own names are shown", caplog.text)
+    assert re.search(
+        r"several models(.|\n)*needed the model's config.json(.|\n)*its own names are shown",
+        caplog.text,
+    )
     assert main(["inspect", str(path)]) == 0
     assert "self_attention" in capsys.readouterr().out
     for to in ("huggingface", "unified"):
-        with pytest.raises(uc.FormatError, match=r"names are those of several models(.|\n)*needed the model's config.json"):
+        with pytest.raises(
+            uc.FormatError,
+            match=r"names are those of several models(.|\n)*needed the model's config.json",
+        ):
             uc.convert(path, tmp_path / to, to=to)
     with pytest.raises(uc.FormatError, match=r"names are those of several models"):
         uc.open(path, options=SourceOptions(names="huggingface"))
@@ -274,18 +354,24 @@ def test_names_of_several_models_are_shown_as_stored(
 
 def test_own_names_are_as_stored(models: dict[str, Made], written: Path) -> None:
     made = models["llama3"]
-    expected = MaxText(made.model.config, mapped(made.state, as_numpy)).tree(stacked=True, vocab=128)
+    expected = MaxText(made.model.config, mapped(made.state, as_numpy)).tree(
+        stacked=True, vocab=128
+    )
     with uc.open(written / "llama3-stacked-training", options=SourceOptions(names="own")) as source:
         query = source["model"]["decoder.layers.self_attention.query.kernel"]
         assert query.shape == (64, 3, 4, 16)
-        assert np.array_equal(query[...].numpy(), expected["decoder"]["layers"]["self_attention"]["query"]["kernel"])
+        assert np.array_equal(
+            query[...].numpy(), expected["decoder"]["layers"]["self_attention"]["query"]["kernel"]
+        )
         assert source["optimizer"]["token_embedder.embedding/exp_avg"].shape == (128, 64)
         assert source["optimizer"]["token_embedder.embedding/step"][...] == 7
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["mixtral", "gemma", "gemma3"])
-def test_names_that_say_which_model_it_is(models: dict[str, Made], written: Path, kind: str, form: str) -> None:
+def test_names_that_say_which_model_it_is(
+    models: dict[str, Made], written: Path, kind: str, form: str
+) -> None:
     """But not how much of the vocabulary is padding."""
     made = models[kind]
     with uc.open(written / f"{kind}-{form}-training") as source:
@@ -293,7 +379,9 @@ def test_names_that_say_which_model_it_is(models: dict[str, Made], written: Path
         for name, tensor in made.state.items():
             found = source["model"][name][...]
             assert torch.equal(found[: len(tensor)], tensor), name
-            assert found.shape == tensor.shape or (name in ("lm_head.weight", "model.embed_tokens.weight") and len(found) == 128)
+            assert found.shape == tensor.shape or (
+                name in ("lm_head.weight", "model.embed_tokens.weight") and len(found) == 128
+            )
 
 
 def told(made: Made, path: Path, **change: Any) -> SourceOptions:
@@ -303,24 +391,68 @@ def told(made: Made, path: Path, **change: Any) -> SourceOptions:
 
 
 WRONG: list[tuple[str, dict[str, Any], type[uc.CheckpointError], str]] = [
-    ("llama3", {"num_hidden_layers": 2}, uc.FormatError, r"other shapes(.|\n)*layers.*has shape \(.*3.*\), needed \(.*2.*\)"),
-    ("llama3", {"num_attention_heads": 8}, uc.FormatError, r"query.kernel has shape \(64, 3, 4, 16\), needed \(64, 3, 8, 16\)"),
-    ("llama3", {"vocab_size": 129}, uc.FormatError, r"embedding has shape \(128, 64\), needed \(129, 64\)"),
-    ("llama3", {"tie_word_embeddings": True}, uc.FormatError, r"tensors that the model has not(.|\n)*logits_dense"),
-    ("llama3", {"model_type": "qwen2"}, uc.IncompleteError, r"as qwen2: the model has tensors that the checkpoint lacks(.|\n)*query.bias"),
-    ("llama3", {"model_type": "opt"}, uc.FormatError, r"model_type 'opt' has no names of MaxText's here; known are llama"),
+    (
+        "llama3",
+        {"num_hidden_layers": 2},
+        uc.FormatError,
+        r"other shapes(.|\n)*layers.*has shape \(.*3.*\), needed \(.*2.*\)",
+    ),
+    (
+        "llama3",
+        {"num_attention_heads": 8},
+        uc.FormatError,
+        r"query.kernel has shape \(64, 3, 4, 16\), needed \(64, 3, 8, 16\)",
+    ),
+    (
+        "llama3",
+        {"vocab_size": 129},
+        uc.FormatError,
+        r"embedding has shape \(128, 64\), needed \(129, 64\)",
+    ),
+    (
+        "llama3",
+        {"tie_word_embeddings": True},
+        uc.FormatError,
+        r"tensors that the model has not(.|\n)*logits_dense",
+    ),
+    (
+        "llama3",
+        {"model_type": "qwen2"},
+        uc.IncompleteError,
+        r"as qwen2: the model has tensors that the checkpoint lacks(.|\n)*query.bias",
+    ),
+    (
+        "llama3",
+        {"model_type": "opt"},
+        uc.FormatError,
+        r"model_type 'opt' has no names of MaxText's here; known are llama",
+    ),
     ("llama3", {"num_attention_heads": None}, uc.FormatError, "is no configuration of llama"),
     ("gemma2", {"num_hidden_layers": 5}, uc.FormatError, "needed an even count"),
-    ("mixtral", {"num_local_experts": 2}, uc.FormatError, r"wi_0 has shape \(3, 3, 64, 96\), needed \(2, 3, 64, 96\)"),
+    (
+        "mixtral",
+        {"num_local_experts": 2},
+        uc.FormatError,
+        r"wi_0 has shape \(3, 3, 64, 96\), needed \(2, 3, 64, 96\)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "match"), WRONG)
 def test_a_configuration_of_another_model(
-    models: dict[str, Made], written: Path, tmp_path: Path, kind: str, change: dict[str, Any], error: type[uc.CheckpointError], match: str
+    models: dict[str, Made],
+    written: Path,
+    tmp_path: Path,
+    kind: str,
+    change: dict[str, Any],
+    error: type[uc.CheckpointError],
+    match: str,
 ) -> None:
     with pytest.raises(error, match=match):
-        uc.open(written / f"{kind}-stacked-training", options=told(models[kind], tmp_path / "config.json", **change))
+        uc.open(
+            written / f"{kind}-stacked-training",
+            options=told(models[kind], tmp_path / "config.json", **change),
+        )
 
 
 def test_a_configuration_that_is_none(written: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.integrations.hf_names import open_model_names
+from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.megatron.states import flat_ranges
 
@@ -39,10 +39,17 @@ def new_model(kind: str, job: Job) -> Any:
         "max_position_embeddings": 32,
     }
     if job.experts:
-        config |= {"num_experts": job.experts, "num_local_experts": job.experts, "num_experts_per_tok": 2, "moe_intermediate_size": job.ffn}
+        config |= {
+            "num_experts": job.experts,
+            "num_local_experts": job.experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": job.ffn,
+        }
     if kind == "Qwen2":
         del config["head_dim"]
-    made = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**config))
+    made = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**config)
+    )
     return made.eval()
 
 
@@ -53,8 +60,14 @@ def drawn(kind: str, job: Job, tmp_path: Path) -> tuple[Any, dict[str, Tensors]]
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(tmp_path / "hub")
-    params = {name: tensor.float() for name, tensor in load_file(tmp_path / "hub" / "model.safetensors").items()}
-    hub = {"param": params} | {key: {n: torch.randn(t.shape).abs() for n, t in params.items()} for key in ("exp_avg", "exp_avg_sq")}
+    params = {
+        name: tensor.float()
+        for name, tensor in load_file(tmp_path / "hub" / "model.safetensors").items()
+    }
+    hub = {"param": params} | {
+        key: {n: torch.randn(t.shape).abs() for n, t in params.items()}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
     return model.bfloat16(), hub
 
 
@@ -66,17 +79,41 @@ def logits(model: Any) -> torch.Tensor:
 
 JOBS: dict[str, tuple[str, Job, dict[str, Any]]] = {
     "llama": ("Llama", Job(tp=2, pp=2), {}),
-    "llama, virtual stages, tied, flat": ("Llama", Job(tp=2, pp=2, vpp=2, tied=True, optimizer="flat"), {}),
+    "llama, virtual stages, tied, flat": (
+        "Llama",
+        Job(tp=2, pp=2, vpp=2, tied=True, optimizer="flat"),
+        {},
+    ),
     "llama, tied, one stage, flat": ("Llama", Job(tied=True, optimizer="flat", norms="apart"), {}),
     "llama, before Megatron-Core": ("Llama", Job(tp=2, pp=2, norms="apart", old=True), {}),
     "qwen2": ("Qwen2", Job(tp=2, optimizer="flat", norms="apart"), {"add_qkv_bias": True}),
-    "qwen3, no groups": ("Qwen3", Job(tp=4, groups=4, pp=2, optimizer="flat"), {"qk_layernorm": True}),
-    "qwen3, buckets": ("Qwen3", Job(tp=1, hidden=12, heads=2, groups=1, ffn=10, bucket=300, optimizer="flat"), {"qk_layernorm": True}),
+    "qwen3, no groups": (
+        "Qwen3",
+        Job(tp=4, groups=4, pp=2, optimizer="flat"),
+        {"qk_layernorm": True},
+    ),
+    "qwen3, buckets": (
+        "Qwen3",
+        Job(tp=1, hidden=12, heads=2, groups=1, ffn=10, bucket=300, optimizer="flat"),
+        {"qk_layernorm": True},
+    ),
     "mixtral": ("Mixtral", Job(tp=2, ep=2, experts=4), {}),
     "mixtral, flat": ("Mixtral", Job(tp=2, pp=2, ep=2, experts=4, optimizer="flat", etp=1), {}),
-    "mixtral, numbered": ("Mixtral", Job(ep=4, experts=4, experts_as="numbered", optimizer="flat"), {}),
-    "mixtral, grouped": ("Mixtral", Job(tp=2, ep=2, etp=1, experts=4, experts_as="grouped", optimizer="none"), {}),
-    "qwen3 moe": ("Qwen3Moe", Job(tp=2, ep=2, experts=4, experts_as="grouped"), {"qk_layernorm": True}),
+    "mixtral, numbered": (
+        "Mixtral",
+        Job(ep=4, experts=4, experts_as="numbered", optimizer="flat"),
+        {},
+    ),
+    "mixtral, grouped": (
+        "Mixtral",
+        Job(tp=2, ep=2, etp=1, experts=4, experts_as="grouped", optimizer="none"),
+        {},
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        Job(tp=2, ep=2, experts=4, experts_as="grouped"),
+        {"qk_layernorm": True},
+    ),
 }
 
 
@@ -96,7 +133,9 @@ def test_the_whole_model_and_its_optimizer_are_read(tmp_path: Path, name: str) -
             assert torch.equal(source["master_weights"][fqn][...], tensor), fqn
             assert source["optimizer"][f"{fqn}/step"][...] == 7
             for key in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(source["optimizer"][f"{fqn}/{key}"][...], hub[key][fqn]), f"{fqn}/{key}"
+                assert torch.equal(source["optimizer"][f"{fqn}/{key}"][...], hub[key][fqn]), (
+                    f"{fqn}/{key}"
+                )
         assert ("optimizer" in source.parts) == (job.optimizer != "none")
     other = new_model(kind, job).bfloat16()
     with open_model_names(root, model=other) as renamed:  # transformers joins experts in memory
@@ -129,11 +168,16 @@ def changed(path: Path, change: Callable[[Any], object]) -> None:
         torch.save(told, path)
 
 
-def test_a_job_goes_on_from_it_with_its_hyperparameters(llama: tuple[Path, dict[str, Tensors]]) -> None:
+def test_a_job_goes_on_from_it_with_its_hyperparameters(
+    llama: tuple[Path, dict[str, Tensors]],
+) -> None:
     root, hub = llama
     model = new_model("Llama", Job()).float()
     named = list(model.named_parameters())
-    groups = [{"params": [one for name, one in named if no_decay(name, one) == wanted]} for wanted in (False, True)]
+    groups = [
+        {"params": [one for name, one in named if no_decay(name, one) == wanted]}
+        for wanted in (False, True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     report = uc.load(root, model=model, optimizer=optimizer)
     assert report.sources["model"] == ("master_weights",)  # the trainer is fp32
@@ -155,11 +199,15 @@ def test_a_job_goes_on_from_it_with_its_hyperparameters(llama: tuple[Path, dict[
 
 def test_the_random_state_of_a_rank(llama: tuple[Path, dict[str, Tensors]]) -> None:
     with uc.open(llama[0]) as source:
-        seen = [source.rank_extra[rank]["rng_state"]["torch_rng_state"].tolist() for rank in range(8)]
+        seen = [
+            source.rank_extra[rank]["rng_state"]["torch_rng_state"].tolist() for rank in range(8)
+        ]
     assert seen == [[tp, pp, 0] for pp in range(2) for _ in range(2) for tp in range(2)]
 
 
-def test_converted_and_inspected(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_and_inspected(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(root)]) == 0
     assert "Megatron-LM" in capsys.readouterr().out
     assert main(["convert", str(root), str(tmp_path / "new")]) == 0
@@ -184,7 +232,11 @@ def test_the_vocabulary_is_without_its_padding_where_the_config_tells_it(tmp_pat
     with uc.open(root) as source:
         assert source["model"]["lm_head.weight"].shape == (VOCAB + 4, job.hidden)
     other = new_model("Llama", job).bfloat16()
-    uc.load(root, model=other, options=uc.LoadOptions(source=SourceOptions(config=str(tmp_path / "hub"))))
+    uc.load(
+        root,
+        model=other,
+        options=uc.LoadOptions(source=SourceOptions(config=str(tmp_path / "hub"))),
+    )
     assert torch.equal(logits(other), logits(model))
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
@@ -208,7 +260,9 @@ def test_own_names_are_those_of_the_whole_model(llama: tuple[Path, dict[str, Ten
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
     ],
 )
-def test_a_model_unlike_llama_keeps_its_own_names(tmp_path: Path, more: dict[str, Any], found: str) -> None:
+def test_a_model_unlike_llama_keeps_its_own_names(
+    tmp_path: Path, more: dict[str, Any], found: str
+) -> None:
     job = Job(optimizer="none")
     _, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
@@ -223,7 +277,9 @@ def test_a_model_unlike_llama_keeps_its_own_names(tmp_path: Path, more: dict[str
 
 def test_a_missing_rank_is_named(root: Path) -> None:
     shutil.rmtree(of_rank(root))
-    with pytest.raises(uc.IncompleteError, match=r"folders of ranks are missing(.|\n)*mp_rank_01_000"):
+    with pytest.raises(
+        uc.IncompleteError, match=r"folders of ranks are missing(.|\n)*mp_rank_01_000"
+    ):
         uc.open(root)
 
 
@@ -242,19 +298,34 @@ def test_converter_drops_moe_experts_silently(tmp_path: Path) -> None:
     root = write(tmp_path / "job", job, hub)
 
     def drop(told: Any) -> None:
-        told["model"] = {name: one for name, one in told["model"].items() if "layers.2.mlp.experts.local_experts.1." not in name}
+        told["model"] = {
+            name: one
+            for name, one in told["model"].items()
+            if "layers.2.mlp.experts.local_experts.1." not in name
+        }
 
     changed(of_rank(root, "mp_rank_00_001") / "model_optim_rng.pt", drop)
-    with pytest.raises(uc.FormatError, match=r"only one of them has(.|\n)*layers.2.mlp.experts.local_experts.1.linear_fc1.weight"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"only one of them has(.|\n)*layers.2.mlp.experts.local_experts.1.linear_fc1.weight",
+    ):
         uc.open(root)
     changed(of_rank(root, "mp_rank_00_000") / "model_optim_rng.pt", drop)
-    with pytest.raises(uc.IncompleteError, match=r"of 4 experts(.|\n)*local_experts.1.linear_fc1(.|\n)*local_experts.3.linear_fc2"):
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"of 4 experts(.|\n)*local_experts.1.linear_fc1(.|\n)*local_experts.3.linear_fc2",
+    ):
         uc.open(root)
 
 
 def test_a_norm_that_one_rank_lacks_is_seen(root: Path) -> None:
-    changed(of_rank(root) / "model_optim_rng.pt", lambda told: told["model"].pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"))
-    with pytest.raises(uc.FormatError, match=r"only one of them has(.|\n)*linear_fc1.layer_norm_weight"):
+    changed(
+        of_rank(root) / "model_optim_rng.pt",
+        lambda told: told["model"].pop("decoder.layers.0.mlp.linear_fc1.layer_norm_weight"),
+    )
+    with pytest.raises(
+        uc.FormatError, match=r"only one of them has(.|\n)*linear_fc1.layer_norm_weight"
+    ):
         uc.open(root)
 
 
@@ -315,11 +386,15 @@ def test_a_folder_that_the_tracker_names_and_is_not_there(root: Path) -> None:
 
 def test_files_of_two_saves_are_refused(root: Path) -> None:
     changed(of_rank(root) / "model_optim_rng.pt", lambda told: told.update(iteration=6))
-    with pytest.raises(uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt: is of another step"):
+    with pytest.raises(
+        uc.FormatError, match=r"mp_rank_01_000/model_optim_rng.pt: is of another step"
+    ):
         uc.open(root)
 
 
-@pytest.mark.parametrize("pair", [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_000", "mp_rank_01_001")])
+@pytest.mark.parametrize(
+    "pair", [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_01_000", "mp_rank_01_001")]
+)
 @pytest.mark.parametrize("swapped", [True, False])
 def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapped: bool) -> None:
     """The folders of two tensor or two pipeline ranks: every name and shape fits, and the values are others."""
@@ -332,7 +407,9 @@ def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapp
     else:
         shutil.copytree(one, other)
         shutil.rmtree(step / "aside")
-    with pytest.raises(uc.FormatError, match=r"was written by rank \d+(.|\n)*put each back under its own name"):
+    with pytest.raises(
+        uc.FormatError, match=r"was written by rank \d+(.|\n)*put each back under its own name"
+    ):
         uc.open(root)
 
 
@@ -345,7 +422,9 @@ def test_a_wrong_number_of_ranks_is_refused(root: Path) -> None:
 
 def test_a_missing_layer_is_seen(root: Path) -> None:
     def drop(told: Any) -> None:
-        told["model"] = {name: one for name, one in told["model"].items() if "layers.1." not in name}
+        told["model"] = {
+            name: one for name, one in told["model"].items() if "layers.1." not in name
+        }
 
     changed(of_rank(root) / "model_optim_rng.pt", drop)
     with pytest.raises(uc.FormatError, match=r"only one of them has(.|\n)*decoder.layers.1"):
@@ -375,12 +454,23 @@ def test_optimizer_silently_wrong_after_layout_change(root: Path) -> None:
     uc.load(root, model=model.bfloat16())  # without the optimizer it loads
     optimizer = FusedAdam(model.parameters(), master_weights=True)
     with pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"):
-        uc.load(root, model=model, optimizer=optimizer, options=uc.LoadOptions(hyperparameters="current"))
+        uc.load(
+            root,
+            model=model,
+            optimizer=optimizer,
+            options=uc.LoadOptions(hyperparameters="current"),
+        )
 
 
 def test_moments_alone_are_compared_too(root: Path) -> None:
-    changed(of_rank(root) / "distrib_optim.pt", lambda told: next(iter(told[0].values()))["param"].add_(1.0))
-    with uc.open(root) as source, pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"):
+    changed(
+        of_rank(root) / "distrib_optim.pt",
+        lambda told: next(iter(told[0].values()))["param"].add_(1.0),
+    )
+    with (
+        uc.open(root) as source,
+        pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"),
+    ):
         _ = source["optimizer"]["model.layers.0.mlp.down_proj.weight/exp_avg"][...]
 
 
@@ -402,7 +492,9 @@ def grouped(tmp_path: Path, change: Callable[[Any], object]) -> Path:
     job = Job(tp=1)
     _, hub = drawn("Llama", job, tmp_path)
     root = write(tmp_path / "job", job, hub)
-    changed(of_rank(root, "mp_rank_00") / "model_optim_rng.pt", lambda told: change(told["optimizer"]))
+    changed(
+        of_rank(root, "mp_rank_00") / "model_optim_rng.pt", lambda told: change(told["optimizer"])
+    )
     return root
 
 
@@ -413,30 +505,77 @@ def test_two_parameters_of_one_shape_in_the_wrong_order(tmp_path: Path) -> None:
         first[same[0]], first[same[1]] = first[same[1]], first[same[0]]
 
     root = grouped(tmp_path, swap)
-    with uc.open(root) as source, pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"):
+    with (
+        uc.open(root) as source,
+        pytest.raises(uc.IntegrityError, match=r"is not the model's tensor before rounding"),
+    ):
         _ = [source["master_weights"][name][...] for name in source["master_weights"]]
 
 
 REFUSED: list[tuple[str, Callable[[Any], object], str]] = [
-    ("a parameter less", lambda o: o["optimizer"]["param_groups"][0]["params"].pop(), r"group 0 has 17 parameters; the model has 18"),
-    ("another shape", lambda o: o["optimizer"]["state"].update({0: o["optimizer"]["state"][1]}), r"its exp_avg has shape"),
-    ("no state", lambda o: o["optimizer"]["state"].pop(3), r"has no optimizer state \(parameter 3\)"),
-    ("a master less", lambda o: o["fp32_from_fp16_params"][0].pop(), r"group 0 has 17 fp32 copies; the model has 18"),
-    ("one group twice", lambda o: o["optimizer"]["param_groups"][1].update(wd_mult=1.0), r"needed one for each"),
-    ("no steps", lambda o: [one.pop("step") for one in o["optimizer"]["param_groups"]], r"nothing says how many steps"),
-    ("no groups", lambda o: o["optimizer"].pop("param_groups"), r"is not what Megatron-LM writes: KeyError\('param_groups'\)"),
+    (
+        "a parameter less",
+        lambda o: o["optimizer"]["param_groups"][0]["params"].pop(),
+        r"group 0 has 17 parameters; the model has 18",
+    ),
+    (
+        "another shape",
+        lambda o: o["optimizer"]["state"].update({0: o["optimizer"]["state"][1]}),
+        r"its exp_avg has shape",
+    ),
+    (
+        "no state",
+        lambda o: o["optimizer"]["state"].pop(3),
+        r"has no optimizer state \(parameter 3\)",
+    ),
+    (
+        "a master less",
+        lambda o: o["fp32_from_fp16_params"][0].pop(),
+        r"group 0 has 17 fp32 copies; the model has 18",
+    ),
+    (
+        "one group twice",
+        lambda o: o["optimizer"]["param_groups"][1].update(wd_mult=1.0),
+        r"needed one for each",
+    ),
+    (
+        "no steps",
+        lambda o: [one.pop("step") for one in o["optimizer"]["param_groups"]],
+        r"nothing says how many steps",
+    ),
+    (
+        "no groups",
+        lambda o: o["optimizer"].pop("param_groups"),
+        r"is not what Megatron-LM writes: KeyError\('param_groups'\)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "found"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
-def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path, change: Callable[[Any], object], found: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "found"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
+)
+def test_an_optimizer_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[Any], object], found: str
+) -> None:
     only_the_model_loads(grouped(tmp_path, change), found)
 
 
 def test_where_parameters_lie_in_a_flat_buffer() -> None:
-    assert flat_ranges([(10, False), (70, False), (5, False)], None) == [(192, 202), (64, 134), (0, 5)]
-    assert flat_ranges([(10, False), (70, False), (5, False)], 60) == [(134, 144), (64, 134), (0, 5)]
-    assert flat_ranges([(10, True), (70, False), (5, False)], None) == [(192, 202), (64, 134), (0, 5)]
+    assert flat_ranges([(10, False), (70, False), (5, False)], None) == [
+        (192, 202),
+        (64, 134),
+        (0, 5),
+    ]
+    assert flat_ranges([(10, False), (70, False), (5, False)], 60) == [
+        (134, 144),
+        (64, 134),
+        (0, 5),
+    ]
+    assert flat_ranges([(10, True), (70, False), (5, False)], None) == [
+        (192, 202),
+        (64, 134),
+        (0, 5),
+    ]
     assert flat_ranges([(10, False), (70, False), (5, True)], None) == [(133, 143), (5, 75), (0, 5)]
 
 
@@ -453,9 +592,15 @@ class Hostile:
 
 @pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
 @pytest.mark.parametrize("place", ["beside", "inside"])
-def test_a_hostile_file_is_refused_by_name_and_not_run(root: Path, tmp_path: Path, name: str, place: str) -> None:
+def test_a_hostile_file_is_refused_by_name_and_not_run(
+    root: Path, tmp_path: Path, name: str, place: str
+) -> None:
     def spoil(told: Any) -> None:
-        told["x"] = Hostile(tmp_path / "mark") if place == "beside" else {"args": [Hostile(tmp_path / "mark")]}
+        told["x"] = (
+            Hostile(tmp_path / "mark")
+            if place == "beside"
+            else {"args": [Hostile(tmp_path / "mark")]}
+        )
 
     changed(of_rank(root) / name, spoil)
     found = rf"{name}: asks for classes that are not read from files(.|\n)*system"
@@ -468,7 +613,10 @@ def test_a_hostile_file_is_refused_by_name_and_not_run(root: Path, tmp_path: Pat
 
 
 def test_arguments_of_an_unknown_class_are_refused_by_name(root: Path) -> None:
-    changed(of_rank(root) / "model_optim_rng.pt", lambda told: setattr(told["args"], "x", replace(Job())))
+    changed(
+        of_rank(root) / "model_optim_rng.pt",
+        lambda told: setattr(told["args"], "x", replace(Job())),
+    )
     with pytest.raises(uc.FormatError, match=r"megatrons\.Job"):
         uc.open(root)
 

@@ -15,7 +15,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import NAME, SAVE, SECONDS, Paths, fine, folder_of, gaps, on_machine, once, save_case, states, twice
+from machines import (
+    NAME,
+    SAVE,
+    SECONDS,
+    Paths,
+    fine,
+    folder_of,
+    gaps,
+    on_machine,
+    once,
+    save_case,
+    states,
+    twice,
+)
 from refusals import same_error
 from safetensors.torch import load_file
 from test_machines import scattered
@@ -24,19 +37,21 @@ from test_reshard import save_case as save_whole
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.joint import Joint
-from unified_ckpt.engine.merge import Merged, MergeOptions, merge_paths
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.nodes.source import Joint
+from unified_ckpt.engine.rewrite.merge import Merged, MergeOptions, merge_paths
 from unified_ckpt.format import names
-from unified_ckpt.runtime import meeting
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.peers import PeerStorage
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
 __all__ = ["once", "states", "twice"]  # fixtures
 
-OPTIONS = MergeOptions(max_file_bytes=1 << 30, if_exists="keep", fsync=True, timeout_seconds=SECONDS)
+OPTIONS = MergeOptions(
+    max_file_bytes=1 << 30, if_exists="keep", fsync=True, timeout_seconds=SECONDS
+)
 Storages = Callable[[int], LocalStorage]  # by rank
 
 
@@ -62,7 +77,9 @@ def merge_all(
 ) -> list[Merged | BaseException]:
     """Each rank brings the folders of its machine."""
     target.mkdir(exist_ok=True, parents=True)
-    how = MergeOptions(**{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, **options})
+    how = MergeOptions(
+        **{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, **options}
+    )
 
     def act(comm: Comm) -> Merged:
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(target))
@@ -78,7 +95,11 @@ def merge_all(
 def digests_of(folder: Path) -> dict[tuple[str, str], Sequence[int] | None]:
     opened = open_path(str(folder), hold=False)
     try:
-        return dict(opened.block_digests({(part, name) for part in opened.parts for name in opened.names(part)}))
+        return dict(
+            opened.block_digests(
+                {(part, name) for part in opened.parts for name in opened.names(part)}
+            )
+        )
     finally:
         opened.close()
 
@@ -100,7 +121,9 @@ def check_once(writes: Writes, target: Path, machines: Sequence[int]) -> None:
     """Every byte of every file of tensors was written once, by ranks of one machine."""
     for path in (target / NAME).glob("*.safetensors"):
         spans = sorted(writes.spans[path.name])
-        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], path.name
+        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (
+            path.name
+        )
         assert spans[-1][1] == path.stat().st_size
         if path.name not in (names.DIGESTS, names.EXTRA, names.RANK_EXTRA):
             assert len({machines[rank] for _, _, rank in spans}) == 1
@@ -120,7 +143,11 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
         for turn, (_, (own, where)) in enumerate(zip(case.loaded, loads, strict=True)):
             paths: dict[int, Paths] = {}
             for machine in set(own):
-                held = [folder_of(Path(top), number) for number, at in zip(numbers, where, strict=True) if at == machine]
+                held = [
+                    folder_of(Path(top), number)
+                    for number, at in zip(numbers, where, strict=True)
+                    if at == machine
+                ]
                 paths[machine] = held or [Path(top) / "nothing" / NAME]
             away = [number for number, at in zip(numbers, where, strict=True) if at is None]
             target, writes = Path(top) / f"target-{turn}", Writes()
@@ -131,7 +158,15 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
                 storages=lambda rank, target=target, writes=writes: Recorded(target, writes, rank),
                 max_file_bytes=max_file_bytes,
             )
-            missing = [key for keys in gaps(case, machines, [n for n in numbers if n not in away]) for key in keys] if away else []
+            missing = (
+                [
+                    key
+                    for keys in gaps(case, machines, [n for n in numbers if n not in away])
+                    for key in keys
+                ]
+                if away
+                else []
+            )
             if missing:
                 kind = uc.NotFoundError if len(away) == len(numbers) else uc.IncompleteError
                 same_error(found, kind, "nobody|no such|away|no machine")
@@ -140,7 +175,9 @@ def check_drawn(root: Path, drawn: Drawn, max_file_bytes: int) -> None:
             fine(found)
             check_merged(case, target)
             check_once(writes, target, own)
-            assert digests_of(target / NAME) == digests_of(Path(top) / NAME), "those of a save by one machine"
+            assert digests_of(target / NAME) == digests_of(Path(top) / NAME), (
+                "those of a save by one machine"
+            )
 
 
 @given(scattered(max_world=4, max_tensors=3), FILES)
@@ -152,7 +189,9 @@ def test_any_ranks_on_any_machines(tmp_path: Path, drawn: Drawn, max_file_bytes:
 @pytest.mark.long
 @given(scattered(max_world=8, max_tensors=5), FILES)
 @settings(max_examples=400, suppress_health_check=FUNCTION_FIXTURE)
-def test_any_ranks_on_any_machines_at_length(tmp_path: Path, drawn: Drawn, max_file_bytes: int) -> None:
+def test_any_ranks_on_any_machines_at_length(
+    tmp_path: Path, drawn: Drawn, max_file_bytes: int
+) -> None:
     check_drawn(tmp_path, drawn, max_file_bytes)
 
 
@@ -160,7 +199,9 @@ def test_any_ranks_on_any_machines_at_length(tmp_path: Path, drawn: Drawn, max_f
 
 MACHINES = [0, 0, 1, 1]
 FULL = {
-    "w": torch.arange(1700 * 400, dtype=torch.float32).reshape(1700, 400),  # three digest blocks, in rows of all four ranks
+    "w": torch.arange(1700 * 400, dtype=torch.float32).reshape(
+        1700, 400
+    ),  # three digest blocks, in rows of all four ranks
     "o": torch.arange(90 * 30.0).reshape(90, 30),  # columns
     "b": torch.arange(5.0),
     "none": torch.zeros(0, 4),
@@ -168,7 +209,9 @@ FULL = {
 RULES = {"w": {"dp": 0}, "o": {"dp": 1}}
 
 
-def save(top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = MACHINES, **what: object) -> None:
+def save(
+    top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] = MACHINES, **what: object
+) -> None:
     """`copies`: each machine has one of its own, or one over all."""
     world = len(machines)
     size = world // copies
@@ -177,12 +220,26 @@ def save(top: Path, *, copies: int = 1, step: int = 3, machines: Sequence[int] =
     def act(comm: Comm) -> None:
         mesh = {"rep": copies, "dp": size}
         at = comm.rank % size
-        state = {name: (full + step).chunk(size, int(name == "o"))[at].clone() if name in RULES else full for name, full in FULL.items()}
-        told = {"extra": {"step": step, "bytes": bytes(9000)}, "rank_extra": f"rank {comm.rank}", "metrics": {"loss": 0.5}, "options": SAVE}
+        state = {
+            name: (full + step).chunk(size, int(name == "o"))[at].clone() if name in RULES else full
+            for name, full in FULL.items()
+        }
+        told = {
+            "extra": {"step": step, "bytes": bytes(9000)},
+            "rank_extra": f"rank {comm.rank}",
+            "metrics": {"loss": 0.5},
+            "options": SAVE,
+        }
         with on_machine(comm, machines) as made:
             folder = folder_of(top, machines[comm.rank])
             layout = uc.Layout(mesh=mesh, rules=RULES, shapes=shapes)
-            made.save(folder, model=state, layout=layout, step=step, **{"parts": {"bare": {}}, **told, **what})
+            made.save(
+                folder,
+                model=state,
+                layout=layout,
+                step=step,
+                **{"parts": {"bare": {}}, **told, **what},
+            )
 
     run_ranks(world, act)
 
@@ -214,7 +271,10 @@ def check_target(target: Path, *, step: int = 3, rank_extra: bool = True) -> Non
         found = {name: torch.full_like(full, -1) for name, full in FULL.items()}
         with on_machine(comm, [0] * comm.world) as made:
             report = made.load(target / NAME, model=found)
-        assert all(torch.equal(found[name], FULL[name] + step if name in RULES else FULL[name]) for name in FULL)
+        assert all(
+            torch.equal(found[name], FULL[name] + step if name in RULES else FULL[name])
+            for name in FULL
+        )
         assert report.rank_extra == (f"rank {comm.rank}" if rank_extra else None)
         return report
 
@@ -240,12 +300,16 @@ def test_a_merged_one_is_the_same_save(saved: Path, tmp_path: Path, kind: str) -
     assert id_of(tmp_path / "root" / NAME) == found[0].save_id
     assert sum(one.nbytes for one in found) > sum(full.nbytes for full in FULL.values())
     check_target(tmp_path / "root")
-    again = fine(merge_all(tmp_path / "root", MACHINES, own_folders(saved / kind), if_exists="error"))
+    again = fine(
+        merge_all(tmp_path / "root", MACHINES, own_folders(saved / kind), if_exists="error")
+    )
     assert {one.nbytes for one in again} == {0}, "it is there"
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
-def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_themselves(tmp_path: Path, lost: int | None) -> None:
+def test_copies_on_other_machines_stand_in_for_a_lost_one_and_are_not_merged_themselves(
+    tmp_path: Path, lost: int | None
+) -> None:
     def attach(folder: str) -> None:
         (Path(folder) / "config.json").write_text("{}")
         (Path(folder) / "tokenizer").mkdir()
@@ -266,12 +330,22 @@ def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_p
 
 def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
     """Saved over two machines, by rows: loaded, mended, joined and exported, from masters and the tensors beside them."""
-    whole = {"w": torch.randn(6, 5).bfloat16(), "frozen": torch.randn(4, 3).bfloat16(), "count": torch.tensor(3)}
-    layout, options = uc.Layout({"dp": 2}, {"w": {"dp": 0}, "frozen": {"dp": 0}}), SAVE.model_copy(update={"machine_copies": 2})
+    whole = {
+        "w": torch.randn(6, 5).bfloat16(),
+        "frozen": torch.randn(4, 3).bfloat16(),
+        "count": torch.tensor(3),
+    }
+    layout, options = (
+        uc.Layout({"dp": 2}, {"w": {"dp": 0}, "frozen": {"dp": 0}}),
+        SAVE.model_copy(update={"machine_copies": 2}),
+    )
     half = {"w": slice(3), "frozen": slice(2)}, {"w": slice(3, 6), "frozen": slice(2, 4)}
 
     def act(comm: Comm) -> None:
-        model = {name: tensor[half[comm.rank][name]] if name in half[0] else tensor for name, tensor in whole.items()}
+        model = {
+            name: tensor[half[comm.rank][name]] if name in half[0] else tensor
+            for name, tensor in whole.items()
+        }
         with on_machine(comm, [0, 1]) as made:
             path, masters = folder_of(tmp_path, comm.rank), {"w": model["w"].float()}
             chosen = options.model_copy(update={"parts": ("master_weights",)})
@@ -304,11 +378,15 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
     for made in (tmp_path / "new", tmp_path / "again"):
         with uc.open(made) as source:
             for name, full in FULL.items():
-                assert torch.equal(source["model"][name][...], full + 3 if name in RULES else full), name
+                assert torch.equal(
+                    source["model"][name][...], full + 3 if name in RULES else full
+                ), name
     if to == "unified":
         assert uc.verify(tmp_path / "new", deep=True).problems == ()
         with uc.open(tmp_path / "new") as source:
-            assert [source.source.rank_extra(rank) for rank in range(4)] == [f"rank {rank}" for rank in range(4)]
+            assert [source.source.rank_extra(rank) for rank in range(4)] == [
+                f"rank {rank}" for rank in range(4)
+            ]
             assert source.source.said().extra == {"step": 3, "bytes": bytes(9000)}
     if to != "dcp":
         assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
@@ -328,13 +406,19 @@ def test_convert_without_a_machine_has_the_extra_of_no_rank(twice: Path, tmp_pat
         assert source.source.said().rank_extras == 0
 
 
-def test_what_a_machine_has_is_read_from_its_own_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_has_is_read_from_its_own_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stages of a pipeline: no byte of a tensor crosses the network to be read."""
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             name = f"stage.{comm.rank}"
-            made.save(folder_of(tmp_path, comm.rank), model={name: torch.arange(600_000.0) + comm.rank}, options=SAVE)
+            made.save(
+                folder_of(tmp_path, comm.rank),
+                model={name: torch.arange(600_000.0) + comm.rank},
+                options=SAVE,
+            )
 
     run_ranks(2, act)
     asked: list[tuple[str, int]] = []
@@ -354,19 +438,30 @@ def test_what_a_machine_has_is_read_from_its_own_disk(tmp_path: Path, monkeypatc
 
 def test_ranks_of_one_machine_write_parts_of_one_file(twice: Path, tmp_path: Path) -> None:
     writes = Writes()
-    fine(merge_all(tmp_path / "root", MACHINES, own_folders(twice), storages=lambda rank: Recorded(tmp_path / "root", writes, rank)))
+    fine(
+        merge_all(
+            tmp_path / "root",
+            MACHINES,
+            own_folders(twice),
+            storages=lambda rank: Recorded(tmp_path / "root", writes, rank),
+        )
+    )
     check_once(writes, tmp_path / "root", MACHINES)
     assert {rank for _, _, rank in writes.spans["model.safetensors"]} == {0, 1}
 
 
-def test_a_machine_that_does_not_see_the_root_writes_nothing_and_gives_what_it_has(once: Path, tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_root_writes_nothing_and_gives_what_it_has(
+    once: Path, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     found = fine(
         merge_all(
             tmp_path / "root",
             MACHINES,
             own_folders(once),
-            storages=lambda rank: LocalStorage(str(tmp_path / ("root" if rank < 2 else "elsewhere"))),
+            storages=lambda rank: LocalStorage(
+                str(tmp_path / ("root" if rank < 2 else "elsewhere"))
+            ),
         )
     )
     assert [one.nbytes > 0 for one in found] == [True, True, False, False]
@@ -382,7 +477,9 @@ def test_another_save_of_the_name(once: Path, tmp_path: Path, if_exists: str) ->
     if if_exists == "error":
         same_error(found, uc.StorageError, "holds a committed checkpoint")
     else:
-        assert {one.nbytes == 0 for one in fine(found)} == {if_exists == "keep"} or if_exists == "replace"
+        assert {one.nbytes == 0 for one in fine(found)} == {
+            if_exists == "keep"
+        } or if_exists == "replace"
     assert os.listdir(tmp_path / "root") == [NAME]
     assert (id_of(tmp_path / "root" / NAME) == before) == (if_exists != "replace")
 
@@ -407,7 +504,9 @@ HOW: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("machine", [0, 1])
 @pytest.mark.parametrize("file", ["model.safetensors", names.DIGESTS, names.EXTRA])
-def test_a_good_copy_of_another_machine_is_merged(twice: Path, tmp_path: Path, file: str, machine: int, how: str) -> None:
+def test_a_good_copy_of_another_machine_is_merged(
+    twice: Path, tmp_path: Path, file: str, machine: int, how: str
+) -> None:
     HOW[how](folder_of(twice, machine) / file)
     fine(merge_all(tmp_path / "root", MACHINES, own_folders(twice)))
     check_target(tmp_path / "root")
@@ -422,17 +521,30 @@ def test_damage_that_was_read_around_is_told(twice: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_damage_without_another_copy_is_an_error_and_nothing_is_there(once: Path, tmp_path: Path, how: str) -> None:
+def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
+    once: Path, tmp_path: Path, how: str
+) -> None:
     file = next(folder_of(once, 1).glob("model_fragments*.safetensors"))
     HOW[how](file)
     kind = uc.IntegrityError if how == "flipped" else uc.IncompleteError
-    same_error(merge_all(tmp_path / "root", MACHINES, own_folders(once)), kind, "no machine has these bytes|nobody has|nobody names")
+    same_error(
+        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        kind,
+        "no machine has these bytes|nobody has|nobody names",
+    )
     assert os.listdir(tmp_path / "root") == []
 
 
-def check_without_rank_extra(found: Sequence[Merged | BaseException], target: Path, why: str) -> None:
+def check_without_rank_extra(
+    found: Sequence[Merged | BaseException], target: Path, why: str
+) -> None:
     """Tensors and all else are merged; one rank says what was left out, and why."""
-    (note,) = [note for one in fine(found) for note in one.notes if "without rank_extra, that of all 4 ranks: " in note]
+    (note,) = [
+        note
+        for one in fine(found)
+        for note in one.notes
+        if "without rank_extra, that of all 4 ranks: " in note
+    ]
     assert re.search(why, note)
     check_target(target, rank_extra=False)
     assert names.RANK_EXTRA not in os.listdir(target / NAME)
@@ -440,11 +552,15 @@ def check_without_rank_extra(found: Sequence[Merged | BaseException], target: Pa
         assert list(opened.rank_extra) == []
 
 
-def test_the_state_of_ranks_whose_folder_is_away_is_not_left_out_in_silence(twice: Path, tmp_path: Path) -> None:
+def test_the_state_of_ranks_whose_folder_is_away_is_not_left_out_in_silence(
+    twice: Path, tmp_path: Path
+) -> None:
     """Of no rank rather than of some; a merge that fails would leave the root behind for good."""
     shutil.rmtree(folder_of(twice, 1))
     found = merge_all(tmp_path / "root", MACHINES, own_folders(twice))
-    check_without_rank_extra(found, tmp_path / "root", r"that of rank\(s\) 2-3 is in a folder that is on no machine here")
+    check_without_rank_extra(
+        found, tmp_path / "root", r"that of rank\(s\) 2-3 is in a folder that is on no machine here"
+    )
 
 
 @pytest.mark.parametrize("how", ["flipped", "missing"])
@@ -454,14 +570,20 @@ def test_a_rank_extra_that_is_damaged_or_lost(once: Path, tmp_path: Path, how: s
     check_without_rank_extra(found, tmp_path / "root", names.RANK_EXTRA)
 
 
-def test_a_rank_extra_that_cannot_be_read_now_is_an_error(once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
+    once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not lost: the merge is tried again."""
 
     def broken(joint: Joint, rank: int) -> object:
         raise uc.StorageError("the disk does not answer")
 
     monkeypatch.setattr(Joint, "rank_extra", broken)
-    same_error(merge_all(tmp_path / "root", MACHINES, own_folders(once)), uc.StorageError, "the disk does not answer")
+    same_error(
+        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        uc.StorageError,
+        "the disk does not answer",
+    )
     assert os.listdir(tmp_path / "root") == []
 
 
@@ -472,14 +594,20 @@ def test_a_part_that_was_deleted_on_every_machine_stays_away(tmp_path: Path) -> 
             file.unlink()
     fine(merge_all(tmp_path / "root", MACHINES, own_folders(tmp_path)))
     assert uc.verify(tmp_path / "root" / NAME, deep=True).problems == ()
-    assert set(json.loads((tmp_path / "root" / NAME / names.MANIFEST).read_text())["parts"]) == {"model"}
+    assert set(json.loads((tmp_path / "root" / NAME / names.MANIFEST).read_text())["parts"]) == {
+        "model"
+    }
 
 
 def test_a_folder_of_another_save_is_not_mixed_in(once: Path, tmp_path: Path) -> None:
     save(tmp_path / "newer", step=8)
     shutil.rmtree(folder_of(once, 1))
     shutil.copytree(folder_of(tmp_path / "newer", 1), folder_of(once, 1))
-    same_error(merge_all(tmp_path / "root", MACHINES, own_folders(once)), uc.IncompleteError, "is not complete among the machines")
+    same_error(
+        merge_all(tmp_path / "root", MACHINES, own_folders(once)),
+        uc.IncompleteError,
+        "is not complete among the machines",
+    )
     assert os.listdir(tmp_path / "root") == []
 
 
@@ -499,7 +627,7 @@ def good(root: Path) -> list[str]:
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_succeeds(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
 
     def prepared(root: Path) -> Path:
         root.mkdir()
@@ -509,7 +637,15 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
 
     how = {"if_exists": "replace", "max_file_bytes": 1 << 20}
     root, fuse = prepared(tmp_path / "root"), Fuse()
-    fine(merge_all(root, MACHINES, own_folders(once), storages=lambda _: FaultyStorage(str(root), fuse), **how))
+    fine(
+        merge_all(
+            root,
+            MACHINES,
+            own_folders(once),
+            storages=lambda _: FaultyStorage(str(root), fuse),
+            **how,
+        )
+    )
     count = len(fuse.operations)
     assert count > 30
     for at in (at for at in range(count) if at % every == 0 or at >= count - 5):
@@ -535,7 +671,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
 def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
     once: Path, tmp_path: Path, machine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     for at in (0, 1, 3):
         root, fuse = tmp_path / f"root-{at}", Fuse(at)
         found = merge_all(
@@ -543,14 +679,19 @@ def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
             MACHINES,
             own_folders(once),
             storages=lambda rank, root=root, fuse=fuse: (
-                FaultyStorage(str(root), fuse) if MACHINES[rank] == machine else LocalStorage(str(root))
+                FaultyStorage(str(root), fuse)
+                if MACHINES[rank] == machine
+                else LocalStorage(str(root))
             ),
             timeout_seconds=1.0,
             max_file_bytes=1 << 20,
         )
         assert fuse.blown
         assert all(
-            isinstance(one, uc.CheckpointError if MACHINES[rank] != machine else Stopped | uc.CheckpointError)
+            isinstance(
+                one,
+                uc.CheckpointError if MACHINES[rank] != machine else Stopped | uc.CheckpointError,
+            )
             for rank, one in enumerate(found)
         )
         assert good(root) == []
@@ -578,7 +719,9 @@ def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) ->
             MACHINES,
             own_folders(once),
             storages=lambda rank, number=number: (
-                FullStorage(str(tmp_path / "root"), number) if MACHINES[rank] == machine else LocalStorage(str(tmp_path / "root"))
+                FullStorage(str(tmp_path / "root"), number)
+                if MACHINES[rank] == machine
+                else LocalStorage(str(tmp_path / "root"))
             ),
             max_file_bytes=1 << 20,
         )
@@ -591,9 +734,13 @@ def test_a_full_disk_leaves_nothing(once: Path, tmp_path: Path, machine: int) ->
     check_target(tmp_path / "root")
 
 
-def test_too_little_room_is_told_before_anything_is_written(once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_told_before_anything_is_written(
+    once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
-    found = merge_all(tmp_path / "root", MACHINES, own_folders(once), beat=lambda _: pytest.fail("written"))
+    found = merge_all(
+        tmp_path / "root", MACHINES, own_folders(once), beat=lambda _: pytest.fail("written")
+    )
     same_error(found, uc.StorageError, "1000 bytes free; needed ")
     assert os.listdir(tmp_path / "root") == []
 
@@ -607,7 +754,11 @@ def test_what_the_beat_raises_on_one_rank_ends_it_for_all(once: Path, tmp_path: 
             if calls[0] == 2:
                 raise uc.StorageError("given up")
 
-    same_error(merge_all(tmp_path / "root", MACHINES, own_folders(once), beat=beat), uc.StorageError, "given up")
+    same_error(
+        merge_all(tmp_path / "root", MACHINES, own_folders(once), beat=beat),
+        uc.StorageError,
+        "given up",
+    )
     assert os.listdir(tmp_path / "root") == []
 
 
@@ -615,9 +766,18 @@ def test_a_file_that_the_lead_sees_shorter_is_not_committed(once: Path, tmp_path
     class Short(LocalStorage):
         def size(self, name: str) -> int | None:
             found = super().size(name)
-            return found - 1 if found is not None and "model" in name and ".unified-" in name else found
+            return (
+                found - 1
+                if found is not None and "model" in name and ".unified-" in name
+                else found
+            )
 
-    found = merge_all(tmp_path / "root", MACHINES, own_folders(once), storages=lambda _: Short(str(tmp_path / "root")))
+    found = merge_all(
+        tmp_path / "root",
+        MACHINES,
+        own_folders(once),
+        storages=lambda _: Short(str(tmp_path / "root")),
+    )
     same_error(found, uc.StorageError, "bytes as this rank sees it")
     assert os.listdir(tmp_path / "root") == []
 
@@ -625,6 +785,10 @@ def test_a_file_that_the_lead_sees_shorter_is_not_committed(once: Path, tmp_path
 def test_names_and_places_are_those_of_any_checkpoint(once: Path, tmp_path: Path) -> None:
     fine(merge_all(tmp_path / "root", MACHINES, own_folders(once), max_file_bytes=1 << 20))
     files = sorted(path.name for path in (tmp_path / "root" / NAME).glob("model*.safetensors"))
-    assert files == [names.file_name("model", number=i + 1, count=len(files)) for i in range(len(files))]
+    assert files == [
+        names.file_name("model", number=i + 1, count=len(files)) for i in range(len(files))
+    ]
     assert len(files) > 1
-    assert {name for file in files for name in spans_of(tmp_path / "root" / NAME / file)} == set(FULL)
+    assert {name for file in files for name in spans_of(tmp_path / "root" / NAME / file)} == set(
+        FULL
+    )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.modules import clean_name, flatten_model
+from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -31,7 +31,15 @@ class Block(nn.Module):
         return out
 
 
-NAMES = ["first.weight", "first.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+NAMES = [
+    "first.weight",
+    "first.bias",
+    "norm.weight",
+    "norm.bias",
+    "norm.running_mean",
+    "norm.running_var",
+    "norm.num_batches_tracked",
+]
 
 
 def test_parameters_and_buffers_by_name() -> None:
@@ -57,19 +65,29 @@ def test_several_modules_are_one_model() -> None:
 
 
 def test_one_name_for_two_tensors_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"^0.weight: two modules of the model have this name for different tensors"):
-        flatten_model([nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"0": nn.Linear(2, 2)})])
+    with pytest.raises(
+        LayoutError,
+        match=r"^0.weight: two modules of the model have this name for different tensors",
+    ):
+        flatten_model(
+            [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"0": nn.Linear(2, 2)})]
+        )
 
 
 def test_one_tensor_in_two_modules_is_one() -> None:
     shared = nn.Linear(2, 2)
-    flat = flatten_model([nn.ModuleDict({"0": shared}), nn.ModuleDict({"0": shared, "1": nn.Linear(2, 2)})])
+    flat = flatten_model(
+        [nn.ModuleDict({"0": shared}), nn.ModuleDict({"0": shared, "1": nn.Linear(2, 2)})]
+    )
     assert list(flat.tensors) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert flat.aliases == {}
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"^model: got a Tensor, expected an nn.Module, a list of them, or a dict of tensors$"):
+    with pytest.raises(
+        LayoutError,
+        match=r"^model: got a Tensor, expected an nn.Module, a list of them, or a dict of tensors$",
+    ):
         flatten_model([torch.ones(2)])  # type: ignore[list-item]
 
 
@@ -98,14 +116,29 @@ def test_wrappers_leave_no_trace() -> None:
     assert list(flatten_model(nn.Sequential(checkpoint_wrapper(Block()), Block())).tensors) == plain
     assert list(flatten_model(nn.Sequential(compiled(Block()), Block())).tensors) == plain
     assert list(flatten_model(nn.DataParallel(nn.Sequential(Block(), Block()))).tensors) == plain
-    assert list(flatten_model(compiled(nn.DataParallel(nn.Sequential(Block(), checkpoint_wrapper(Block()))))).tensors) == plain
-    assert list(flatten_model(nn.DataParallel(compiled(nn.Sequential(Block(), Block())))).tensors) == plain
+    assert (
+        list(
+            flatten_model(
+                compiled(nn.DataParallel(nn.Sequential(Block(), checkpoint_wrapper(Block()))))
+            ).tensors
+        )
+        == plain
+    )
+    assert (
+        list(flatten_model(nn.DataParallel(compiled(nn.Sequential(Block(), Block())))).tensors)
+        == plain
+    )
 
 
 def test_wrappers_inside_leave_no_trace() -> None:
     plain = list(flatten_model(nn.Sequential(Block(), Block())).tensors)
     assert list(flatten_model(nn.Sequential(Block(), nn.DataParallel(Block()))).tensors) == plain
-    assert list(flatten_model(nn.DataParallel(nn.Sequential(Block(), nn.DataParallel(Block())))).tensors) == plain
+    assert (
+        list(
+            flatten_model(nn.DataParallel(nn.Sequential(Block(), nn.DataParallel(Block())))).tensors
+        )
+        == plain
+    )
 
 
 def test_a_child_that_is_called_module_keeps_its_name() -> None:
@@ -122,13 +155,18 @@ def test_ddp_leaves_no_trace() -> None:
         both = [Ddp(model), compiled(Ddp(model)), Ddp(compiled(model))]
     finally:
         dist.destroy_process_group()
-    assert [list(flatten_model(wrapped).tensors) for wrapped in both] == [["0.weight", "0.bias"]] * 3
+    assert [list(flatten_model(wrapped).tensors) for wrapped in both] == [
+        ["0.weight", "0.bias"]
+    ] * 3
 
 
 def test_flat_parameters_of_fsdp1_are_refused() -> None:
     module = nn.Module()
     module.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
-    with pytest.raises(LayoutError, match=r"_flat_param: is a flat parameter of FSDP1; needed fully_shard \(FSDP2\)"):
+    with pytest.raises(
+        LayoutError,
+        match=r"_flat_param: is a flat parameter of FSDP1; needed fully_shard \(FSDP2\)",
+    ):
         flatten_model(module)
 
 
@@ -177,7 +215,13 @@ def test_different_views_of_one_memory_are_not_tied() -> None:
 
 
 def tiny(*, tied: bool) -> LlamaForCausalLM:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=tied))  # type: ignore[arg-type]
 
 
@@ -230,7 +274,9 @@ def test_extra_state_is_kept_apart() -> None:
     assert set(flat.extra_owners) >= set(flat.extra_state)
     for name, owner in flat.extra_owners.items():
         owner.set_extra_state({"calls": len(name)})
-    assert {k: v["calls"] for k, v in flatten_model(module).extra_state.items()} == {k: len(k) for k in flat.extra_state}
+    assert {k: v["calls"] for k, v in flatten_model(module).extra_state.items()} == {
+        k: len(k) for k in flat.extra_state
+    }
 
 
 def test_extra_state_of_the_model_itself() -> None:
@@ -241,8 +287,13 @@ def test_extra_state_of_the_model_itself() -> None:
 
 def test_state_that_is_no_tensor_is_refused() -> None:
     module = nn.Linear(2, 2)
-    module.register_state_dict_post_hook(lambda module, state, prefix, meta: state.__setitem__("version", 3))
-    with pytest.raises(LayoutError, match=r"^version: the module's state holds a int; needed a tensor, or get_extra_state$"):
+    module.register_state_dict_post_hook(
+        lambda module, state, prefix, meta: state.__setitem__("version", 3)
+    )
+    with pytest.raises(
+        LayoutError,
+        match=r"^version: the module's state holds a int; needed a tensor, or get_extra_state$",
+    ):
         flatten_model(module)
 
 

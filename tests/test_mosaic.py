@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.format import digests
-from unified_ckpt.format.mosaic import mosaic
+from unified_ckpt.format.reconstruct import mosaic
 
 
 def spoilt(body: bytes, places: list[int]) -> bytes:
@@ -18,7 +18,11 @@ def spoilt(body: bytes, places: list[int]) -> bytes:
     return bytes(found)
 
 
-@given(st.binary(min_size=1, max_size=9000), st.lists(st.integers(0, 9000), max_size=4), st.lists(st.integers(0, 9000), max_size=4))
+@given(
+    st.binary(min_size=1, max_size=9000),
+    st.lists(st.integers(0, 9000), max_size=4),
+    st.lists(st.integers(0, 9000), max_size=4),
+)
 def test_two_copies(body: bytes, first: list[int], second: list[int]) -> None:
     """All is there where no eight bytes are damaged in both."""
     copies = [spoilt(body, first), spoilt(body, second)]
@@ -44,5 +48,7 @@ def test_pages_of_three_copies() -> None:
 def test_more_choices_than_are_tried() -> None:
     body = bytes(1 << 16)
     copies = [spoilt(body, list(range(at, 1 << 16, 4096 * 2))) for at in (0, 4096)]
-    copies = [spoilt(one, list(range(at, 1 << 16, 128))) for at, one in zip((0, 64), copies, strict=True)]
+    copies = [
+        spoilt(one, list(range(at, 1 << 16, 128))) for at, one in zip((0, 64), copies, strict=True)
+    ]
     assert mosaic(copies, digests.crc(body)) is None

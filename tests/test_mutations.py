@@ -23,10 +23,13 @@ from machines import SAVE, folder_of, on_machine
 from manifests import IndexFile, sealed
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 50))]  # of 1,000 cases each
+SEEDS = [
+    0,
+    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 50)),
+]  # of 1,000 cases each
 OPTIONS = uc.SaveOptions(fsync=False, max_file_bytes=150, model_dtype="bfloat16")
 UNTOUCHED = -7.0
 MANIFEST = "unified_checkpoint.json"
@@ -67,7 +70,11 @@ def filled(net: Net) -> tuple[Net, torch.optim.Optimizer, dict[str, torch.Tensor
 def as_bits(tree: Any) -> Any:
     """A tree whose tensors compare by dtype, shape and bits."""
     if isinstance(tree, torch.Tensor):
-        return tree.dtype, tuple(tree.shape), tree.detach().reshape(-1).contiguous().view(torch.uint8).tolist()
+        return (
+            tree.dtype,
+            tuple(tree.shape),
+            tree.detach().reshape(-1).contiguous().view(torch.uint8).tolist(),
+        )
     if isinstance(tree, np.ndarray):
         return tree.dtype.str, tree.shape, tree.tobytes()
     if isinstance(tree, dict):
@@ -101,7 +108,16 @@ def load_one(root: Path) -> Any:
     before = as_bits([net.state_dict(), optimizer.state_dict(), ema])
     with untouched_on_error(before, lambda: [net.state_dict(), optimizer.state_dict(), ema]):
         report = uc.load(root, model=net, optimizer=optimizer, parts={"ema": ema})
-    return as_bits([net.state_dict(), optimizer.state_dict(), ema, report.step, report.extra, report.rank_extra])
+    return as_bits(
+        [
+            net.state_dict(),
+            optimizer.state_dict(),
+            ema,
+            report.step,
+            report.extra,
+            report.rank_extra,
+        ]
+    )
 
 
 def load_both(root: Path) -> Any:
@@ -114,7 +130,10 @@ def load_both(root: Path) -> Any:
 
 def opened(folder: Path) -> Any:
     with uc.open(folder) as source:
-        tensors = {part: {name: tensor[...] for name, tensor in source[part].items()} for part in source.parts}
+        tensors = {
+            part: {name: tensor[...] for name, tensor in source[part].items()}
+            for part in source.parts
+        }
         return as_bits([tensors, source.step, source.extra, list(source.rank_extra)])
 
 
@@ -129,13 +148,24 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.right.update({name: act() for name, act in self.acts.items()})
-        self.bodies.update({path: path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()})
+        self.bodies.update(
+            {path: path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()}
+        )
 
 
 def one_folder(root: Path) -> Subject:
     folder = root / "checkpoint-4"
     net, optimizer, ema = filled(Net())
-    uc.save(folder, model=net, optimizer=optimizer, parts={"ema": ema}, step=4, extra=EXTRA, rank_extra=[b"r" * 2000, 3], options=OPTIONS)
+    uc.save(
+        folder,
+        model=net,
+        optimizer=optimizer,
+        parts={"ema": ema},
+        step=4,
+        extra=EXTRA,
+        rank_extra=[b"r" * 2000, 3],
+        options=OPTIONS,
+    )
     assert len(list(folder.glob("optimizer-*"))) > 1
     assert len(list(folder.glob("master_weights*"))) > 1
     return Subject(folder, {"load": partial(load_one, folder), "open": partial(opened, folder)})
@@ -150,10 +180,20 @@ def node_groups(root: Path) -> Subject:
             rows = torch.arange(24.0).reshape(6, 4).chunk(2)[comm.rank].clone()
             layout = uc.Layout({"dp": 2}, {"w": {"dp": 0}})
             model = {"w": rows, "n": torch.arange(3.0)}
-            made.save(folder_of(root, comm.rank), model=model, layout=layout, step=4, extra=EXTRA, rank_extra=comm.rank, options=options)
+            made.save(
+                folder_of(root, comm.rank),
+                model=model,
+                layout=layout,
+                step=4,
+                extra=EXTRA,
+                rank_extra=comm.rank,
+                options=options,
+            )
 
     run_ranks(2, act)
-    return Subject(root, {"load": partial(load_both, root), "open": partial(opened, folder_of(root, 0))})
+    return Subject(
+        root, {"load": partial(load_both, root), "open": partial(opened, folder_of(root, 0))}
+    )
 
 
 CASES = [(one_folder, 800), (node_groups, 200)]
@@ -171,7 +211,11 @@ def flipped_bits(draw: random.Random, text: bytes) -> bytes:
 
 def other_digit(draw: random.Random, text: bytes) -> bytes:
     at = draw.choice([at for at, byte in enumerate(text) if chr(byte).isdigit()] or [0])
-    return text[:at] + draw.choice((b"0", b"1", b"9", b"99999999999", b"-1", b"1e9", b"")) + text[at + 1 :]
+    return (
+        text[:at]
+        + draw.choice((b"0", b"1", b"9", b"99999999999", b"-1", b"1e9", b""))
+        + text[at + 1 :]
+    )
 
 
 def truncated(draw: random.Random, text: bytes) -> bytes:
@@ -202,7 +246,11 @@ def edited(draw: random.Random, text: bytes) -> bytes:
     one, other = draw.sample(sorted(place), 2)
     if draw.random() < 0.5:
         del place[one]
-    elif isinstance(place[one], dict) and isinstance(place[other], dict) and place[one].keys() & place[other].keys():
+    elif (
+        isinstance(place[one], dict)
+        and isinstance(place[other], dict)
+        and place[one].keys() & place[other].keys()
+    ):
         inner = draw.choice(sorted(place[one].keys() & place[other].keys()))
         place[one][inner], place[other][inner] = place[other][inner], place[one][inner]
     else:
@@ -213,14 +261,27 @@ def edited(draw: random.Random, text: bytes) -> bytes:
 def _objects(tree: Any) -> Iterator[dict[str, Any]]:
     if isinstance(tree, dict):
         yield tree
-    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+    for value in (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    ):
         yield from _objects(value)
 
 
-CHANGES = (flipped_bits, flipped_bits, other_digit, truncated, renamed, swapped_strings, edited, edited)
+CHANGES = (
+    flipped_bits,
+    flipped_bits,
+    other_digit,
+    truncated,
+    renamed,
+    swapped_strings,
+    edited,
+    edited,
+)
 
 
-def changed_file(draw: random.Random, path: Path, body: bytes, bodies: Mapping[Path, bytes]) -> tuple[str, bytes]:
+def changed_file(
+    draw: random.Random, path: Path, body: bytes, bodies: Mapping[Path, bytes]
+) -> tuple[str, bytes]:
     """What was done, and the bytes of the file after it."""
     if draw.random() < 0.1:
         other = draw.choice([one for one in bodies if one.suffix == path.suffix])
@@ -262,7 +323,9 @@ def ending(what: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("make", "cases"), CASES)
-def test_a_changed_checkpoint_gives_its_state_or_an_error(make: Callable[[Path], Subject], cases: int, seed: int, tmp_path: Path) -> None:
+def test_a_changed_checkpoint_gives_its_state_or_an_error(
+    make: Callable[[Path], Subject], cases: int, seed: int, tmp_path: Path
+) -> None:
     subject, draw, refused = make(tmp_path), random.Random(seed), 0
     for case in range(cases):
         path = draw.choice(list(subject.bodies))
@@ -286,16 +349,28 @@ def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, seed: in
     subject = one_folder(tmp_path)
     draw, manifest = random.Random(seed), subject.root / MANIFEST
     for case in range(300):
-        path = draw.choice([one for one in subject.bodies if one.name not in ("extra.safetensors", "rank_extra.safetensors")])
+        path = draw.choice(
+            [
+                one
+                for one in subject.bodies
+                if one.name not in ("extra.safetensors", "rank_extra.safetensors")
+            ]
+        )
         done, body = changed_file(draw, path, subject.bodies[path], subject.bodies)
         what = f"case {case}: {path.name}: {done}"
         told = json.loads(subject.bodies[manifest])
         rewrite(path, body)
         try:
-            rewrite(manifest, sealed(json.loads(body) if path == manifest else _resealed(told, path.name, body)))
+            rewrite(
+                manifest,
+                sealed(json.loads(body) if path == manifest else _resealed(told, path.name, body)),
+            )
         except (ValueError, TypeError, AttributeError):
             pass  # no JSON object: as it is
-        for name, act in (*subject.acts.items(), ("verify", partial(uc.verify, subject.root, deep=True))):
+        for name, act in (
+            *subject.acts.items(),
+            ("verify", partial(uc.verify, subject.root, deep=True)),
+        ):
             with ending(f"{name}: {what}"), contextlib.suppress(uc.CheckpointError):
                 found = act()
                 if path != manifest and name == "load":
@@ -320,7 +395,9 @@ def _resealed(told: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
 
 def test_files_that_are_swapped_are_found(tmp_path: Path) -> None:
     subject = one_folder(tmp_path)
-    pairs = [(one, other) for one, other in combinations(subject.bodies, 2) if one.suffix == other.suffix]
+    pairs = [
+        (one, other) for one, other in combinations(subject.bodies, 2) if one.suffix == other.suffix
+    ]
     for one, other in pairs:
         rewrite(one, subject.bodies[other])
         rewrite(other, subject.bodies[one])

@@ -54,15 +54,25 @@ def test_part_names_of_our_own_files_are_refused(part: str) -> None:
 
 
 def test_siblings_never_look_like_checkpoints() -> None:
-    staging, replaced = names.staging_name("checkpoint-10", "a1"), names.replaced_name("checkpoint-10", "a1")
+    staging, replaced = (
+        names.staging_name("checkpoint-10", "a1"),
+        names.replaced_name("checkpoint-10", "a1"),
+    )
     assert (staging, replaced) == (".unified-a1-checkpoint-10", ".replaced-a1-checkpoint-10")
     assert [names.is_staging(entry) for entry in (staging, replaced)] == [True, False]
-    assert [names.is_replaced(entry, "checkpoint-10") for entry in (staging, replaced)] == [False, True]
+    assert [names.is_replaced(entry, "checkpoint-10") for entry in (staging, replaced)] == [
+        False,
+        True,
+    ]
 
 
 def test_what_is_being_removed_is_a_folder_under_construction_to_others() -> None:
     removed = names.removed_name("checkpoint-10", "a1")
-    assert (removed, names.is_staging(removed), names.is_removed(removed)) == (".unified-gone_a1-checkpoint-10", True, True)
+    assert (removed, names.is_staging(removed), names.is_removed(removed)) == (
+        ".unified-gone_a1-checkpoint-10",
+        True,
+        True,
+    )
     assert not names.is_removed(names.staging_name("checkpoint-10", "a1"))
     assert names.is_removed(names.removed_name("checkpoint-10", "a" * 64)), "the longest id"
 
@@ -74,11 +84,22 @@ def test_a_replaced_folder_belongs_to_one_name() -> None:
 
 def test_a_folder_under_construction_belongs_to_one_name() -> None:
     staging = names.staging_name("ema-checkpoint-1", "a1")
-    assert [names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")] == [True, False, False]
+    assert [
+        names.is_staging_of(staging, name) for name in ("ema-checkpoint-1", "checkpoint-1", "1")
+    ] == [True, False, False]
 
 
 @pytest.mark.parametrize(
-    "entry", ["checkpoint-10", ".unified", ".unified-", ".unified-a1", ".unified-a1-", ".unified-é-x", "x.unified-a1-x"]
+    "entry",
+    [
+        "checkpoint-10",
+        ".unified",
+        ".unified-",
+        ".unified-a1",
+        ".unified-a1-",
+        ".unified-é-x",
+        "x.unified-a1-x",
+    ],
 )
 def test_other_entries_are_not_staging(entry: str) -> None:
     assert not names.is_staging(entry)

@@ -35,7 +35,9 @@ def cuts(shape: tuple[int, ...], how: Any, rank: int) -> list[tuple[list[slice],
         half, found, local = [2, 1, 1], [], 0
         for first, count in zip((0, 4, 6), half, strict=True):
             at = first + rank * count
-            found.append(([slice(local, local + count), slice(None)], [slice(at, at + count), slice(None)]))
+            found.append(
+                ([slice(local, local + count), slice(None)], [slice(at, at + count), slice(None)])
+            )
             local += count
         return found
     whole = [slice(0, size) for size in shape]
@@ -74,36 +76,61 @@ def write(root: Path, *, dp: int = 1, zero: bool = False) -> dict[str, torch.Ten
             continue
         for rank in range(TP):
             pairs = ";".join(f"{text(local)}#{text(of)}" for local, of in cuts(shape, how, rank))
-            metadata = {"version": "1.4", "local_global_slices_pairs": pairs, "unsharded_shape": str(shape)}
-            file = folder / f"model_{last}_pp-rank-{stage}-of-{PP}_tp-rank-{rank}-of-{TP}.safetensors"
+            metadata = {
+                "version": "1.4",
+                "local_global_slices_pairs": pairs,
+                "unsharded_shape": str(shape),
+            }
+            file = (
+                folder / f"model_{last}_pp-rank-{stage}-of-{PP}_tp-rank-{rank}-of-{TP}.safetensors"
+            )
             save_file({"data": local_of(told[f"model:{name}"], how, rank)}, file, metadata=metadata)
     (step / "optimizer").mkdir()
     for stage in range(PP):
         for rank in range(TP):
             for replica in range(dp if zero else 1):
                 file = f"optimizer_pp-{stage}-of-{PP}{f'_dp-{replica}-of-{dp}' if zero else ''}_tp-{rank}-of-{TP}_exp-0-of-1.pt"
-                torch.save(of_rank(told, stage, rank, replica, dp if zero else 0), step / "optimizer" / file)
-    (step / "optimizer" / "optimizer_config.json").write_text(json.dumps({"type": "x", "configs": {}}))
+                torch.save(
+                    of_rank(told, stage, rank, replica, dp if zero else 0),
+                    step / "optimizer" / file,
+                )
+    (step / "optimizer" / "optimizer_config.json").write_text(
+        json.dumps({"type": "x", "configs": {}})
+    )
     (step / "lr_scheduler").mkdir()
     torch.save({"last_epoch": 20}, step / "lr_scheduler" / "lr_scheduler.pt")
-    meta = {"version": "1.4", "tp": TP, "dp": dp, "metas": {"last_train_step": 20, "consumed_train_samples": 160}}
+    meta = {
+        "version": "1.4",
+        "tp": TP,
+        "dp": dp,
+        "metas": {"last_train_step": 20, "consumed_train_samples": 160},
+    }
     (step / "checkpoint_metadata.json").write_text(json.dumps(meta))
     (root / "latest.txt").write_text("20")
     return told
 
 
-def of_rank(told: dict[str, torch.Tensor], stage: int, rank: int, replica: int, dp: int) -> dict[str, Any]:
+def of_rank(
+    told: dict[str, torch.Tensor], stage: int, rank: int, replica: int, dp: int
+) -> dict[str, Any]:
     """`dp`: ranks that share the state, 0 for none."""
 
     def share(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.array_split(tensor.flatten().numpy(), dp)[replica].copy()) if dp else tensor.clone()
+        return (
+            torch.from_numpy(np.array_split(tensor.flatten().numpy(), dp)[replica].copy())
+            if dp
+            else tensor.clone()
+        )
 
     state, names, masters = {}, {}, {}
     for index, name in enumerate(name for name, (_, of, _) in LAYERS.items() if of == stage):
         how = LAYERS[name][2]
         if dp and not share(local_of(told[f"master_weights:{name}"], how, rank)).numel():
             continue  # too few elements for all
-        state[index] = {key: share(local_of(told[f"optimizer:{name}/{key}"], how, rank)) for key in ("exp_avg", "exp_avg_sq")}
+        state[index] = {
+            key: share(local_of(told[f"optimizer:{name}/{key}"], how, rank))
+            for key in ("exp_avg", "exp_avg_sq")
+        }
         state[index]["step"] = told[f"optimizer:{name}/step"].clone()
         names[index] = name
         masters[name] = share(local_of(told[f"master_weights:{name}"], how, rank))
@@ -117,7 +144,11 @@ def test_every_tensor_is_what_all_ranks_had(tmp_path: Path, dp: int, zero: bool)
     told = write(tmp_path, dp=dp, zero=zero)
     with uc.open(tmp_path) as source:
         assert (source.format, source.step) == ("nanotron", 20)
-        found = {f"{part}:{name}": view[...] for part in source.parts for name, view in source[part].items()}
+        found = {
+            f"{part}:{name}": view[...]
+            for part in source.parts
+            for name, view in source[part].items()
+        }
         assert found.keys() == told.keys()
         assert [name for name, tensor in told.items() if not torch.equal(found[name], tensor)] == []
         (group,) = source.source.said().groups
@@ -128,9 +159,13 @@ def test_every_tensor_is_what_all_ranks_had(tmp_path: Path, dp: int, zero: bool)
         assert torch.equal(source["model"][QKV][3:7, 1:3], told[f"model:{QKV}"][3:7, 1:3])
 
 
-def test_it_fills_a_job_and_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_fills_a_job_and_is_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = write(tmp_path, dp=2, zero=True)
-    model = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _, _) in LAYERS.items()}
+    model = {
+        name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _, _) in LAYERS.items()
+    }
     masters = {name: torch.zeros(shape) for name, (shape, _, _) in LAYERS.items()}
     report = uc.load(tmp_path, model=model, master_weights=masters)
     assert report.step == 20
@@ -142,9 +177,16 @@ def test_it_fills_a_job_and_is_inspected(tmp_path: Path, capsys: pytest.CaptureF
 def test_converted_with_its_two_copies_of_the_weights_compared(tmp_path: Path) -> None:
     told = write(tmp_path, dp=2, zero=True)
     report = uc.convert(tmp_path, tmp_path / "ours")
-    assert (report.compared, report.tensors) == (5, {"model": 5, "master_weights": 5, "optimizer": 15})
+    assert (report.compared, report.tensors) == (
+        5,
+        {"model": 5, "master_weights": 5, "optimizer": 15},
+    )
     with uc.open(tmp_path / "ours") as source:
-        assert all(torch.equal(view[...], told[f"{part}:{name}"]) for part in source.parts for name, view in source[part].items())
+        assert all(
+            torch.equal(view[...], told[f"{part}:{name}"])
+            for part in source.parts
+            for name, view in source[part].items()
+        )
     path = next(tmp_path.glob("20/optimizer/*pp-0*dp-1*tp-1*"))
     state = torch.load(path)
     state["gradient_accumulator"][QKV][2] += 1
@@ -167,7 +209,11 @@ def shorten(root: Path) -> None:
 
 def relabel(root: Path, pairs: str) -> None:
     path = next(root.glob("20/model/**/qkv_proj/*tp-rank-1*"))
-    save_file(load_file(path), path, metadata={"local_global_slices_pairs": pairs, "unsharded_shape": "(8, 6)"})
+    save_file(
+        load_file(path),
+        path,
+        metadata={"local_global_slices_pairs": pairs, "unsharded_shape": "(8, 6)"},
+    )
 
 
 def swap(pattern: str) -> Callable[[Path], object]:
@@ -183,18 +229,48 @@ def swap(pattern: str) -> Callable[[Path], object]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a part of a tensor": (remove("20/model/**/qkv_proj/*tp-rank-1*"), r"qkv_proj.weight: nothing holds box(.|\n)*tp-rank-0-of-2"),
-    "a tensor": (remove("20/model/**/input_layernorm/*"), r"that the model has no file of(.|\n)*input_layernorm"),
-    "a rank's state": (remove("20/optimizer/*pp-1*dp-1*tp-0*"), r"files are missing, of ranks(.|\n)*\(1, 1, 0, 0\)"),
-    "the metadata": (remove("20/checkpoint_metadata.json"), r"checkpoint_metadata.json: is missing"),
-    "the step": (lambda root: shutil.rmtree(root / "20"), r"20: is not there, and latest.txt names it"),
-    "latest": (lambda root: (root / "latest.txt").write_text("x\n"), r"latest.txt: holds 'x'; needed the number"),
+    "a part of a tensor": (
+        remove("20/model/**/qkv_proj/*tp-rank-1*"),
+        r"qkv_proj.weight: nothing holds box(.|\n)*tp-rank-0-of-2",
+    ),
+    "a tensor": (
+        remove("20/model/**/input_layernorm/*"),
+        r"that the model has no file of(.|\n)*input_layernorm",
+    ),
+    "a rank's state": (
+        remove("20/optimizer/*pp-1*dp-1*tp-0*"),
+        r"files are missing, of ranks(.|\n)*\(1, 1, 0, 0\)",
+    ),
+    "the metadata": (
+        remove("20/checkpoint_metadata.json"),
+        r"checkpoint_metadata.json: is missing",
+    ),
+    "the step": (
+        lambda root: shutil.rmtree(root / "20"),
+        r"20: is not there, and latest.txt names it",
+    ),
+    "latest": (
+        lambda root: (root / "latest.txt").write_text("x\n"),
+        r"latest.txt: holds 'x'; needed the number",
+    ),
     "short state": (shorten, r"its files have \d+ elements; needed"),
-    "slices": (lambda root: relabel(root, "0,9,None|None,None,None#0,9,None|None,None,None"), r"has box|do not fit|overlap|nothing holds"),
+    "slices": (
+        lambda root: relabel(root, "0,9,None|None,None,None#0,9,None|None,None,None"),
+        r"has box|do not fit|overlap|nothing holds",
+    ),
     "no slices": (lambda root: relabel(root, "x"), r"does not say which part"),
-    "swapped state": (swap("20/optimizer/*pp-0*dp-0*"), r"tp-0-of-2_exp-0-of-1.pt: was written as optimizer_\S*tp-1-of-2"),
-    "swapped parts": (swap("20/model/**/qkv_proj/*"), r"tp-rank-1\S*: has elements before those of \S*tp-rank-0\S*: files were swapped"),
-    "strides": (lambda root: relabel(root, "0,4,2|None,None,None#0,4,2|None,None,None"), r"does not say which part"),
+    "swapped state": (
+        swap("20/optimizer/*pp-0*dp-0*"),
+        r"tp-0-of-2_exp-0-of-1.pt: was written as optimizer_\S*tp-1-of-2",
+    ),
+    "swapped parts": (
+        swap("20/model/**/qkv_proj/*"),
+        r"tp-rank-1\S*: has elements before those of \S*tp-rank-0\S*: files were swapped",
+    ),
+    "strides": (
+        lambda root: relabel(root, "0,4,2|None,None,None#0,4,2|None,None,None"),
+        r"does not say which part",
+    ),
 }
 
 
@@ -218,7 +294,9 @@ class Runs:
 @pytest.mark.parametrize("pattern", ["optimizer/*pp-1*tp-1*", "lr_scheduler/*"])
 def test_hostile_pickles_are_refused_by_name_and_not_run(tmp_path: Path, pattern: str) -> None:
     write(tmp_path)
-    torch.save({"state": {0: Runs(tmp_path / "mark")}, "names": {}}, next((tmp_path / "20").glob(pattern)))
+    torch.save(
+        {"state": {0: Runs(tmp_path / "mark")}, "names": {}}, next((tmp_path / "20").glob(pattern))
+    )
     with pytest.raises(uc.FormatError, match=r"posix\.system"):
         uc.open(tmp_path)
     assert not (tmp_path / "mark").exists()

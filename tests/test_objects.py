@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 TORCHDATA = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -68,7 +68,10 @@ class Broken(Counter):
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    warmup, cosine = lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    warmup, cosine = (
+        lr_scheduler.LinearLR(optimizer, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, 9),
+    )
     return {
         "sequence": lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3]),
         "cycle": lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=20),
@@ -85,15 +88,27 @@ def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        extra = {"schedulers": schedulers(optimizer), "scaler": scaler, "averages": [average, (Counter({"n": 3}),)], "epoch": 3}
-        return {"model": model, "optimizer": optimizer, "extra": extra, "rank_extra": {"random": uc.RandomStates()}}
+        extra = {
+            "schedulers": schedulers(optimizer),
+            "scaler": scaler,
+            "averages": [average, (Counter({"n": 3}),)],
+            "epoch": 3,
+        }
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "extra": extra,
+            "rank_extra": {"random": uc.RandomStates()},
+        }
 
     job = made()
     extra = job["extra"]
     for _ in range(4):
         job["optimizer"].step()
         for scheduler in extra["schedulers"].values():
-            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+            scheduler.step(
+                *([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+            )
     extra["averages"][0].update_parameters(nn.Linear(4, 4))
     extra["scaler"].load_state_dict({**extra["scaler"].state_dict(), "scale": 8.0})
     before = copy.copy(extra)
@@ -121,7 +136,12 @@ def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
 def test_a_checkpoint_of_states_fills_objects_and_the_reverse(tmp_path: Path) -> None:
     """`extra={"scheduler": scheduler.state_dict()}`, as it was always written, is the same checkpoint."""
     uc.save(tmp_path / "a", model=W, extra={"counter": {"n": 1}}, rank_extra={"counter": {"n": 2}})
-    uc.save(tmp_path / "b", model=W, extra={"counter": Counter({"n": 1})}, rank_extra={"counter": Counter({"n": 2})})
+    uc.save(
+        tmp_path / "b",
+        model=W,
+        extra={"counter": Counter({"n": 1})},
+        rank_extra={"counter": Counter({"n": 2})},
+    )
     told = [json.loads((tmp_path / name / "unified_checkpoint.json").read_text()) for name in "ab"]
     assert told[0]["extra"] == told[1]["extra"]
     assert told[0]["rank_extra"]["crc"] == told[1]["rank_extra"]["crc"]
@@ -137,10 +157,20 @@ def test_a_checkpoint_of_states_fills_objects_and_the_reverse(tmp_path: Path) ->
 
 def test_containers_keep_their_types(tmp_path: Path) -> None:
     counter = Counter({"n": 1})
-    extra = OrderedDict(a=defaultdict(list, b=deque([counter, 1], maxlen=4)), c=(counter, {7: counter}), t=torch.ones(2), s=np.float32(1))
+    extra = OrderedDict(
+        a=defaultdict(list, b=deque([counter, 1], maxlen=4)),
+        c=(counter, {7: counter}),
+        t=torch.ones(2),
+        s=np.float32(1),
+    )
     uc.save(tmp_path / "c", model=W, extra=extra)
     found = uc.open(tmp_path / "c").extra
-    assert (type(found), type(found["a"]), type(found["a"]["b"]), found["a"]["b"].maxlen) == (OrderedDict, defaultdict, deque, 4)
+    assert (type(found), type(found["a"]), type(found["a"]["b"]), found["a"]["b"].maxlen) == (
+        OrderedDict,
+        defaultdict,
+        deque,
+        4,
+    )
     assert (found["a"]["b"][0], found["c"]) == ({"n": 1}, ({"n": 1}, {7: {"n": 1}}))
     into = Counter(), Counter()
     uc.load(tmp_path / "c", model=W, extra={"a": {"b": [into[0]]}, "c": [None, {7: into[1]}]})
@@ -157,11 +187,16 @@ def test_containers_keep_their_types(tmp_path: Path) -> None:
         ({"a": Counter}, r"extra\.a: found a type"),
         ({"a": Counter(None)}, r"extra\.a: Counter\.state_dict\(\) gave None; needed the state"),
         ({"a": Counter({"x": [print]})}, r"extra\.a\.x\[0\]: found a builtin_function_or_method"),
-        ({"a": type("Bad", (Counter,), {"state_dict": lambda self: 1 / 0})()}, r"extra\.a: Bad\.state_dict\(\) raised ZeroDivisionError"),
+        (
+            {"a": type("Bad", (Counter,), {"state_dict": lambda self: 1 / 0})()},
+            r"extra\.a: Bad\.state_dict\(\) raised ZeroDivisionError",
+        ),
     ],
 )
 @pytest.mark.parametrize("background", [False, True])
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path: Path, extra: object, match: str, background: bool) -> None:
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(
+    tmp_path: Path, extra: object, match: str, background: bool
+) -> None:
     with pytest.raises(uc.FormatError, match=match), uc.Checkpointer(tmp_path) as checkpointer:
         (checkpointer.save_async if background else checkpointer.save)("c", model=W, extra=extra)
     assert list(tmp_path.iterdir()) == []
@@ -175,33 +210,55 @@ def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sharded_module_belongs_into_parts(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         module = nn.Linear(4, 4)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
-        with pytest.raises(uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"):
+        module.weight = nn.Parameter(
+            distribute_tensor(module.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        )
+        with pytest.raises(
+            uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"
+        ):
             uc.save(tmp_path / "c", model=W, extra={"ema": module})
         uc.save(tmp_path / "c", model=W, parts={"ema": module})
-        with pytest.raises(uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"):
+        with pytest.raises(
+            uc.FormatError, match=r"extra\.ema: a module with sharded parameters; needed `parts`"
+        ):
             uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, extra={"ema": module})
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_what_is_missing_is_an_error_on_every_rank_before_the_first_byte(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model=W, extra={"counter": Counter({"n": 1}), "none": None, "list": [1]})
+    uc.save(
+        tmp_path / "c", model=W, extra={"counter": Counter({"n": 1}), "none": None, "list": [1]}
+    )
     targets = [{"w": torch.zeros(6)} for _ in range(2)]
     counters = [Counter() for _ in range(2)]
 
     def act(comm: Comm) -> uc.LoadReport:
-        extra = {"counter": counters[comm.rank], **({"list": [0, Counter()], "none": Counter()} if comm.rank else {})}
-        return checkpointer_of(comm).load(tmp_path / "c", model=targets[comm.rank], extra=extra, rank_extra={"loader": Counter()})
+        extra = {
+            "counter": counters[comm.rank],
+            **({"list": [0, Counter()], "none": Counter()} if comm.rank else {}),
+        }
+        return checkpointer_of(comm).load(
+            tmp_path / "c", model=targets[comm.rank], extra=extra, rank_extra={"loader": Counter()}
+        )
 
-    error = same_error(try_ranks(2, act), uc.MismatchError, r"extra\.list\[1\]: is not in the checkpoint")
+    error = same_error(
+        try_ranks(2, act), uc.MismatchError, r"extra\.list\[1\]: is not in the checkpoint"
+    )
     assert error.missing == ("extra.list[1]", "extra.none", "rank_extra.loader")
     assert all(torch.equal(target["w"], torch.zeros(6)) for target in targets)
     assert [counter.loads for counter in counters] == [0, 0]
-    report = uc.load(tmp_path / "c", model=targets[0], extra={"counter": counters[0], "other": Counter()}, strict=False)
+    report = uc.load(
+        tmp_path / "c",
+        model=targets[0],
+        extra={"counter": counters[0], "other": Counter()},
+        strict=False,
+    )
     assert report.missing == ("extra.other",)
     assert counters[0].loads == 1
     assert torch.equal(targets[0]["w"], W["w"])
@@ -233,7 +290,10 @@ def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> 
     body = bytearray(file.read_bytes())
     body[-3] ^= 1
     file.write_bytes(body)
-    with pytest.raises(uc.IntegrityError, match=r"rank_extra\.elastic: Elastic did not take its state: .* entry 2 has CRC"):
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"rank_extra\.elastic: Elastic did not take its state: .* entry 2 has CRC",
+    ):
         uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
 
 
@@ -242,21 +302,32 @@ def test_a_damaged_state_of_another_rank_is_one_of_integrity(tmp_path: Path) -> 
 
 def save_by(world: int, path: Path) -> None:
     def act(comm: Comm) -> None:
-        own = {"elastic": Elastic({"at": comm.rank}), "loader": Counter({"at": comm.rank}), "deep": [Elastic({"at": -comm.rank})]}
+        own = {
+            "elastic": Elastic({"at": comm.rank}),
+            "loader": Counter({"at": comm.rank}),
+            "deep": [Elastic({"at": -comm.rank})],
+        }
         checkpointer_of(comm).save(path, model=W, rank_extra=own)
 
     run_ranks(world, act)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(3, 2), (2, 3), (1, 2), (2, 1)])
-def test_another_number_of_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: int, loading: int) -> None:
+def test_another_number_of_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: int, loading: int
+) -> None:
     """Objects that know how get all states; the others stay as they are, which one warning says."""
     save_by(saving, tmp_path / "c")
-    own = [{"elastic": Elastic(), "loader": Counter({"as": "it was"}), "deep": [Elastic()]} for _ in range(loading)]
+    own = [
+        {"elastic": Elastic(), "loader": Counter({"as": "it was"}), "deep": [Elastic()]}
+        for _ in range(loading)
+    ]
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         reports = run_ranks(
             loading,
-            lambda comm: checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own[comm.rank]),
+            lambda comm: checkpointer_of(comm).load(
+                tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own[comm.rank]
+            ),
         )
     for rank, objects in enumerate(own):
         assert objects["elastic"].of == (saving, saving - 1, rank, loading)
@@ -264,36 +335,58 @@ def test_another_number_of_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert (objects["loader"].state, objects["elastic"].loads) == ({"as": "it was"}, 0)
     match = f"rank_extra.loader: left as they are: saved by {saving} rank\\(s\\), loaded by {loading}; needed a load_from_ranks"
     for report in reports:
-        assert (report.kept, report.missing, report.rank_extra) == (("rank_extra.loader",), (), None)
+        assert (report.kept, report.missing, report.rank_extra) == (
+            ("rank_extra.loader",),
+            (),
+            None,
+        )
         with pytest.raises(RuntimeError, match=match):
             raise RuntimeError(report.notes[0])
     assert [record.message for record in caplog.records] == [reports[0].notes[0]]
 
 
-def test_reading_one_ranks_state_does_not_read_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_one_ranks_state_does_not_read_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_by(6, tmp_path / "c")
     read: list[int] = []
     theirs = uc.engine.checkpoint.Folder.rank_extra
-    monkeypatch.setattr(uc.engine.checkpoint.Folder, "rank_extra", lambda self, rank: (read.append(rank), theirs(self, rank))[1])
+    monkeypatch.setattr(
+        uc.engine.checkpoint.Folder,
+        "rank_extra",
+        lambda self, rank: (read.append(rank), theirs(self, rank))[1],
+    )
     uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"elastic": Elastic()})
     assert read == [0, 5]
     read.clear()
     uc.load(tmp_path / "c", model={"w": torch.zeros(6)})
     assert read == [], "nobody wants it"
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"random": [Counter()]}, strict=False)
+    uc.load(
+        tmp_path / "c",
+        model={"w": torch.zeros(6)},
+        rank_extra={"random": [Counter()]},
+        strict=False,
+    )
     assert read == [0]
 
 
 def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_path: Path) -> None:
     """Where others die (the saved states of 4 ranks do not fit 3), or go on with one rank's states on all."""
     torch.manual_seed(5)
-    run_ranks(2, lambda comm: checkpointer_of(comm).save(tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates()}))
+    run_ranks(
+        2,
+        lambda comm: checkpointer_of(comm).save(
+            tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates()}
+        ),
+    )
     found = []
     for rank in range(3):  # one by one: the ranks here are threads, which have one random state
 
         def act(comm: Comm, of: int = rank) -> float:
             own = {"random": uc.RandomStates() if comm.rank == of else Elastic()}
-            checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own, strict=False)
+            checkpointer_of(comm).load(
+                tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own, strict=False
+            )
             return float(torch.rand(()))
 
         with pytest.MonkeyPatch.context() as patch:
@@ -312,7 +405,9 @@ def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path
 
     def load(comm: Comm) -> tuple[int, int]:
         sampler = uc.ElasticSampler(range(40), 3, comm.rank)
-        checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"sampler": sampler})
+        checkpointer_of(comm).load(
+            tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"sampler": sampler}
+        )
         return sampler.seen, len(sampler)
 
     run_ranks(2, save)
@@ -327,14 +422,27 @@ class Drawing(Counter):
 
 
 def test_random_states_are_the_last_to_be_loaded(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates(), "z": Drawing({"n": 1})}, extra=[Drawing({"n": 1})])
+    uc.save(
+        tmp_path / "c",
+        model=W,
+        rank_extra={"random": uc.RandomStates(), "z": Drawing({"n": 1})},
+        extra=[Drawing({"n": 1})],
+    )
     expected = drawn()
-    uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"random": uc.RandomStates(), "z": Drawing()}, extra=[Drawing()])
+    uc.load(
+        tmp_path / "c",
+        model={"w": torch.zeros(6)},
+        rank_extra={"random": uc.RandomStates(), "z": Drawing()},
+        extra=[Drawing()],
+    )
     assert drawn() == expected
 
 
 def generators(seed: int) -> dict[str, Any]:
-    numpy = [np.random.Generator(kind(seed)) for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)]
+    numpy = [
+        np.random.Generator(kind(seed))
+        for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    ]
     return {
         "torch": torch.Generator().manual_seed(seed),
         "numpy": numpy,
@@ -365,7 +473,9 @@ def test_generators_are_objects(tmp_path: Path, where: str, background: bool) ->
     mine = generators(1)
     drawn_from(mine)
     with uc.Checkpointer(tmp_path) as checkpointer:
-        (checkpointer.save_async if background else checkpointer.save)("c", model=W, **{where: mine})
+        (checkpointer.save_async if background else checkpointer.save)(
+            "c", model=W, **{where: mine}
+        )
         expected = drawn_from(mine)
     other = generators(2)
     uc.load(tmp_path / "c", model={"w": torch.zeros(6)}, **{where: other})
@@ -375,14 +485,32 @@ def test_generators_are_objects(tmp_path: Path, where: str, background: bool) ->
 @pytest.mark.parametrize(
     ("saved", "target", "text"),
     [
-        (np.random.default_rng(1), np.random.Generator(np.random.Philox(1)), "has numpy.random.Generator of PCG64, .*Philox"),
-        (random.Random(1), torch.Generator(), "has random.Random, the target is a torch.Generator on cpu"),
-        ({"generator": "torch.Generator on cuda", "state": torch.zeros(16)}, torch.Generator(), "has torch.Generator on cuda"),
-        (torch.Generator().get_state(), torch.Generator(), "has no generator, the target is a torch.Generator on cpu"),
+        (
+            np.random.default_rng(1),
+            np.random.Generator(np.random.Philox(1)),
+            "has numpy.random.Generator of PCG64, .*Philox",
+        ),
+        (
+            random.Random(1),
+            torch.Generator(),
+            "has random.Random, the target is a torch.Generator on cpu",
+        ),
+        (
+            {"generator": "torch.Generator on cuda", "state": torch.zeros(16)},
+            torch.Generator(),
+            "has torch.Generator on cuda",
+        ),
+        (
+            torch.Generator().get_state(),
+            torch.Generator(),
+            "has no generator, the target is a torch.Generator on cpu",
+        ),
     ],
     ids=["another algorithm", "another library", "another device", "a plain tensor"],
 )
-def test_a_generator_of_another_kind_is_refused(tmp_path: Path, saved: object, target: object, text: str) -> None:
+def test_a_generator_of_another_kind_is_refused(
+    tmp_path: Path, saved: object, target: object, text: str
+) -> None:
     uc.save(tmp_path / "c", model=W, rank_extra={"g": saved})
     model = {"w": torch.zeros(6)}
     with pytest.raises(uc.MismatchError, match=rf"rank_extra\.g: the checkpoint {text}"):
@@ -397,16 +525,24 @@ def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path: Path) -> N
     counter, own = Counter({"n": [1]}), Counter({"t": torch.zeros(3)})
     with uc.Checkpointer(tmp_path) as checkpointer:
         for name in "ab":  # the second has the plan of the first
-            checkpointer.save_async(name, model=W, extra={"counter": counter}, rank_extra={"own": own})
+            checkpointer.save_async(
+                name, model=W, extra={"counter": counter}, rank_extra={"own": own}
+            )
             counter.state["n"].append(2)
             own.state["t"].add_(1)
-    assert [uc.open(tmp_path / name).extra for name in "ab"] == [{"counter": {"n": [1]}}, {"counter": {"n": [1, 2]}}]
+    assert [uc.open(tmp_path / name).extra for name in "ab"] == [
+        {"counter": {"n": [1]}},
+        {"counter": {"n": [1, 2]}},
+    ]
     assert [float(uc.open(tmp_path / name).rank_extra[0]["own"]["t"][0]) for name in "ab"] == [0, 1]
 
 
 def test_objects_on_every_rank_give_their_state(tmp_path: Path) -> None:
     """`state_dict` of an object in `extra` may be collective: all ranks call it, rank 0's is stored."""
-    counters = [Counter({"of": 0}), *(Counter({"of": print}) for _ in range(2))]  # which could not be stored
+    counters = [
+        Counter({"of": 0}),
+        *(Counter({"of": print}) for _ in range(2)),
+    ]  # which could not be stored
     called = [0, 0, 0]
 
     def act(comm: Comm) -> None:
@@ -430,16 +566,24 @@ def test_a_manager_saves_and_restores_objects(tmp_path: Path, asynchronous: bool
         assert manager.restore(model=W, extra={"counter": counter}) is None
         for step in range(1, 6):
             counter.state["n"] = step
-            manager.save(step, model=W, extra={"counter": counter}, rank_extra={"random": uc.RandomStates()})
+            manager.save(
+                step, model=W, extra={"counter": counter}, rank_extra={"random": uc.RandomStates()}
+            )
     fresh = Counter()
     with uc.CheckpointManager(tmp_path, options=options) as manager:
-        report = manager.restore(model={"w": torch.zeros(6)}, extra={"counter": fresh}, rank_extra={"random": uc.RandomStates()})
+        report = manager.restore(
+            model={"w": torch.zeros(6)},
+            extra={"counter": fresh},
+            rank_extra={"random": uc.RandomStates()},
+        )
         assert (report.step, fresh.state["n"]) == (4, 4)
         with pytest.raises(uc.MismatchError, match=r"extra\.scheduler: is not in the checkpoint"):
             manager.restore(model={"w": torch.zeros(6)}, extra={"scheduler": Counter()})
     options = uc.ManagerOptions(load_parameters_path=str(tmp_path / "checkpoint-4"))
     with uc.CheckpointManager(tmp_path / "other", options=options) as manager:
-        report = manager.restore(model={"w": torch.zeros(6)}, extra={"counter": fresh, "scheduler": Counter()})
+        report = manager.restore(
+            model={"w": torch.zeros(6)}, extra={"counter": fresh, "scheduler": Counter()}
+        )
         assert (report.step, fresh.loads) == (None, 1), "only the model is from there"
 
 
@@ -459,7 +603,12 @@ class Numbers:
 def test_a_stateful_loader_of_its_own_goes_on_exactly(tmp_path: Path, workers: int) -> None:
     def made() -> StatefulDataLoader:
         return StatefulDataLoader(
-            Numbers(), batch_size=3, shuffle=True, num_workers=workers, collate_fn=list, generator=torch.Generator().manual_seed(1)
+            Numbers(),
+            batch_size=3,
+            shuffle=True,
+            num_workers=workers,
+            collate_fn=list,
+            generator=torch.Generator().manual_seed(1),
         )
 
     loader, other = made(), made()
@@ -476,14 +625,27 @@ def test_a_stateful_loader_of_its_own_goes_on_exactly(tmp_path: Path, workers: i
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("seen", [3, 7], ids=["midway", "epoch over"])
 @pytest.mark.parametrize("own", [False, True], ids=["random states", "generator"])
-def test_the_epochs_after_a_resume_are_those_of_the_run(tmp_path: Path, workers: int, seen: int, own: bool) -> None:
+def test_the_epochs_after_a_resume_are_those_of_the_run(
+    tmp_path: Path, workers: int, seen: int, own: bool
+) -> None:
     """A loader draws when it starts: of its own generator, or of the random states, which the training draws from, too."""
 
     def made(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed) if own else None
-        loader = StatefulDataLoader(Numbers(), batch_size=3, shuffle=True, num_workers=workers, collate_fn=list, generator=generator)
-        return {"loader": loader, "random": uc.RandomStates(), **({"generator": generator} if own else {})}
+        loader = StatefulDataLoader(
+            Numbers(),
+            batch_size=3,
+            shuffle=True,
+            num_workers=workers,
+            collate_fn=list,
+            generator=generator,
+        )
+        return {
+            "loader": loader,
+            "random": uc.RandomStates(),
+            **({"generator": generator} if own else {}),
+        }
 
     def epochs(loader: StatefulDataLoader, count: int) -> list[object]:
         return [(batch, float(torch.rand(()))) for _ in range(count) for batch in loader]

@@ -16,11 +16,12 @@ from machines import LOAD, NAME, SAVE, fine, folder_of, on_machine
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine import gather, seal
-from unified_ckpt.engine import load as load_module
+from unified_ckpt.engine.load import load as load_module
+from unified_ckpt.engine.nodes import discover
+from unified_ckpt.engine.save import finalize
 from unified_ckpt.format import names
-from unified_ckpt.runtime import descriptors
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage import open_files
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
 
 LAYERS = 6
@@ -34,15 +35,26 @@ def values(target: Mapping[str, torch.Tensor]) -> list[float]:
     return sorted({value for tensor in target.values() for value in tensor.unique().tolist()})
 
 
-def test_a_save_under_construction_of_a_name_that_ends_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_under_construction_of_a_name_that_ends_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is newer, and whole but for its name; and it is another checkpoint."""
 
     def save(name: str, value: int) -> str:
-        monkeypatch.setattr(seal, "datetime", SimpleNamespace(now=lambda _: datetime(2026, 1, value, tzinfo=UTC)))
+        monkeypatch.setattr(
+            finalize,
+            "datetime",
+            SimpleNamespace(now=lambda _: datetime(2026, 1, value, tzinfo=UTC)),
+        )
 
         def act(comm: Comm) -> str:
             with on_machine(comm, [0, 1]) as made:
-                return made.save(folder_of(tmp_path, comm.rank).with_name(name), model=model(value), step=value, options=SAVE).id
+                return made.save(
+                    folder_of(tmp_path, comm.rank).with_name(name),
+                    model=model(value),
+                    step=value,
+                    options=SAVE,
+                ).id
 
         return run_ranks(2, act)[0]
 
@@ -50,7 +62,10 @@ def test_a_save_under_construction_of_a_name_that_ends_alike(tmp_path: Path, mon
     other = f"ema-{NAME}"
     begun = names.staging_name(other, save(other, 2))
     for machine in (0, 1):
-        os.rename(folder_of(tmp_path, machine).with_name(other), folder_of(tmp_path, machine).with_name(begun))
+        os.rename(
+            folder_of(tmp_path, machine).with_name(other),
+            folder_of(tmp_path, machine).with_name(begun),
+        )
 
     def load(comm: Comm) -> tuple[int | None, list[float]]:
         target = model(0)
@@ -71,7 +86,11 @@ def test_ranks_that_see_two_saves_under_one_name(tmp_path: Path) -> None:
         with checkpointer_of(comm) as made:
             made.load(tmp_path / f"run-{comm.rank}" / NAME, model=targets[comm.rank], options=LOAD)
 
-    same_error(try_ranks(2, load), uc.StorageError, r"several checkpoints: rank\(s\) 0 save \w+; rank\(s\) 1 save \w+; needed one")
+    same_error(
+        try_ranks(2, load),
+        uc.StorageError,
+        r"several checkpoints: rank\(s\) 0 save \w+; rank\(s\) 1 save \w+; needed one",
+    )
     assert [values(target) for target in targets] == [[-1.0]] * 2
 
 
@@ -102,12 +121,21 @@ def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["match_all", "read_tiles"])
-def test_a_load_goes_on_with_the_folder_that_it_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_load_goes_on_with_the_folder_that_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
     """With few files open at a time: one that is opened again is the same one again."""
-    monkeypatch.setattr(descriptors, "KEPT", 1)
+    monkeypatch.setattr(open_files, "KEPT", 1)
     for step, name in ((1, NAME), (2, "next")):
         options = SAVE.model_copy(update={"max_file_bytes": 20_000})
-        uc.save(tmp_path / name, model=model(step), step=step, extra={"step": step}, rank_extra=step, options=options)
+        uc.save(
+            tmp_path / name,
+            model=model(step),
+            step=step,
+            extra={"step": step},
+            rank_extra=step,
+            options=options,
+        )
     real, target = getattr(load_module, moment), model(0)
 
     def late(*args: Any, **what: Any) -> Any:
@@ -116,7 +144,9 @@ def test_a_load_goes_on_with_the_folder_that_it_opened(tmp_path: Path, monkeypat
         return real(*args, **what)
 
     monkeypatch.setattr(load_module, moment, late)
-    report = uc.load(tmp_path / NAME, model=target, options=LOAD.model_copy(update={"verify": "full"}))
+    report = uc.load(
+        tmp_path / NAME, model=target, options=LOAD.model_copy(update={"verify": "full"})
+    )
     assert not (tmp_path / "next").exists()
     assert (report.step, report.extra, report.rank_extra) == (1, {"step": 1}, 1)
     assert report.verified_bytes == LAYERS * 64 * 64 * 4
@@ -128,8 +158,16 @@ def test_a_checkpoint_that_is_replaced_while_it_is_open(tmp_path: Path) -> None:
     uc.save(tmp_path / NAME, model=model(1), step=1, options=SAVE)
     target = model(-1)
     with uc.open(tmp_path / NAME) as source:
-        uc.save(tmp_path / NAME, model=model(2), step=2, options=SAVE.model_copy(update={"if_exists": "replace"}))
-        with pytest.raises(uc.NotFoundError, match=r"checkpoint-1: was removed or replaced while it was read; load again"):
+        uc.save(
+            tmp_path / NAME,
+            model=model(2),
+            step=2,
+            options=SAVE.model_copy(update={"if_exists": "replace"}),
+        )
+        with pytest.raises(
+            uc.NotFoundError,
+            match=r"checkpoint-1: was removed or replaced while it was read; load again",
+        ):
             uc.load(source, model=target, options=LOAD)
     assert values(target) == [-1.0]
 
@@ -137,7 +175,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_open(tmp_path: Path) -> None:
 ROWS = uc.Layout(mesh={"dp": 2}, rules={"*": {"dp": 0}})
 
 
-def load_on_machines(root: Path) -> tuple[list[uc.LoadReport | BaseException], list[dict[str, torch.Tensor]]]:
+def load_on_machines(
+    root: Path,
+) -> tuple[list[uc.LoadReport | BaseException], list[dict[str, torch.Tensor]]]:
     """What both of two machines want whole, of which each has a half."""
     targets = [model(-1), model(-1)]
 
@@ -155,13 +195,21 @@ def halves(tmp_path: Path) -> Path:
         def save(comm: Comm, step: int = step, name: str = name) -> None:
             own = {fqn: tensor[:32] for fqn, tensor in model(step).items()}
             with on_machine(comm, [0, 1]) as made:
-                made.save(folder_of(tmp_path, comm.rank).with_name(name), model=own, layout=ROWS, step=step, options=SAVE)
+                made.save(
+                    folder_of(tmp_path, comm.rank).with_name(name),
+                    model=own,
+                    layout=ROWS,
+                    step=step,
+                    options=SAVE,
+                )
 
         run_ranks(2, save)
     return tmp_path
 
 
-def test_machines_go_on_with_the_folders_that_they_opened(halves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_go_on_with_the_folders_that_they_opened(
+    halves: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, real = threading.Lock(), load_module.read_tiles
 
     def late(*args: Any, **what: Any) -> None:
@@ -177,14 +225,20 @@ def test_machines_go_on_with_the_folders_that_they_opened(halves: Path, monkeypa
     assert [values(target) for target in targets] == [[1.0]] * 2
 
 
-def test_a_folder_that_is_swapped_after_its_machine_told_of_it(halves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = gather._choose
+def test_a_folder_that_is_swapped_after_its_machine_told_of_it(
+    halves: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = discover._choose
 
     def late(*args: Any) -> bytes:
         swap(folder_of(halves, 1))
         return real(*args)
 
-    monkeypatch.setattr(gather, "_choose", late)
+    monkeypatch.setattr(discover, "_choose", late)
     found, targets = load_on_machines(halves)
-    same_error(found, uc.StorageError, r"rank 1: .*checkpoint-1: another save took its place while the ranks opened it; needed save \w+")
+    same_error(
+        found,
+        uc.StorageError,
+        r"rank 1: .*checkpoint-1: another save took its place while the ranks opened it; needed save \w+",
+    )
     assert [values(target) for target in targets] == [[-1.0]] * 2

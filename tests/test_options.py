@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 import unified_ckpt as uc
-from unified_ckpt.manager.foreign import from_maxtext, from_paddle
+from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,10 @@ from unified_ckpt.manager.foreign import from_maxtext, from_paddle
             {"load_parameters_path": "a", "load_full_state_path": "b"},
             "At most one of load_parameters_path or load_full_state_path should be set.",
         ),
-        ({"load_parameters_path": "a", "enabled": False}, "You must set enable_checkpointing=True to load a checkpoint."),
+        (
+            {"load_parameters_path": "a", "enabled": False},
+            "You must set enable_checkpointing=True to load a checkpoint.",
+        ),
         ({"keep_best": 2}, "keep_best needs best_metric"),
         ({"lazy": True, "asynchronous": False}, "needed asynchronous=True"),
         ({"interval_steps": 0}, "greater than or equal to 1"),
@@ -71,27 +74,55 @@ def test_maxtext_names() -> None:
     )
     assert found.save == uc.SaveOptions(max_file_bytes=2147483648)
     assert from_maxtext({}).manager == uc.ManagerOptions()
-    tiers = {"enable_emergency_checkpoint": True, "local_checkpoint_directory": "local", "local_checkpoint_period": 20}
-    assert from_maxtext(tiers).manager == uc.ManagerOptions(local_directory="local", local_interval_steps=20)
+    tiers = {
+        "enable_emergency_checkpoint": True,
+        "local_checkpoint_directory": "local",
+        "local_checkpoint_period": 20,
+    }
+    assert from_maxtext(tiers).manager == uc.ManagerOptions(
+        local_directory="local", local_interval_steps=20
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"checkpoint_storage_concurrent_gb": 32}, "checkpoint_storage_concurrent_gb=32: has no meaning here: a save holds one snapshot"),
-        ({"source_checkpoint_layout": "safetensors"}, "source_checkpoint_layout='safetensors': has no meaning here: the format"),
-        ({"local_checkpoint_directory": "d"}, "local_checkpoint_directory='d': has no meaning without enable_emergency_checkpoint"),
-        ({"local_checkpoint_period": 5}, "local_checkpoint_period=5: has no meaning without enable_emergency_checkpoint"),
-        ({"enable_multi_tier_checkpointing": True}, "has no meaning here: two tiers are what enable_emergency_checkpoint"),
+        (
+            {"checkpoint_storage_concurrent_gb": 32},
+            "checkpoint_storage_concurrent_gb=32: has no meaning here: a save holds one snapshot",
+        ),
+        (
+            {"source_checkpoint_layout": "safetensors"},
+            "source_checkpoint_layout='safetensors': has no meaning here: the format",
+        ),
+        (
+            {"local_checkpoint_directory": "d"},
+            "local_checkpoint_directory='d': has no meaning without enable_emergency_checkpoint",
+        ),
+        (
+            {"local_checkpoint_period": 5},
+            "local_checkpoint_period=5: has no meaning without enable_emergency_checkpoint",
+        ),
+        (
+            {"enable_multi_tier_checkpointing": True},
+            "has no meaning here: two tiers are what enable_emergency_checkpoint",
+        ),
         (
             {"enable_emergency_checkpoint": True, "local_checkpoint_period": 5},
             "`local_checkpoint_directory` must be set for emergency checkpointing.",
         ),
         (
-            {"enable_emergency_checkpoint": True, "local_checkpoint_directory": "d", "local_checkpoint_period": 0},
+            {
+                "enable_emergency_checkpoint": True,
+                "local_checkpoint_directory": "d",
+                "local_checkpoint_period": 0,
+            },
             "`local_checkpoint_period` must be > 0 for emergency checkpointing.",
         ),
-        ({"checkpoint_perod": 3}, "checkpoint_perod: is no checkpoint flag of MaxText that is known here"),
+        (
+            {"checkpoint_perod": 3},
+            "checkpoint_perod: is no checkpoint flag of MaxText that is known here",
+        ),
     ],
 )
 def test_maxtext_names_without_a_meaning_are_refused(flags: dict[str, object], text: str) -> None:
@@ -134,9 +165,14 @@ def test_a_configuration_that_saves_in_the_foreground_switches_lazy_off() -> Non
 
 
 def test_maxtext_errors() -> None:
-    with pytest.raises(ValidationError, match=r"At most one of load_parameters_path or load_full_state_path should be set\."):
+    with pytest.raises(
+        ValidationError,
+        match=r"At most one of load_parameters_path or load_full_state_path should be set\.",
+    ):
         from_maxtext({"load_parameters_path": "a", "load_full_state_path": "b"})
-    with pytest.raises(ValidationError, match=r"You must set enable_checkpointing=True to load a checkpoint\."):
+    with pytest.raises(
+        ValidationError, match=r"You must set enable_checkpointing=True to load a checkpoint\."
+    ):
         from_maxtext({"enable_checkpointing": False, "load_parameters_path": "a"})
 
 
@@ -145,7 +181,11 @@ def test_maxtext_errors() -> None:
     [
         ("", False, None),
         ("async_save", True, None),
-        ("async_save skip_save_model_weight master_weight_compatible", True, ("master_weights", "optimizer")),
+        (
+            "async_save skip_save_model_weight master_weight_compatible",
+            True,
+            ("master_weights", "optimizer"),
+        ),
         ("async_save,remove_master_weight,async_save", True, ("model", "optimizer")),
         ("enable_all_options", False, ("master_weights", "optimizer")),
         ("master_weight_compatible", False, None),
@@ -161,7 +201,10 @@ def test_paddle_config(config: str, asynchronous: bool, parts: tuple[str, ...] |
     ("config", "text"),
     [
         ("async_save async", "'async' is unknown; known are async_save, skip"),
-        ("ignore_merge_optimizer", "ignore_merge_optimizer has no meaning here: the optimizer is merged"),
+        (
+            "ignore_merge_optimizer",
+            "ignore_merge_optimizer has no meaning here: the optimizer is merged",
+        ),
         ("enable_all_options remove_master_weight", "makes PaddleNLP drop remove_master_weight"),
         ("skip_save_model_weight remove_master_weight", "leave no weights"),
     ],
@@ -172,12 +215,22 @@ def test_paddle_config_is_refused(config: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["skip_save_model_weight", "remove_master_weight"])
-def test_what_paddle_options_leave_out_is_filled_from_the_other(config: str, tmp_path: object) -> None:
+def test_what_paddle_options_leave_out_is_filled_from_the_other(
+    config: str, tmp_path: object
+) -> None:
     model = {"w": torch.arange(8, dtype=torch.float32).to(torch.bfloat16)}
     masters = {"w": torch.arange(8, dtype=torch.float32)}
     folder = f"{tmp_path}/checkpoint-1"
-    uc.save(folder, model=model, master_weights=masters, optimizer={"w/exp_avg": masters["w"]}, options=from_paddle(config).save)
+    uc.save(
+        folder,
+        model=model,
+        master_weights=masters,
+        optimizer={"w/exp_avg": masters["w"]},
+        options=from_paddle(config).save,
+    )
     found = {"w": torch.zeros(8, dtype=torch.bfloat16)}, {"w": torch.zeros(8)}
-    uc.load(folder, model=found[0], master_weights=found[1], optimizer={"w/exp_avg": torch.zeros(8)})
+    uc.load(
+        folder, model=found[0], master_weights=found[1], optimizer={"w/exp_avg": torch.zeros(8)}
+    )
     assert torch.equal(found[0]["w"], model["w"])
     assert torch.equal(found[1]["w"], masters["w"])

@@ -31,21 +31,31 @@ def tensor(array: Any) -> torch.Tensor:
 
 def everything(path: Path) -> dict[tuple[str, str], torch.Tensor]:
     with uc.open(path) as source:
-        return {(part, name): source[part][name][...] for part in source.parts for name in source[part]}
+        return {
+            (part, name): source[part][name][...] for part in source.parts for name in source[part]
+        }
 
 
 def test_bfloat16_with_master_weights_as_paddle_pickled_it() -> None:
     folder = FIXTURES / "half_legacy"
-    weights, state = unpickled(folder / "model_state.pdparams"), unpickled(folder / "optimizer.pdopt")
+    weights, state = (
+        unpickled(folder / "model_state.pdparams"),
+        unpickled(folder / "optimizer.pdopt"),
+    )
     statics = weights.pop("StructuredToParameterName@@")
     found = everything(folder)
     for name, array in weights.items():
         assert same(found["model", torch_name(name)], as_torch(name, tensor(array)))
         assert found["model", torch_name(name)].dtype == torch.bfloat16
-        assert same(found["master_weights", torch_name(name)], as_torch(name, tensor(state["master_weights"][statics[name]])))
+        assert same(
+            found["master_weights", torch_name(name)],
+            as_torch(name, tensor(state["master_weights"][statics[name]])),
+        )
         for theirs, ours in (("moment1_0", "exp_avg"), ("moment2_0", "exp_avg_sq")):
             key = f"{statics[name]}_fp32_master_0_{theirs}"
-            assert same(found["optimizer", f"{torch_name(name)}/{ours}"], as_torch(name, tensor(state[key])))
+            assert same(
+                found["optimizer", f"{torch_name(name)}/{ours}"], as_torch(name, tensor(state[key]))
+            )
         assert found["optimizer", f"{torch_name(name)}/step"] == 2  # beta1 ** 3 is stored
     assert len(found) == 5 * len(weights)
 
@@ -53,12 +63,17 @@ def test_bfloat16_with_master_weights_as_paddle_pickled_it() -> None:
 def test_two_layers_whose_model_nobody_knows() -> None:
     """No config.json: Paddle's own names say that they are linear."""
     folder = FIXTURES / "layers_legacy"
-    weights, state = unpickled(folder / "model_state.tp00_pp00.pdparams"), unpickled(folder / "optimizer.tp00_pp00.pdopt")
+    weights, state = (
+        unpickled(folder / "model_state.tp00_pp00.pdparams"),
+        unpickled(folder / "optimizer.tp00_pp00.pdopt"),
+    )
     statics = weights.pop("StructuredToParameterName@@")
     found = everything(folder)
     for name, array in weights.items():
         assert same(found["model", name], tensor(array).t())
-        assert same(found["optimizer", f"{name}/exp_avg"], tensor(state[f"{statics[name]}_moment1_0"]).t())
+        assert same(
+            found["optimizer", f"{name}/exp_avg"], tensor(state[f"{statics[name]}_moment1_0"]).t()
+        )
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 6), "b": torch.nn.Linear(6, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
     uc.load(folder, model=model, optimizer=optimizer)
@@ -81,7 +96,10 @@ def test_fused_layers_are_cut_so_that_torch_computes_what_paddle_does(name: str)
     ids = torch.from_numpy(np.random.RandomState(3).randint(0, 64, (2, 16)))
     expected = torch.tensor(np.load(FIXTURES / "fused" / "logits.npy"))  # of Paddle's model
     assert float((model(input_ids=ids).logits.detach() - expected).abs().max()) < 1e-6
-    assert tuple(optimizer.param_groups[0]["betas"]) == (0.9, 0.95)  # no trainer_state.json: the usual ones that explain the powers
+    assert tuple(optimizer.param_groups[0]["betas"]) == (
+        0.9,
+        0.95,
+    )  # no trainer_state.json: the usual ones that explain the powers
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
@@ -119,12 +137,23 @@ def meshed(folder: Path) -> None:
         state = unpickled(FIXTURES / "fused_tp2" / f"optimizer.tp{tp:02d}.pdopt")
         statics = weights.pop("StructuredToParameterName@@")
         for pp in range(2):
-            mine = [name for name in weights if (".layers.1." in name or name.startswith("lm_head") or ".norm" in name[:11]) == bool(pp)]
-            told = {name: weights[name] for name in mine} | {"StructuredToParameterName@@": {name: statics[name] for name in mine}}
+            mine = [
+                name
+                for name in weights
+                if (".layers.1." in name or name.startswith("lm_head") or ".norm" in name[:11])
+                == bool(pp)
+            ]
+            told = {name: weights[name] for name in mine} | {
+                "StructuredToParameterName@@": {name: statics[name] for name in mine}
+            }
             dump(folder / f"model_state.tp{tp:02d}_pp{pp:02d}.pdparams", told)
             for shard in range(2):
                 owners = [statics[name] for name in mine[shard::2]]
-                some = {key: array for key, array in state.items() if any(key.startswith(f"{owner}_") for owner in owners)}
+                some = {
+                    key: array
+                    for key, array in state.items()
+                    if any(key.startswith(f"{owner}_") for owner in owners)
+                }
                 dump(folder / f"optimizer.tp{tp:02d}_pp{pp:02d}_shard{shard:02d}.pdopt", some)
 
 
@@ -155,7 +184,9 @@ def test_a_missing_rank_is_named(tmp_path: Path, file: str, match: str) -> None:
         ("*shard01*", uc.IncompleteError, "optimizer state is missing"),
     ],
 )
-def test_a_whole_row_of_the_mesh_is_missing(tmp_path: Path, lost: str, error: type[Exception], match: str) -> None:
+def test_a_whole_row_of_the_mesh_is_missing(
+    tmp_path: Path, lost: str, error: type[Exception], match: str
+) -> None:
     """No number is skipped then: the config's sizes and the parameters tell."""
     meshed(tmp_path / "c")
     for path in (tmp_path / "c").glob(lost):
@@ -168,21 +199,45 @@ def test_key_heads_that_every_rank_has_whole_are_not_joined(tmp_path: Path) -> N
     """One key head for two ranks: PaddleNLP does not split it. Copies that differ are refused."""
     folder, shapes = tmp_path / "c", {"q_proj": (8, 4), "k_proj": (8, 2), "o_proj": (4, 8)}
     folder.mkdir()
-    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 4}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 4,
+    }
     (folder / "config.json").write_text(str({**config, "vocab_size": 4}).replace("'", '"'))
     slices = [
-        {name: np.random.RandomState(tp + ord(name[0])).rand(*shape).astype("f4") for name, shape in shapes.items()} for tp in range(2)
+        {
+            name: np.random.RandomState(tp + ord(name[0])).rand(*shape).astype("f4")
+            for name, shape in shapes.items()
+        }
+        for tp in range(2)
     ]
     slices[1]["k_proj"] = slices[0]["k_proj"]
     for tp, arrays in enumerate(slices):
-        dump(folder / f"model_state.tp0{tp}.pdparams", {f"llama.layers.0.self_attn.{n}.weight": a for n, a in arrays.items()})
+        dump(
+            folder / f"model_state.tp0{tp}.pdparams",
+            {f"llama.layers.0.self_attn.{n}.weight": a for n, a in arrays.items()},
+        )
     found = everything(folder)
     prefix = "model.layers.0.self_attn"
-    assert same(found["model", f"{prefix}.k_proj.weight"], torch.from_numpy(slices[0]["k_proj"]).t())
-    assert same(found["model", f"{prefix}.q_proj.weight"], torch.from_numpy(np.concatenate([s["q_proj"] for s in slices], 1)).t())
-    assert same(found["model", f"{prefix}.o_proj.weight"], torch.from_numpy(np.concatenate([s["o_proj"] for s in slices], 0)).t())
+    assert same(
+        found["model", f"{prefix}.k_proj.weight"], torch.from_numpy(slices[0]["k_proj"]).t()
+    )
+    assert same(
+        found["model", f"{prefix}.q_proj.weight"],
+        torch.from_numpy(np.concatenate([s["q_proj"] for s in slices], 1)).t(),
+    )
+    assert same(
+        found["model", f"{prefix}.o_proj.weight"],
+        torch.from_numpy(np.concatenate([s["o_proj"] for s in slices], 0)).t(),
+    )
     slices[1]["k_proj"] = slices[0]["k_proj"] + 1
-    dump(folder / "model_state.tp01.pdparams", {f"llama.layers.0.self_attn.{n}.weight": a for n, a in slices[1].items()})
+    dump(
+        folder / "model_state.tp01.pdparams",
+        {f"llama.layers.0.self_attn.{n}.weight": a for n, a in slices[1].items()},
+    )
     with pytest.raises(uc.IntegrityError, match=r"k_proj.weight: has other values in .*tp01"):
         everything(folder)
 
@@ -190,7 +245,9 @@ def test_key_heads_that_every_rank_has_whole_are_not_joined(tmp_path: Path) -> N
 def test_slices_without_a_config_are_refused_not_guessed(tmp_path: Path) -> None:
     folder = copied("fused_tp2", tmp_path / "c")
     (folder / "config.json").unlink()
-    with pytest.raises(uc.FormatError, match=r"joined by the model's sizes; needed its config\.json"):
+    with pytest.raises(
+        uc.FormatError, match=r"joined by the model's sizes; needed its config\.json"
+    ):
         uc.open(folder)
 
 
@@ -202,7 +259,9 @@ def test_slices_without_a_config_are_refused_not_guessed(tmp_path: Path) -> None
 def test_arrays_are_read_where_they_lie(tmp_path: Path, protocol: int, order: Any) -> None:
     rng = np.random.RandomState(0)
     arrays = {
-        "large": rng.randint(0, 256, (33, 77)).astype("u1"),  # bytes of every value: protocol 2 has them as text
+        "large": rng.randint(0, 256, (33, 77)).astype(
+            "u1"
+        ),  # bytes of every value: protocol 2 has them as text
         "floats": np.asarray(rng.rand(64, 65), order="C").astype("f4"),
         "small": np.arange(6, dtype="i8").reshape(2, 3),
         "bits": rng.randint(0, 65536, (40, 40)).astype("u2"),
@@ -215,10 +274,13 @@ def test_arrays_are_read_where_they_lie(tmp_path: Path, protocol: int, order: An
     told = load_arrays(str(tmp_path / "x.pdparams"))
     assert isinstance(told["floats"].raw, Stored)  # was not read
     held = held_arrays(str(tmp_path / "x.pdparams"), told)
-    from unified_ckpt.core.geometry import Box, whole
+    from unified_ckpt.core.sharding.boxes import Box, whole
 
     for name, array in {**arrays, "nested": arrays["floats"]}.items():
-        assert same(held[name].load(whole(held[name].shape)), tensor(np.ascontiguousarray(array).reshape(array.shape)))
+        assert same(
+            held[name].load(whole(held[name].shape)),
+            tensor(np.ascontiguousarray(array).reshape(array.shape)),
+        )
     assert same(held["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
 
 
@@ -226,11 +288,14 @@ def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
     """Paddle cuts what is over 1 GiB in parts for protocols 2 and 3, and says so under a name of its own."""
     array = np.arange(120, dtype="f4").reshape(10, 12)
     parts = {f"w@@.{i}": array.reshape(-1)[i * 50 : (i + 1) * 50] for i in range(3)}
-    told = {**parts, "UnpackBigParamInfor@@": {"w": {"OriginShape": (10, 12), "slices": list(parts)}}}
+    told = {
+        **parts,
+        "UnpackBigParamInfor@@": {"w": {"OriginShape": (10, 12), "slices": list(parts)}},
+    }
     path = tmp_path / "x.pdparams"
     dump(path, told, 2)
     held = held_arrays(str(path), load_arrays(str(path)))
-    from unified_ckpt.core.geometry import Box
+    from unified_ckpt.core.sharding.boxes import Box
 
     assert list(held) == ["w"]
     assert same(held["w"].load(Box((3, 2), (5, 7))), torch.from_numpy(array[3:8, 2:9]))
@@ -257,10 +322,14 @@ class LoDTensor:
 
 @pytest.mark.parametrize("file", ["model_state.pdparams", "optimizer.pdopt"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_hostile_pickles_are_refused_by_name_and_not_run(tmp_path: Path, file: str, protocol: int) -> None:
+def test_hostile_pickles_are_refused_by_name_and_not_run(
+    tmp_path: Path, file: str, protocol: int
+) -> None:
     folder, mark = copied("half_legacy", tmp_path / "c"), tmp_path / "mark"
     dump(folder / file, {"w": np.ones(4, "f4"), "x": Hostile(mark), "y": [LoDTensor()]}, protocol)
-    with pytest.raises(uc.FormatError, match=rf"{file}: asks for classes(.|\n)*eval(.|\n)*posix.system"):
+    with pytest.raises(
+        uc.FormatError, match=rf"{file}: asks for classes(.|\n)*eval(.|\n)*posix.system"
+    ):
         uc.open(folder)
     assert not mark.exists()
 
@@ -291,14 +360,18 @@ def test_a_pickle_cut_short_at_any_byte_is_an_error(tmp_path: Path) -> None:
     whole = (FIXTURES / "half_legacy" / "model_state.pdparams").read_bytes()
     for nbytes in [*range(0, len(whole), len(whole) // 60), len(whole) - 1]:
         (tmp_path / "model_state.pdparams").write_bytes(whole[:nbytes])
-        with pytest.raises(uc.CheckpointError, match=r"model_state.pdparams: (ends early|is damaged)"):
+        with pytest.raises(
+            uc.CheckpointError, match=r"model_state.pdparams: (ends early|is damaged)"
+        ):
             uc.open(tmp_path)
 
 
 def test_arrays_that_lie_about_their_size_are_refused(tmp_path: Path) -> None:
     whole = (FIXTURES / "layers_legacy" / "model_state.tp00_pp00.pdparams").read_bytes()
     assert whole.count(b"K\x04K\x06\x86") == 1
-    (tmp_path / "model_state.pdparams").write_bytes(whole.replace(b"K\x04K\x06\x86", b"K\x04K\x07\x86"))
+    (tmp_path / "model_state.pdparams").write_bytes(
+        whole.replace(b"K\x04K\x06\x86", b"K\x04K\x07\x86")
+    )
     with pytest.raises(uc.FormatError, match=r"shape \(4, 7\) .* does not have 112 bytes"):
         uc.open(tmp_path)
 
@@ -316,12 +389,17 @@ def test_state_of_no_parameter_is_refused(tmp_path: Path, change: Any, match: st
     state = unpickled(folder / "optimizer.pdopt")
     change(state)
     dump(folder / "optimizer.pdopt", state)
-    with pytest.raises(uc.FormatError, match=rf"state that is not read, or of parameters that its .pdparams does not name(.|\n)*{match}"):
+    with pytest.raises(
+        uc.FormatError,
+        match=rf"state that is not read, or of parameters that its .pdparams does not name(.|\n)*{match}",
+    ):
         uc.open(folder)
 
 
 def test_every_linear_layer_of_the_fixture_is_known() -> None:
-    names = {key[1].split(".")[-2] for key in everything(FIXTURES / "half_legacy") if key[0] == "model"}
+    names = {
+        key[1].split(".")[-2] for key in everything(FIXTURES / "half_legacy") if key[0] == "model"
+    }
     assert names == {*LINEAR, "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
 
 
@@ -343,14 +421,20 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
             {"w": np.ones(3, "f4"), "StructuredToParameterName@@": 3},
             "StructuredToParameterName@@ is a int; needed a dict",
         ),
-        ("model_state.pdparams", {"w": np.ones(3, "f4"), "UnpackBigParamInfor@@": {"v": 3}}, "v is a int; needed a dict"),
+        (
+            "model_state.pdparams",
+            {"w": np.ones(3, "f4"), "UnpackBigParamInfor@@": {"v": 3}},
+            "v is a int; needed a dict",
+        ),
         ("model_state.pdparams", {"w": np.ones(3, ">f4")}, "little endian"),
         ("model_state.pdparams", {"w": np.array([None, "x"])}, "needed one of"),
         ("optimizer.pdopt", {"master_weights": [1]}, "master_weights is a list; needed a dict"),
         ("optimizer.pdopt", 3, "holds a int; needed arrays by name"),
     ],
 )
-def test_pickles_of_other_things_are_refused(tmp_path: Path, file: str, told: Any, match: str) -> None:
+def test_pickles_of_other_things_are_refused(
+    tmp_path: Path, file: str, told: Any, match: str
+) -> None:
     folder = copied("half_legacy", tmp_path / "c")
     dump(folder / file, told)
     with pytest.raises(uc.FormatError, match=rf"{file}: (.|\n)*{match}"):

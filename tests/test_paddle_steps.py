@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.steps import Clock, clock_of, power_after, powers, steps_of
+from unified_ckpt.sources.paddle.beta_powers import Clock, clock_of, power_after, powers, steps_of
 
 
 def multiplied(beta: float, steps: int) -> float:
@@ -24,7 +24,9 @@ def test_betas_and_steps_from_the_trainer_s_count(betas: tuple[float, float], st
     found = [multiplied(beta, steps) for beta in betas]
     assert found == [power_after(beta, steps) for beta in betas]
     clock = clock_of(found, steps)
-    assert clock.betas == tuple(beta if power > 1e-37 else None for beta, power in zip(betas, found, strict=True))
+    assert clock.betas == tuple(
+        beta if power > 1e-37 else None for beta, power in zip(betas, found, strict=True)
+    )
     assert steps_of(found, clock) == steps
 
 
@@ -57,7 +59,9 @@ def test_parameters_that_began_later_have_their_own_count() -> None:
     assert steps_of([multiplied(0.9, 4), multiplied(0.999, 4)], clock) == 4
 
 
-@pytest.mark.parametrize("found", [(0.5, 0.5), (0.729, 0.5), (2.0, 0.9), (-0.1, 0.9), (float("nan"), 0.9)])
+@pytest.mark.parametrize(
+    "found", [(0.5, 0.5), (0.729, 0.5), (2.0, 0.9), (-0.1, 0.9), (float("nan"), 0.9)]
+)
 def test_what_no_betas_explain_is_refused(found: tuple[float, float]) -> None:
     with pytest.raises(FormatError, match="no usual betas"):
         clock_of(found, None)

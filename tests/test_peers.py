@@ -19,10 +19,10 @@ from refusals import same_error
 
 import unified_ckpt as uc
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime import wire
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.peers import PeerStorage, Server
-from unified_ckpt.runtime.wire import Address, parse_address
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange import tcp
+from unified_ckpt.runtime.exchange.file_server import PeerStorage, Server
+from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 from unified_ckpt.testing import run_ranks, try_ranks
 
 BODY = bytes(range(256)) * 40
@@ -36,15 +36,26 @@ def server(tmp_path: Path) -> Iterator[Server]:
         (tmp_path / folder / "served").write_bytes(BODY)
         (tmp_path / folder / "private").write_bytes(b"secret")
     (tmp_path / "outside").write_bytes(b"secret")
-    made = Server([(str(tmp_path / "one"), ["served", "gone"]), (str(tmp_path / "two"), [])], timeout_seconds=SECONDS)
+    made = Server(
+        [(str(tmp_path / "one"), ["served", "gone"]), (str(tmp_path / "two"), [])],
+        timeout_seconds=SECONDS,
+    )
     yield made
     made.close()
 
 
-def client(server: Server, *, folder: int = 0, token: str | None = None, names: tuple[str, ...] = ("served", "gone")) -> PeerStorage:
+def client(
+    server: Server,
+    *,
+    folder: int = 0,
+    token: str | None = None,
+    names: tuple[str, ...] = ("served", "gone"),
+) -> PeerStorage:
     at = server.address
     address = Address(at.host, at.port, token or at.token)
-    return PeerStorage(address, folder=folder, root="/there", rank=7, names=names, timeout_seconds=SECONDS)
+    return PeerStorage(
+        address, folder=folder, root="/there", rank=7, names=names, timeout_seconds=SECONDS
+    )
 
 
 def raw(server: Server) -> socket.socket:
@@ -85,7 +96,10 @@ def test_what_is_not_there(server: Server) -> None:
     assert there.size("never heard of") is None
     with pytest.raises(NotFoundError, match=r"/there/gone at rank 7: .*no such file"):
         there.read("gone")
-    with pytest.raises(StorageError, match=r"/there/served at rank 7: .*has 10240 bytes; needed bytes \[10200, 10300\)"):
+    with pytest.raises(
+        StorageError,
+        match=r"/there/served at rank 7: .*has 10240 bytes; needed bytes \[10200, 10300\)",
+    ):
         there.read_at("served", 10200, memoryview(bytearray(100)))
     assert there.read("served") == BODY, "the connection goes on"
     there.close()
@@ -101,7 +115,16 @@ def test_a_wrong_token_gets_nothing(server: Server, token: str) -> None:
         there.read("served")
 
 
-NAMES = ["private", "../outside", "../one/private", "/etc/hostname", "", ".", "served/../private", "./served"]
+NAMES = [
+    "private",
+    "../outside",
+    "../one/private",
+    "/etc/hostname",
+    "",
+    ".",
+    "served/../private",
+    "./served",
+]
 
 
 @pytest.mark.parametrize("what", ["read", "size", "read_at"])
@@ -154,7 +177,9 @@ def test_requests_of_any_size_in_bounded_memory(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", nbytes)
     served = Server([(str(tmp_path), ["large"])], timeout_seconds=SECONDS)
-    there = PeerStorage(served.address, folder=0, root="/there", rank=0, names=["large"], timeout_seconds=SECONDS)
+    there = PeerStorage(
+        served.address, folder=0, root="/there", rank=0, names=["large"], timeout_seconds=SECONDS
+    )
     into = memoryview(bytearray(nbytes))
     tracemalloc.start()
     try:
@@ -180,9 +205,13 @@ def test_a_closed_server_answers_nobody(server: Server) -> None:
 def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and never answers
         address = Address("127.0.0.1", mute.getsockname()[1], "0" * 32)
-        there = PeerStorage(address, folder=0, root="/there", rank=7, names=["served"], timeout_seconds=0.3)
+        there = PeerStorage(
+            address, folder=0, root="/there", rank=7, names=["served"], timeout_seconds=0.3
+        )
         for _ in range(3):
-            with pytest.raises(StorageError, match="/there/served at rank 7: the rank does not answer"):
+            with pytest.raises(
+                StorageError, match="/there/served at rank 7: the rank does not answer"
+            ):
                 there.size("served")
         began = time.monotonic()
         with pytest.raises(StorageError, match="does not answer"):
@@ -196,11 +225,11 @@ def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
 
     def serve(connection: socket.socket) -> None:
         accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        wire.send_words(connection, {})
+        tcp.send_words(connection, {})
 
-    listener = wire.Listener(serve, at_end=lambda: None, timeout_seconds=SECONDS)
-    with wire.connect(listener.address, timeout_seconds=SECONDS) as made:
-        assert wire.receive_words(made) == ({}, 0)
+    listener = tcp.Listener(serve, at_end=lambda: None, timeout_seconds=SECONDS)
+    with tcp.connect(listener.address, timeout_seconds=SECONDS) as made:
+        assert tcp.receive_words(made) == ({}, 0)
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     listener.close()
     assert all(accepted)
@@ -210,10 +239,10 @@ def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
 def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach MASTER_ADDR."""
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
-    assert wire._seen_from_here("127.0.1.1") == "10.1.2.3"
-    assert wire._seen_from_here("10.9.9.9") == "10.9.9.9"
+    assert tcp._seen_from_here("127.0.1.1") == "10.1.2.3"
+    assert tcp._seen_from_here("10.9.9.9") == "10.9.9.9"
     monkeypatch.delenv("MASTER_ADDR")
-    assert wire._seen_from_here("127.0.0.1") == "127.0.0.1"
+    assert tcp._seen_from_here("127.0.0.1") == "127.0.0.1"
 
 
 def test_an_address_comes_back() -> None:
@@ -230,7 +259,12 @@ def save_halves(root: Path) -> None:
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
-            made.save(folder_of(root, comm.rank), model={"w": FULL.chunk(2)[comm.rank].clone()}, layout=layout, options=SAVE)
+            made.save(
+                folder_of(root, comm.rank),
+                model={"w": FULL.chunk(2)[comm.rank].clone()},
+                layout=layout,
+                options=SAVE,
+            )
 
     run_ranks(2, act)
 
@@ -266,7 +300,9 @@ def test_a_load_that_fails_leaves_nothing_either(tmp_path: Path) -> None:
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
-            made.load(folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=LOAD)
+            made.load(
+                folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=LOAD
+            )
 
     held: list[Held] = []
     for _ in range(6):
@@ -289,7 +325,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])
-def test_a_peer_that_dies_in_mid_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_a_peer_that_dies_in_mid_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
     """Every rank has an error within the time-out; nobody hangs."""
     save_halves(tmp_path)
     dying(monkeypatch, after=after)
@@ -297,7 +335,9 @@ def test_a_peer_that_dies_in_mid_load(tmp_path: Path, monkeypatch: pytest.Monkey
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
             options = uc.LoadOptions(timeout_seconds=3)
-            made.load(folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=options)
+            made.load(
+                folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=options
+            )
 
     found = try_ranks(2, act, timeout_seconds=30)
     for error in found:
@@ -306,7 +346,9 @@ def test_a_peer_that_dies_in_mid_load(tmp_path: Path, monkeypatch: pytest.Monkey
             raise error
 
 
-def test_a_peer_that_dies_where_there_is_another_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_dies_where_there_is_another_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Own disk is damaged, one peer is dead, the other one has it."""
 
     def save(comm: Comm) -> None:
@@ -339,15 +381,23 @@ def test_a_peer_that_dies_where_there_is_another_copy(tmp_path: Path, monkeypatc
     assert [bool(report.notes) for report in reports] == [True, True, False]
 
 
-def test_a_rank_that_cannot_serve_tells_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_serve_tells_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_halves(tmp_path)
 
     def act(comm: Comm) -> None:
         with on_machine(comm, [0, 1]) as made:
-            made.load(folder_of(tmp_path, comm.rank), model={"w": torch.zeros_like(FULL)}, options=uc.LoadOptions(timeout_seconds=20))
+            made.load(
+                folder_of(tmp_path, comm.rank),
+                model={"w": torch.zeros_like(FULL)},
+                options=uc.LoadOptions(timeout_seconds=20),
+            )
 
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     began = time.monotonic()
-    same_error(try_ranks(2, act), uc.StorageError, "MASTER_ADDR 'no.such.host.invalid': no way there")
+    same_error(
+        try_ranks(2, act), uc.StorageError, "MASTER_ADDR 'no.such.host.invalid': no way there"
+    )
     assert time.monotonic() - began < 15, "at once, not when the time is out"
     shutil.rmtree(tmp_path)

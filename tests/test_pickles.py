@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, NotFoundError
-from unified_ckpt.sources.dcp import read_entries
-from unified_ckpt.sources.opcodes import check_numbers
-from unified_ckpt.sources.pickles import load_pickle, load_torch, load_torch_bytes
-from unified_ckpt.sources.stubs import Stub
-from unified_ckpt.sources.trees import check_tree
+from unified_ckpt.sources.pytorch.dcp import read_entries
+from unified_ckpt.sources.restricted_pickle.limits import check_tree
+from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch, load_torch_bytes
+from unified_ckpt.sources.restricted_pickle.opcodes import check_numbers
+from unified_ckpt.sources.restricted_pickle.stubs import Stub
 
 
 class Hostile:
@@ -45,7 +45,9 @@ class Evaluated:
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_a_hostile_raw_pickle_is_refused_by_name_and_not_run(tmp_path: Path, protocol: int) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pickle"
-    path.write_bytes(pickle.dumps({"w": 1, "x": Hostile(mark), "y": [Evaluated(), Hostile(mark)]}, protocol))
+    path.write_bytes(
+        pickle.dumps({"w": 1, "x": Hostile(mark), "y": [Evaluated(), Hostile(mark)]}, protocol)
+    )
     with pytest.raises(FormatError, match=r"not read from files(.|\n)*eval(.|\n)*posix.system"):
         load_pickle(str(path), {})
     assert not mark.exists()
@@ -64,7 +66,9 @@ def test_a_hostile_torch_file_is_refused_by_name_and_not_run(tmp_path: Path, ins
 @pytest.mark.parametrize("value", [{"a": [1]}, {"model": {"a": torch.zeros(2)}}])
 def test_raw_pickle_as_a_torch_file_gets_no_unsafe_advice(tmp_path: Path, value: object) -> None:
     (tmp_path / "raw.pt").write_bytes(pickle.dumps(value))
-    with pytest.raises(FormatError, match=r"raw.pt: is no file of torch.save(.|\n)*save its tensors with") as caught:
+    with pytest.raises(
+        FormatError, match=r"raw.pt: is no file of torch.save(.|\n)*save its tensors with"
+    ) as caught:
         load_torch(str(tmp_path / "raw.pt"))
     assert "weights_only" not in str(caught.value)
 
@@ -76,9 +80,15 @@ def test_torch_file_with_code_is_refused_by_name(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "program.pt2", "w") as archive:  # as torch.export.save
         archive.writestr("program/archive_format", "pt2")
     torch.save(module, tmp_path / "module.pt")
-    refused = {"script.pt": "is TorchScript", "program.pt2": "is a program of torch.export", "module.pt": r"nn\.modules\.linear\.Linear"}
+    refused = {
+        "script.pt": "is TorchScript",
+        "program.pt2": "is a program of torch.export",
+        "module.pt": r"nn\.modules\.linear\.Linear",
+    }
     for name, match in refused.items():
-        with pytest.raises(FormatError, match=rf"{name}: (.|\n)*{match}(.|\n)*save its state_dict") as caught:
+        with pytest.raises(
+            FormatError, match=rf"{name}: (.|\n)*{match}(.|\n)*save its state_dict"
+        ) as caught:
             load_torch(str(tmp_path / name))
         assert "weights_only" not in str(caught.value)
 
@@ -114,7 +124,10 @@ def test_a_torch_file_is_mapped_not_read(tmp_path: Path) -> None:
 
 def packed(path: Path) -> bytes:
     """An archive whose entries are compressed."""
-    with zipfile.ZipFile(path) as found, zipfile.ZipFile(path.with_name("packed.pt"), "w", zipfile.ZIP_DEFLATED) as made:
+    with (
+        zipfile.ZipFile(path) as found,
+        zipfile.ZipFile(path.with_name("packed.pt"), "w", zipfile.ZIP_DEFLATED) as made,
+    ):
         for info in found.infolist():
             made.writestr(info.filename, found.read(info))
     return path.with_name("packed.pt").read_bytes()
@@ -132,12 +145,20 @@ def packed(path: Path) -> bytes:
         (None, "rng_state_0.pth", True),  # written to a stream, whose archive has no name
     ],
 )
-def test_numbered_file_written_under_another_number(tmp_path: Path, written: str | None, named: str, fits: bool) -> None:
+def test_numbered_file_written_under_another_number(
+    tmp_path: Path, written: str | None, named: str, fits: bool
+) -> None:
     stream = io.BytesIO()
     torch.save({"a": torch.zeros(2)}, stream if written is None else tmp_path / written)
-    (tmp_path / named).write_bytes(stream.getvalue() if written is None else (tmp_path / written).read_bytes())
+    (tmp_path / named).write_bytes(
+        stream.getvalue() if written is None else (tmp_path / written).read_bytes()
+    )
     load_torch(str(tmp_path / named))  # a file of its own may be renamed
-    with pytest.raises(FormatError, match=f"{named}: was written as {written}") if not fits else nullcontext():
+    with (
+        pytest.raises(FormatError, match=f"{named}: was written as {written}")
+        if not fits
+        else nullcontext()
+    ):
         load_torch(str(tmp_path / named), numbered=True)
 
 
@@ -146,7 +167,10 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.eye(16), "v": torch.randint(0, 256, (70000,), dtype=torch.uint8)}, path)
     path.write_bytes(packed(path))
-    with pytest.raises(FormatError, match=r"x\.pt: x/data\.pkl: is compressed; needed an archive whose entries are stored"):
+    with pytest.raises(
+        FormatError,
+        match=r"x\.pt: x/data\.pkl: is compressed; needed an archive whose entries are stored",
+    ):
         load_torch(str(path))
     with pytest.raises(FormatError, match=r"within y: x/data\.pkl: is compressed"):
         load_torch_bytes(memoryview(path.read_bytes()), "within y")
@@ -164,14 +188,23 @@ def test_an_archive_without_checksums_is_mapped(tmp_path: Path) -> None:
 
 def test_a_number_that_would_fill_all_memory_is_refused(tmp_path: Path) -> None:
     """Symptom: a file of 360 bytes takes 4 GiB and 20 s."""
-    held = b"\x80\x02}(X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x05" + (1 << 20).to_bytes(5, "little") + b"\x85Ru."
+    held = (
+        b"\x80\x02}(X\x01\x00\x00\x00ac__builtin__\nbytearray\n\x8a\x05"
+        + (1 << 20).to_bytes(5, "little")
+        + b"\x85Ru."
+    )
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
         for name, body in (("data.pkl", held), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(f"x/{name}", body)
-    with pytest.raises(FormatError, match=r"x\.pt: asks for classes that are not read from files \(1\):\n  builtins\.bytearray"):
+    with pytest.raises(
+        FormatError,
+        match=r"x\.pt: asks for classes that are not read from files \(1\):\n  builtins\.bytearray",
+    ):
         load_torch(str(path))
-    torch.save({"w": torch.zeros(1 << 20), "x": bytearray(3)}, path, _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.zeros(1 << 20), "x": bytearray(3)}, path, _use_new_zipfile_serialization=False
+    )
     with pytest.raises(FormatError, match=r"builtins\.bytearray"):
         load_torch(str(path))
 
@@ -229,7 +262,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (b"\xff", "0xff at byte 3"),
     ],
 )
-def test_a_number_that_would_take_all_memory_is_refused(tmp_path: Path, put: bytes, why: str) -> None:
+def test_a_number_that_would_take_all_memory_is_refused(
+    tmp_path: Path, put: bytes, why: str
+) -> None:
     path = tmp_path / "x.pickle"
     path.write_bytes(b"\x80\x02}" + put + b".")
     with pytest.raises(FormatError, match=rf"x\.pickle: is damaged, or no pickle: .*{why}"):
@@ -238,7 +273,10 @@ def test_a_number_that_would_take_all_memory_is_refused(tmp_path: Path, put: byt
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_what_python_pickles_passes_and_cut_short_is_refused(protocol: int) -> None:
-    value = {"a" * 300: [1, -(1 << 70), 1.5, None, True, b"x" * 300, (1, 2, 3, 4), {"b"}], "o": OrderedDict(a=Path("x"))}
+    value = {
+        "a" * 300: [1, -(1 << 70), 1.5, None, True, b"x" * 300, (1, 2, 3, 4), {"b"}],
+        "o": OrderedDict(a=Path("x")),
+    }
     value |= {str(n): (n,) for n in range(1000)}
     whole = pickle.dumps(value, protocol)
     check_numbers(whole)
@@ -264,8 +302,13 @@ def shared(levels: int, kind: Callable[[Any, Any], Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("kind", [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: argparse.Namespace(a=a, b=b)])
-def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(tmp_path: Path, kind: Callable[[Any, Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [lambda a, b: [a, b], lambda a, b: {"a": a, "b": b}, lambda a, b: argparse.Namespace(a=a, b=b)],
+)
+def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(
+    tmp_path: Path, kind: Callable[[Any, Any], Any]
+) -> None:
     torch.save({"w": torch.ones(2), "x": shared(40, kind)}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"x\.pt: .* branches on .* levels; needed at most"):
         load_torch(str(tmp_path / "x.pt"), stubs=["argparse.Namespace"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from unified_ckpt.core.layout import Layout, Strided
-from unified_ckpt.core.sharding import Cut, Sharding
+from unified_ckpt.core.sharding.layouts import Layout, Strided
+from unified_ckpt.core.sharding.shardings import Cut, Sharding
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.placements import Placed, Placer, mesh_for_people
+from unified_ckpt.runtime.torch_state.placements import Placed, Placer, mesh_for_people
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "placing.py"
@@ -24,7 +24,12 @@ SCRIPT = HERE / "placing.py"
 def cases() -> list[str]:
     """The functions marked `case` in the script; it is not imported here, as it sets up for forking."""
     tree = ast.parse(SCRIPT.read_text())
-    return [f.name for f in tree.body if isinstance(f, ast.FunctionDef) and any(ast.unparse(d) == "case" for d in f.decorator_list)]
+    return [
+        f.name
+        for f in tree.body
+        if isinstance(f, ast.FunctionDef)
+        and any(ast.unparse(d) == "case" for d in f.decorator_list)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
     """What four real processes found wrong, by case."""
     folder = tmp_path_factory.mktemp("placing")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, folder], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
     return {name: [text for one in by_rank for text in one[name]] for name in by_rank[0]}
@@ -53,7 +65,9 @@ def place(layout: Layout | None, rank: int, tensor: torch.Tensor, *, fqn: str = 
 
 
 def tp(rule: Mapping[str, int | Strided], shape: tuple[int, ...] | None = None) -> Layout:
-    return Layout(mesh={"dp": 2, "tp": 2}, rules={"w": rule}, shapes={} if shape is None else {"w": shape})
+    return Layout(
+        mesh={"dp": 2, "tp": 2}, rules={"w": rule}, shapes={} if shape is None else {"w": shape}
+    )
 
 
 def test_a_plain_tensor_is_whole_and_replicated() -> None:
@@ -79,17 +93,25 @@ def test_the_global_shape_follows_from_an_even_part() -> None:
 
 def test_sections_of_a_fused_weight() -> None:
     qkv = torch.arange(16.0).reshape(16, 1)
-    placed = place(tp({"tp": Strided(0, (8, 4, 4))}), 1, torch.cat([qkv[4:8], qkv[10:12], qkv[14:16]]))
+    placed = place(
+        tp({"tp": Strided(0, (8, 4, 4))}), 1, torch.cat([qkv[4:8], qkv[10:12], qkv[14:16]])
+    )
     assert placed.shape == (16, 1)
     for in_global, in_local in placed.sharding.boxes(1, placed.shape):
-        (a, b), (c, d) = ((box.offsets[0], box.offsets[0] + box.shape[0]) for box in (in_global, in_local))
+        (a, b), (c, d) = (
+            (box.offsets[0], box.offsets[0] + box.shape[0]) for box in (in_global, in_local)
+        )
         assert torch.equal(qkv[a:b], placed.local[c:d])
 
 
 def test_uneven_parts_need_the_global_shape() -> None:
     for rank, rows in enumerate((3, 2)):
         placed = place(tp({"tp": 0}, (5, 2)), rank, torch.ones(rows, 2))
-        assert (placed.shape, tuple(placed.local.shape), placed.sharding) == ((5, 2), (rows, 2), Sharding((Cut(0, 2, 1),)))
+        assert (placed.shape, tuple(placed.local.shape), placed.sharding) == (
+            (5, 2),
+            (rows, 2),
+            Sharding((Cut(0, 2, 1),)),
+        )
 
 
 def test_padding_is_cut_off() -> None:
@@ -115,13 +137,18 @@ def test_a_part_of_another_shape_is_refused(part: tuple[int, ...]) -> None:
 
 
 def test_a_dim_that_is_not_cut_is_not_padded() -> None:
-    with pytest.raises(LayoutError, match=r"w: this rank's part has shape \(5, 7\), its placements give \(5, 3\); needed equal"):
+    with pytest.raises(
+        LayoutError,
+        match=r"w: this rank's part has shape \(5, 7\), its placements give \(5, 3\); needed equal",
+    ):
         place(tp({"tp": 0}, (10, 3)), 0, torch.ones(5, 7))
 
 
 def test_sections_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"w: .*sections"):
-        place(tp({"tp": Strided(0, (4, 2, 2))}, (10, 1)), 0, torch.ones(4, 1))  # rows 8 and 9 would be on no rank
+        place(
+            tp({"tp": Strided(0, (4, 2, 2))}, (10, 1)), 0, torch.ones(4, 1)
+        )  # rows 8 and 9 would be on no rank
 
 
 def test_a_part_that_the_sections_do_not_give_is_refused() -> None:
@@ -154,9 +181,15 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.ones(2, device="meta"), r"^w: is on the meta device and has no bytes; call `to_empty\(device=...\)` first$"),
+        (
+            torch.ones(2, device="meta"),
+            r"^w: is on the meta device and has no bytes; call `to_empty\(device=...\)` first$",
+        ),
         (torch.ones(2, 2).to_sparse(), r"^w: is a torch.sparse_coo tensor; needed a dense one$"),
-        (torch.ones(2).as_subclass(Tagged), r"^w: is a Tagged; needed a torch.Tensor, a Parameter or a DTensor of one$"),
+        (
+            torch.ones(2).as_subclass(Tagged),
+            r"^w: is a Tagged; needed a torch.Tensor, a Parameter or a DTensor of one$",
+        ),
     ],
     ids=["meta", "sparse", "subclass"],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 @pytest.fixture
@@ -39,7 +39,12 @@ def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
         assert pinned.names() == ["below", "f", "first"]
         assert (pinned.read("f"), read(pinned)) == (b"first", b"first")
         assert (pinned.size("first"), pinned.size("second")) == (0, None)
-        assert [pinned.kind(name) for name in ("", "below", "f", "second")] == ["folder", "folder", "file", None]
+        assert [pinned.kind(name) for name in ("", "below", "f", "second")] == [
+            "folder",
+            "folder",
+            "file",
+            None,
+        ]
         assert pinned.entries("below") == []
         stamp = pinned.stamp("f")
         assert stamp is not None

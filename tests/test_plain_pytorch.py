@@ -17,7 +17,9 @@ main = runpy.run_path(str(SCRIPT))["main"]
 STEPS = 17  # two epochs of seven steps, and three
 
 
-def test_stopped_in_an_epoch_at_its_end_and_within_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_in_an_epoch_at_its_end_and_within_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.set_rng_state(torch.Generator().get_state())
     straight = main([str(tmp_path / "straight"), "--until", str(STEPS), "--workers", "1"])
     expected = capsys.readouterr().out.splitlines()
@@ -27,11 +29,19 @@ def test_stopped_in_an_epoch_at_its_end_and_within_the_next(tmp_path: Path, caps
         parts = main([str(tmp_path / "run"), "--until", str(until), "--workers", "1"])
     assert capsys.readouterr().out.splitlines() == expected
     for module, again in zip(straight, parts, strict=True):
-        assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in module.state_dict().items())
-    assert [uc.open(tmp_path / "run" / "checkpoint-17").extra["sampler"][name] for name in ("epoch", "seen", "length")] == [2, 24, 52]
+        assert all(
+            torch.equal(tensor, again.state_dict()[name])
+            for name, tensor in module.state_dict().items()
+        )
+    assert [
+        uc.open(tmp_path / "run" / "checkpoint-17").extra["sampler"][name]
+        for name in ("epoch", "seen", "length")
+    ] == [2, 24, 52]
 
 
-def test_sigterm_saves_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_saves_and_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Preemption, as a cluster does it: what was printed before and after is one run."""
     main([str(tmp_path / "straight"), "--until", "9", "--workers", "0"])
     expected = capsys.readouterr().out.splitlines()

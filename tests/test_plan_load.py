@@ -8,28 +8,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Array, World, line_boxes, lines_at, local_lines, part_of, row, where, worlds
 
-from unified_ckpt.core.exchange import Extent, Moves
-from unified_ckpt.core.plan_load import Reads, plan_reads
-from unified_ckpt.core.sharding import Cut
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.planning.exchange import Extent, Moves
+from unified_ckpt.core.planning.load_plan import Reads, plan_reads
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut
 
 
-def everybody(rows: Sequence[Row], holders: Sequence[int], *, max_over_read: float = 1.25) -> dict[int, Reads]:
-    return {r: plan_reads(rows, holders=holders, max_over_read=max_over_read, rank=r) for r in holders}
+def everybody(
+    rows: Sequence[Row], holders: Sequence[int], *, max_over_read: float = 1.25
+) -> dict[int, Reads]:
+    return {
+        r: plan_reads(rows, holders=holders, max_over_read=max_over_read, rank=r) for r in holders
+    }
 
 
 def bytes_of(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def delivered(rows: Sequence[Row], arrays: Sequence[Array], reads: Reads, rank: int) -> list[tuple[Array, Array]]:
+def delivered(
+    rows: Sequence[Row], arrays: Sequence[Array], reads: Reads, rank: int
+) -> list[tuple[Array, Array]]:
     """Per row: what the plan puts into the rank's part, and how often it writes each byte."""
     shapes = [one.sharding.local_shape(rank, one.spec.shape) for one in rows]
-    found = [(np.zeros(s, dtype=a.dtype), np.zeros(s, dtype=a.dtype)) for s, a in zip(shapes, arrays, strict=True)]
+    found = [
+        (np.zeros(s, dtype=a.dtype), np.zeros(s, dtype=a.dtype))
+        for s, a in zip(shapes, arrays, strict=True)
+    ]
     for e in reads.moves.extents:
         part, counts = found[e.row]
         inside = slice(e.local, e.local + e.stop - e.start)
-        assert e.local + e.stop - e.start <= part.nbytes, "an extent goes past the end of the rank's part"
+        assert e.local + e.stop - e.start <= part.nbytes, (
+            "an extent goes past the end of the rank's part"
+        )
         bytes_of(part)[inside] = bytes_of(arrays[e.row])[e.start : e.stop]
         bytes_of(counts)[inside] += 1
     for piece in (p for tile in reads.moves.shared for p in tile.pieces if rank in p.parties):
@@ -44,7 +55,9 @@ def delivered(rows: Sequence[Row], arrays: Sequence[Array], reads: Reads, rank: 
 
 def check_delivery(rows: Sequence[Row], arrays: Sequence[Array], plans: dict[int, Reads]) -> None:
     for rank, reads in plans.items():
-        for one, array, (part, counts) in zip(rows, arrays, delivered(rows, arrays, reads, rank), strict=True):
+        for one, array, (part, counts) in zip(
+            rows, arrays, delivered(rows, arrays, reads, rank), strict=True
+        ):
             assert (bytes_of(counts) == 1).all(), (one, rank)
             np.testing.assert_array_equal(part, part_of(array, one.sharding, rank))
 
@@ -77,14 +90,20 @@ def machines(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
         return world, world.holders[first : first + size]
     if kind == "every n-th":
         return world, world.holders[first % size :: size]
-    return world, world.holders if kind == "all" else tuple(sorted(draw(st.sets(st.sampled_from(world.holders), min_size=1))))
+    return world, world.holders if kind == "all" else tuple(
+        sorted(draw(st.sets(st.sampled_from(world.holders), min_size=1)))
+    )
 
 
 @given(machines(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
 @settings(max_examples=120)
-def test_every_wanted_byte_is_delivered_once(case: tuple[World, tuple[int, ...]], max_over_read: float) -> None:
+def test_every_wanted_byte_is_delivered_once(
+    case: tuple[World, tuple[int, ...]], max_over_read: float
+) -> None:
     world, holders = case
-    check_delivery(world.rows, world.arrays(), everybody(world.rows, holders, max_over_read=max_over_read))
+    check_delivery(
+        world.rows, world.arrays(), everybody(world.rows, holders, max_over_read=max_over_read)
+    )
 
 
 @given(machines(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
@@ -99,11 +118,17 @@ def test_over_read_is_bounded(case: tuple[World, tuple[int, ...]], max_over_read
 
 
 def test_ranks_that_want_everything_read_everything_once() -> None:
-    rows = [row((64, 1024), Cut(1, 4, 1), fqn="a"), row((512, 64), Cut(0, 8, 1), fqn="b"), row((300, 100), fqn="c"), row((7,), fqn="d")]
+    rows = [
+        row((64, 1024), Cut(1, 4, 1), fqn="a"),
+        row((512, 64), Cut(0, 8, 1), fqn="b"),
+        row((300, 100), fqn="c"),
+        row((7,), fqn="d"),
+    ]
     plans = everybody(rows, range(8))
     assert [read_nbytes(plans, n) for n in range(4)] == [one.spec.nbytes for one in rows]
     loads = [
-        sum(e.stop - e.start for e in p.moves.extents) + sum(x.stop - x.start for t in p.moves.mine for x in t.pieces)
+        sum(e.stop - e.start for e in p.moves.extents)
+        + sum(x.stop - x.start for t in p.moves.mine for x in t.pieces)
         for p in plans.values()
     ]
     assert max(loads) <= 1.05 * sum(loads) / 8 + 2 * 4096
@@ -113,15 +138,21 @@ def test_ranks_that_want_everything_read_everything_once() -> None:
 def test_a_dim_0_slice_is_read_by_the_machine_that_wants_it_and_not_more() -> None:
     one = row((512, 64), Cut(0, 8, 1))
     plans = everybody([one], (2, 3))
-    assert [(e.start, e.stop, e.local) for e in plans[2].moves.extents] == [(2 * 16384, 3 * 16384, 0)]
-    assert [(e.start, e.stop, e.local) for e in plans[3].moves.extents] == [(3 * 16384, 4 * 16384, 0)]
+    assert [(e.start, e.stop, e.local) for e in plans[2].moves.extents] == [
+        (2 * 16384, 3 * 16384, 0)
+    ]
+    assert [(e.start, e.stop, e.local) for e in plans[3].moves.extents] == [
+        (3 * 16384, 4 * 16384, 0)
+    ]
     assert all(p.moves.mine == () and not p.sparse for p in plans.values())
 
 
 def test_replicas_of_one_slice_read_half_of_it_each() -> None:
     plans = everybody([row((512, 64), Cut(0, 4, 1))], (1, 5))
     assert read_nbytes(plans, 0) == 512 * 64
-    assert [sum(x.stop - x.start for t in p.moves.mine for x in t.pieces) for p in plans.values()] == [256 * 64, 256 * 64]
+    assert [
+        sum(x.stop - x.start for t in p.moves.mine for x in t.pieces) for p in plans.values()
+    ] == [256 * 64, 256 * 64]
     assert all(t.parties == (1, 5) for p in plans.values() for t in p.moves.shared)
 
 
@@ -139,7 +170,9 @@ def test_a_machine_that_wants_most_columns_reads_whole_lines() -> None:
     plans = everybody([one], range(7))
     assert read_nbytes(plans, 0) == one.spec.nbytes
     assert all(not p.sparse for p in plans.values())
-    assert all(p.sparse == {0} for p in everybody([one], range(6)).values()), "8/6 is more than 1.25"
+    assert all(p.sparse == {0} for p in everybody([one], range(6)).values()), (
+        "8/6 is more than 1.25"
+    )
 
 
 def test_one_rank_with_part_of_each_line_reads_whole_lines_through_a_tile() -> None:

@@ -5,23 +5,34 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.plan_merge import MergedFile, plan_merge, share, shares
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.planning.merge_plan import MergedFile, plan_merge, share, shares
+from unified_ckpt.core.sharding.declarations import Key
 
 BLOCK = 8
 
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[dict[Key, int], dict[Key, dict[int, int]]]:
-    keys = draw(st.lists(st.tuples(st.sampled_from(["model", "optimizer"]), st.sampled_from("abcdefgh")), unique=True))
+    keys = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["model", "optimizer"]), st.sampled_from("abcdefgh")),
+            unique=True,
+        )
+    )
     sizes = {key: draw(st.sampled_from([0, 1, 7, 8, 9, 40, 100])) for key in keys}
-    amounts = {key: st.sampled_from([0, 1, sizes[key]]).map(lambda n, key=key: min(n, sizes[key])) for key in keys}
+    amounts = {
+        key: st.sampled_from([0, 1, sizes[key]]).map(lambda n, key=key: min(n, sizes[key]))
+        for key in keys
+    }
     return sizes, {key: {m: n for m in range(4) if (n := draw(amounts[key]))} for key in keys}
 
 
 @given(states(), st.integers(1, 200), st.integers(1, 4), st.data())
 def test_every_byte_is_written_once_by_one_machine_of_its_file(
-    state: tuple[dict[Key, int], dict[Key, dict[int, int]]], max_file_bytes: int, count: int, data: st.DataObject
+    state: tuple[dict[Key, int], dict[Key, dict[int, int]]],
+    max_file_bytes: int,
+    count: int,
+    data: st.DataObject,
 ) -> None:
     sizes, held = state
     writers = sorted(data.draw(st.sets(st.sampled_from(range(4)), min_size=1)))
@@ -39,13 +50,21 @@ def test_every_byte_is_written_once_by_one_machine_of_its_file(
         [
             (index, span)
             for index in range(count)
-            for span in share(files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK)
+            for span in share(
+                files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK
+            )
         ]
         for machine in range(4)
     ]
     for machine in range(4):
-        assert list(shares(files, sizes, machine=machine, count=count, block_nbytes=BLOCK)) == of_ranks[machine], "in one pass"
-        amounts = [sum(span.stop - span.start for of, span in of_ranks[machine] if of == index) for index in range(count)]
+        assert (
+            list(shares(files, sizes, machine=machine, count=count, block_nbytes=BLOCK))
+            == of_ranks[machine]
+        ), "in one pass"
+        amounts = [
+            sum(span.stop - span.start for of, span in of_ranks[machine] if of == index)
+            for index in range(count)
+        ]
         even = sum(amounts) / count  # each border lies up to a block later
         assert all(abs(amount - even) < BLOCK + 1 for amount in amounts)
     spans = [(span.key, span.start, span.stop) for of_machine in of_ranks for _, span in of_machine]
@@ -63,18 +82,33 @@ def test_what_a_machine_has_whole_it_writes_and_the_rest_where_most_lies() -> No
     held = {("model", name): of for name, of in amounts.items()}
     files = plan_merge(sizes, held, writers=[0, 1], max_file_bytes=100)
     assert {file.keys[0][1]: file.machine for file in files} == {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert {file.machine for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {1}
-    assert [len(file.keys) for file in plan_merge(sizes, held, writers=[0, 1], max_file_bytes=1000)] == [2, 1, 1], "a and b are apart"
+    assert {file.machine for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {
+        1
+    }
+    assert [
+        len(file.keys) for file in plan_merge(sizes, held, writers=[0, 1], max_file_bytes=1000)
+    ] == [2, 1, 1], "a and b are apart"
 
 
 def test_what_all_have_is_shared_out_evenly() -> None:
     sizes = {("model", f"{i:02}"): 10 for i in range(12)}
-    files = plan_merge(sizes, {key: dict.fromkeys(range(4), 10) for key in sizes}, writers=range(4), max_file_bytes=10)
+    files = plan_merge(
+        sizes,
+        {key: dict.fromkeys(range(4), 10) for key in sizes},
+        writers=range(4),
+        max_file_bytes=10,
+    )
     assert sorted(file.machine for file in files) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_ranks_of_a_machine_share_its_bytes_evenly() -> None:
     files = [MergedFile("model", 1, 1, (("model", "a"), ("model", "b")), 0)]
     sizes = {("model", "a"): 1600, ("model", "b"): 800}
-    loads = [sum(s.stop - s.start for s in share(files, sizes, machine=0, index=i, count=3, block_nbytes=BLOCK)) for i in range(3)]
+    loads = [
+        sum(
+            s.stop - s.start
+            for s in share(files, sizes, machine=0, index=i, count=3, block_nbytes=BLOCK)
+        )
+        for i in range(3)
+    ]
     assert loads == [800, 800, 800]

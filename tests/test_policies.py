@@ -8,8 +8,8 @@ import pytest
 
 import unified_ckpt as uc
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rules
-from unified_ckpt.manager.failures import Failures, may_pass
-from unified_ckpt.manager.policies import due, due_by_clock, pause_seconds, rules, uses_clock
+from unified_ckpt.manager.rules.retry import Failures, may_pass
+from unified_ckpt.manager.rules.when import due, due_by_clock, pause_seconds, rules, uses_clock
 from unified_ckpt.options import ManagerOptions
 
 
@@ -54,8 +54,18 @@ def test_due_at_the_start_of_a_fresh_run_only() -> None:
         ({"retries": 2, "retry_seconds": 4}, 99.0, False, 3, None),
     ],
 )
-def test_due_by_the_clock(options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None) -> None:
-    assert due_by_clock(ManagerOptions(**options), seconds_since_last=seconds, in_flight=in_flight, failed=failed) == why
+def test_due_by_the_clock(
+    options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None
+) -> None:
+    assert (
+        due_by_clock(
+            ManagerOptions(**options),
+            seconds_since_last=seconds,
+            in_flight=in_flight,
+            failed=failed,
+        )
+        == why
+    )
 
 
 def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
@@ -67,18 +77,36 @@ def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
 
 
 def test_pauses_double() -> None:
-    assert [pause_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)] == [1.5, 3.0, 6.0]
+    assert [pause_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)] == [
+        1.5,
+        3.0,
+        6.0,
+    ]
 
 
 def test_rules_of_the_options() -> None:
     assert rules(ManagerOptions()) == Rules((), ())
-    assert rules(ManagerOptions(best_metric="loss")) == Rules((), ()), "a metric alone limits nothing"
-    found = rules(ManagerOptions(keep_latest=3, keep_every_steps=100, keep_every_seconds=60, keep_latest_model_only=1, best_metric="loss"))
+    assert rules(ManagerOptions(best_metric="loss")) == Rules((), ()), (
+        "a metric alone limits nothing"
+    )
+    found = rules(
+        ManagerOptions(
+            keep_latest=3,
+            keep_every_steps=100,
+            keep_every_seconds=60,
+            keep_latest_model_only=1,
+            best_metric="loss",
+        )
+    )
     common = (EverySeconds(60.0), BestN("loss", "min", 0))
-    assert found == Rules((LatestN(3), EverySteps(100), *common), (LatestN(1), EverySteps(100), *common))
+    assert found == Rules(
+        (LatestN(3), EverySteps(100), *common), (LatestN(1), EverySteps(100), *common)
+    )
     assert rules(ManagerOptions(keep_latest_model_only=2)) == Rules((), (LatestN(2),))
     best = BestN("acc", "max", 2)
-    assert rules(ManagerOptions(keep_best=2, best_metric="acc", best_mode="max")) == Rules((best,), (best,))
+    assert rules(ManagerOptions(keep_best=2, best_metric="acc", best_mode="max")) == Rules(
+        (best,), (best,)
+    )
 
 
 def test_failures_are_counted_and_raised() -> None:
@@ -95,5 +123,15 @@ def test_failures_are_counted_and_raised() -> None:
 
 
 def test_what_may_pass() -> None:
-    assert all(may_pass(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x")))
-    assert not any(may_pass(error) for error in (uc.LayoutError("x"), uc.FormatError("x"), uc.MismatchError("x"), TypeError("x")))
+    assert all(
+        may_pass(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x"))
+    )
+    assert not any(
+        may_pass(error)
+        for error in (
+            uc.LayoutError("x"),
+            uc.FormatError("x"),
+            uc.MismatchError("x"),
+            TypeError("x"),
+        )
+    )

@@ -11,21 +11,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from unified_ckpt.engine.positions import Order
+from unified_ckpt.engine.source.by_position import Order
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.state import MODEL
-from unified_ckpt.sources.positions import Found, Group, by_position, fits, fitted, parse_groups
-from unified_ckpt.sources.torch_files import read_state
+from unified_ckpt.runtime.torch_state.flatten import MODEL
+from unified_ckpt.sources.pytorch.optimizer_names import (
+    Found,
+    Group,
+    by_position,
+    fits,
+    fitted,
+    parse_groups,
+)
+from unified_ckpt.sources.pytorch.state_dict import read_state
 
 SHAPES = [(2,), (3,), (2, 3), ()]
 
 
 def entry(shape: tuple[int, ...]) -> dict[str, Any]:
-    return {"step": torch.tensor(1.0), "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+    return {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.zeros(shape),
+        "exp_avg_sq": torch.zeros(shape),
+    }
 
 
 @given(st.lists(st.sampled_from(SHAPES), max_size=7), st.data())
-def test_parameters_are_left_out_only_where_shapes_tell_which(shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+def test_parameters_are_left_out_only_where_shapes_tell_which(
+    shapes: list[tuple[int, ...]], data: st.DataObject
+) -> None:
     """Against all ways to leave some out."""
     kept = [shape for shape in shapes if data.draw(st.booleans())]
     those = [(str(number), shape) for number, shape in enumerate(shapes)]
@@ -43,7 +56,16 @@ def test_parameters_are_left_out_only_where_shapes_tell_which(shapes: list[tuple
     [
         ({}, (3, 4), True),
         ({"step": torch.tensor(1.0)}, (3, 4), True),
-        ({"step": 3, "exp_avg_sq_row": torch.zeros(3), "exp_avg_sq_col": torch.zeros(4), "RMS": 0.1}, (3, 4), True),
+        (
+            {
+                "step": 3,
+                "exp_avg_sq_row": torch.zeros(3),
+                "exp_avg_sq_col": torch.zeros(4),
+                "RMS": 0.1,
+            },
+            (3, 4),
+            True,
+        ),
         ({"exp_avg_sq_row": torch.zeros(3), "exp_avg_sq_col": torch.zeros(4)}, (4, 3), True),
         ({"exp_avg_sq_row": torch.zeros(3), "exp_avg_sq_col": torch.zeros(4)}, (3, 5), False),
         ({"exp_avg": torch.zeros(4, 3)}, (3, 4), False),
@@ -51,14 +73,22 @@ def test_parameters_are_left_out_only_where_shapes_tell_which(shapes: list[tuple
         ({"exp_avg": torch.tensor(0.0)}, (), True),
     ],
 )
-def test_which_state_fits_which_shape(state: dict[str, Any], shape: tuple[int, ...], fit: bool) -> None:
+def test_which_state_fits_which_shape(
+    state: dict[str, Any], shape: tuple[int, ...], fit: bool
+) -> None:
     assert fits(state, shape) == fit
 
 
 def source(groups: Any, own: dict[str, Order], **options: Any) -> Any:
-    tensors = read_state("x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}).tensors
+    tensors = read_state(
+        "x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}
+    ).tensors
     found = Found("x.pt", "torch", tensors, unnamed=parse_groups("x.pt", groups))
-    return by_position(found, SourceOptions(**options), own={who: (lambda order=order: order) for who, order in own.items()})
+    return by_position(
+        found,
+        SourceOptions(**options),
+        own={who: (lambda order=order: order) for who, order in own.items()},
+    )
 
 
 TWO = {"state": {0: entry((2,)), 1: entry((2,))}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
@@ -66,22 +96,36 @@ TWO = {"state": {0: entry((2,)), 1: entry((2,))}, "param_groups": [{"lr": 0.1, "
 
 def test_all_who_know_an_order_must_agree() -> None:
     one, other = [[("a", (2,)), ("b", (2,))]], [[("b", (2,)), ("a", (2,))]]
-    assert sorted(source(TWO, {"one": one, "two": one}).names("optimizer"))[:2] == ["a/exp_avg", "a/exp_avg_sq"]
+    assert sorted(source(TWO, {"one": one, "two": one}).names("optimizer"))[:2] == [
+        "a/exp_avg",
+        "a/exp_avg_sq",
+    ]
     with pytest.raises(uc.FormatError, match="where one has a, two has b, and both fit"):
         source(TWO, {"one": one, "two": other}).names("optimizer")
     with pytest.raises(uc.FormatError, match="where the optimizer to be filled has b, one has a"):
         source(TWO, {"one": one}).named_for(other)
     told = source(TWO, {"one": one}, optimizer_order=(("b", "a"),))
-    assert told.named_for(one).said().groups == [{"names": ["b", "a"], "options": {"lr": 0.1}}], "the caller's counts"
+    assert told.named_for(one).said().groups == [{"names": ["b", "a"], "options": {"lr": 0.1}}], (
+        "the caller's counts"
+    )
 
 
 def test_what_the_file_names_counts_and_empty_groups_are_no_doubt() -> None:
     named = {"state": {"b": entry((2,))}, "param_groups": [{"params": ["b"]}, {"params": []}]}
     assert [group["names"] for group in source(named, {}).said().groups] == [["b"], []]
-    with pytest.raises(uc.FormatError, match=r"the names given for its optimizer do not fit: param group 0: c has shape \(3,\)"):
-        source({"state": {0: entry((2,))}, "param_groups": [{"params": [0], "param_names": ["c"]}]}, {}).names("optimizer")
-    with pytest.raises(uc.FormatError, match=r"names of its optimizer that no tensor of the model has(.|\n)*z"):
-        source({"state": {"z": entry((2,))}, "param_groups": [{"params": ["z"]}]}, {}).names("optimizer")
+    with pytest.raises(
+        uc.FormatError,
+        match=r"the names given for its optimizer do not fit: param group 0: c has shape \(3,\)",
+    ):
+        source(
+            {"state": {0: entry((2,))}, "param_groups": [{"params": [0], "param_names": ["c"]}]}, {}
+        ).names("optimizer")
+    with pytest.raises(
+        uc.FormatError, match=r"names of its optimizer that no tensor of the model has(.|\n)*z"
+    ):
+        source({"state": {"z": entry((2,))}, "param_groups": [{"params": ["z"]}]}, {}).names(
+            "optimizer"
+        )
 
 
 def test_what_needs_no_optimizer_never_asks() -> None:
@@ -90,13 +134,20 @@ def test_what_needs_no_optimizer_never_asks() -> None:
     assert set(found.names(MODEL)) == {"a", "b", "c"}
     assert found.said().groups == ()
     assert found.without_optimizer().parts == ["model"]
-    with pytest.raises(uc.FormatError, match=r"one: the checkpoint's model has these under other names(.|\n)*x"):
+    with pytest.raises(
+        uc.FormatError, match=r"one: the checkpoint's model has these under other names(.|\n)*x"
+    ):
         found.names("optimizer")
 
 
 def test_state_that_is_not_by_name_is_refused() -> None:
-    with pytest.raises(uc.FormatError, match=r"x.pt: the state of parameter 0 is a int; needed values by name"):
+    with pytest.raises(
+        uc.FormatError, match=r"x.pt: the state of parameter 0 is a int; needed values by name"
+    ):
         parse_groups("x.pt", {"state": {0: 5}, "param_groups": [{"params": [0]}]})
-    meta = {"state": {0: {"exp_avg": torch.zeros(2, device="meta")}}, "param_groups": [{"params": [0]}]}
+    meta = {
+        "state": {0: {"exp_avg": torch.zeros(2, device="meta")}},
+        "param_groups": [{"params": [0]}],
+    }
     with pytest.raises(uc.FormatError, match=r"exp_avg of a is a tensor without values"):
         source(meta, {"one": [[("a", (2,))]]}).names("optimizer")

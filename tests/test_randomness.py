@@ -13,7 +13,13 @@ import unified_ckpt as uc
 
 
 def drawn() -> tuple[float, ...]:
-    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +31,11 @@ def _seeded() -> None:
 
 def test_what_is_drawn_after_a_load_is_what_was_drawn_after_the_save(tmp_path: Path) -> None:
     drawn()  # half of a pair of normal numbers is held back now
-    uc.save(tmp_path / "c", model={"w": torch.ones(2)}, rank_extra={"random": uc.RandomStates().state_dict()})
+    uc.save(
+        tmp_path / "c",
+        model={"w": torch.ones(2)},
+        rank_extra={"random": uc.RandomStates().state_dict()},
+    )
     expected = [drawn() for _ in range(3)]
     report = uc.load(tmp_path / "c", model={"w": torch.zeros(2)})
     uc.RandomStates().load_state_dict(report.rank_extra["random"])
@@ -49,7 +59,9 @@ def test_another_number_of_ranks_derives_states_that_differ_by_rank_and_by_what_
 
 
 @pytest.mark.parametrize("devices", [0, 2])
-def test_cuda_states_that_nothing_takes_are_named(devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_states_that_nothing_takes_are_named(
+    devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a machine without a GPU, too; those of as many devices are set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -58,7 +70,11 @@ def test_cuda_states_that_nothing_takes_are_named(devices: int, caplog: pytest.L
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.append)
     states = uc.RandomStates()
     for saved in (1, devices):
-        states.load_state_dict({**states.state_dict(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * saved})
-    expected = f"random states: saved for 1 CUDA devices, here are {devices}: theirs stay as they are"
+        states.load_state_dict(
+            {**states.state_dict(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * saved}
+        )
+    expected = (
+        f"random states: saved for 1 CUDA devices, here are {devices}: theirs stay as they are"
+    )
     assert [record.getMessage() for record in caplog.records] == [expected]
     assert [len(of) for of in taken] == ([2] if devices else [])

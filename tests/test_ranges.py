@@ -5,19 +5,28 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.ranges import coalesce
+from unified_ckpt.core.sharding.byte_ranges import coalesce
 
-RANGES = st.dictionaries(st.integers(), st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda r: (r[0], r[0] + r[1])), max_size=8)
+RANGES = st.dictionaries(
+    st.integers(),
+    st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda r: (r[0], r[0] + r[1])),
+    max_size=8,
+)
 
 
 def test_neighbours_join_up_to_the_gap() -> None:
-    assert coalesce({"a": (0, 4), "b": (6, 8), "c": (11, 12)}, gap=2) == [(0, 8, ["a", "b"]), (11, 12, ["c"])]
+    assert coalesce({"a": (0, 4), "b": (6, 8), "c": (11, 12)}, gap=2) == [
+        (0, 8, ["a", "b"]),
+        (11, 12, ["c"]),
+    ]
     assert coalesce({"a": (0, 9), "b": (2, 3)}, gap=0) == [(0, 9, ["a", "b"])]
     assert coalesce({}, gap=5) == []
 
 
 @given(RANGES, st.integers(0, 10))
-def test_each_range_lies_in_the_one_that_names_it(ranges: dict[int, tuple[int, int]], gap: int) -> None:
+def test_each_range_lies_in_the_one_that_names_it(
+    ranges: dict[int, tuple[int, int]], gap: int
+) -> None:
     found = coalesce(ranges, gap=gap)
     assert sorted(key for _, _, keys in found for key in keys) == sorted(ranges)
     for start, stop, keys in found:

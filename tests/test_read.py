@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.engine.read import Targets
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.tensors import Part
+from unified_ckpt.engine.load.read import Targets
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.tensors import Part
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
 COUNT = 24
@@ -38,7 +38,9 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("verify", ["read", "off"])
-def test_targets_that_are_not_contiguous_are_not_all_copied_at_once(tmp_path: Path, copies: list[int], verify: str) -> None:
+def test_targets_that_are_not_contiguous_are_not_all_copied_at_once(
+    tmp_path: Path, copies: list[int], verify: str
+) -> None:
     uc.save(tmp_path / "c", model=FULL)
     target = {name: turned(tensor) for name, tensor in FULL.items()}
     uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(verify=verify))

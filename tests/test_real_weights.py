@@ -19,7 +19,9 @@ SENTENCES = ["A checkpoint is a promise.", "Each byte is written once, and read 
 
 
 def embedded(model: torch.nn.Module) -> torch.Tensor:
-    tokens = transformers.AutoTokenizer.from_pretrained(WEIGHTS)(SENTENCES, padding=True, return_tensors="pt")
+    tokens = transformers.AutoTokenizer.from_pretrained(WEIGHTS)(
+        SENTENCES, padding=True, return_tensors="pt"
+    )
     with torch.no_grad():
         return model.eval()(**tokens).last_hidden_state  # type: ignore[no-any-return]
 
@@ -38,10 +40,18 @@ def test_trained_further_saved_and_opened_by_stock_transformers(tmp_path: Path) 
     model = transformers.AutoModel.from_pretrained(WEIGHTS)
     before = embedded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = transformers.AutoTokenizer.from_pretrained(WEIGHTS)(SENTENCES, padding=True, return_tensors="pt")
+    tokens = transformers.AutoTokenizer.from_pretrained(WEIGHTS)(
+        SENTENCES, padding=True, return_tensors="pt"
+    )
     model(**tokens).last_hidden_state.pow(2).mean().backward()
     optimizer.step()
-    uc.save(tmp_path / "checkpoint-1", model=model, optimizer=optimizer, step=1, attach=model.config.save_pretrained)
+    uc.save(
+        tmp_path / "checkpoint-1",
+        model=model,
+        optimizer=optimizer,
+        step=1,
+        attach=model.config.save_pretrained,
+    )
     stock = transformers.AutoModel.from_pretrained(tmp_path / "checkpoint-1")
     assert torch.equal(embedded(stock), embedded(model))
     assert not torch.equal(embedded(stock), before)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified_ckpt.core import recipes
-from unified_ckpt.core.geometry import Box
 from unified_ckpt.core.recipes import Alike, Recipe, Stored, runs_of
-from unified_ckpt.core.regroup import regroup, widened
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.reshape import regroup, widened
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.making import make, slices
+from unified_ckpt.views.materialize import make, slices
 
 Values = dict[tuple[str, str], np.ndarray]
 
@@ -40,7 +40,11 @@ def recipe(draw: st.DrawFn, depth: int = 4) -> tuple[Recipe, np.ndarray, Values]
     """A recipe, what it makes, and the stored tensors."""
     if depth == 0 or draw(st.integers(0, 5)) == 0:
         shape, key = draw(shapes()), ("model", f"w{draw(st.integers(0, 10**9))}")
-        value = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 1000, shape).astype(np.float32)
+        value = (
+            np.random.default_rng(draw(st.integers(0, 99)))
+            .integers(0, 1000, shape)
+            .astype(np.float32)
+        )
         return Stored(key, shape), value, {key: value}
     of, value, stored = draw(recipe(depth - 1))
     dims = list(range(value.ndim))
@@ -71,16 +75,24 @@ def recipe(draw: st.DrawFn, depth: int = 4) -> tuple[Recipe, np.ndarray, Values]
 
 @settings(max_examples=150, deadline=None)
 @given(recipe(), st.data())
-def test_any_box_of_any_recipe_is_numpys(made: tuple[Recipe, np.ndarray, Values], drawn: st.DataObject) -> None:
+def test_any_box_of_any_recipe_is_numpys(
+    made: tuple[Recipe, np.ndarray, Values], drawn: st.DataObject
+) -> None:
     of, value, stored = made
     assert of.shape == value.shape
-    spans = [sorted(drawn.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in value.shape]
+    spans = [
+        sorted(drawn.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))
+        for n in value.shape
+    ]
     box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
     found = make(of, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32)
     assert np.array_equal(found.numpy(), value[slices(box)])
     pieces = runs_of(of)
     if pieces is not None:
-        runs = [stored[piece.stored].reshape(-1)[piece.first : piece.first + piece.count] for piece in pieces]
+        runs = [
+            stored[piece.stored].reshape(-1)[piece.first : piece.first + piece.count]
+            for piece in pieces
+        ]
         assert np.array_equal(np.concatenate(runs).reshape(value.shape), value)
 
 
@@ -106,18 +118,31 @@ def test_what_stays_in_order_is_runs_of_bytes() -> None:
     assert runs_of(recipes.stacked([w, w], 1)) is None
     assert runs_of(recipes.turned(recipes.reshaped(w, (1, 24)), [1, 0])) == runs_of(w)
     stacked = recipes.stacked([Stored(("model", name), (4, 6)) for name in "ab"], 0)
-    assert [(p.stored[1], p.first, p.count) for p in runs_of(recipes.picked(stacked, 0, 1)) or ()] == [("b", 0, 24)]
-    assert runs_of(recipes.joined([recipes.cut(w, 0, 0, 1), recipes.cut(w, 0, 1, 4)], 0)) == runs_of(w)
+    assert [
+        (p.stored[1], p.first, p.count) for p in runs_of(recipes.picked(stacked, 0, 1)) or ()
+    ] == [("b", 0, 24)]
+    assert runs_of(
+        recipes.joined([recipes.cut(w, 0, 0, 1), recipes.cut(w, 0, 1, 4)], 0)
+    ) == runs_of(w)
 
 
 W, V = Stored(("model", "w"), (4, 6)), Stored(("model", "v"), (5,))
 WRONG: list[tuple[Callable[[], Recipe], str]] = [
-    (lambda: recipes.turned(W, (0, 0)), r"permute \(0, 0\) of shape \(4, 6\); needed each of its 2 dims once"),
+    (
+        lambda: recipes.turned(W, (0, 0)),
+        r"permute \(0, 0\) of shape \(4, 6\); needed each of its 2 dims once",
+    ),
     (lambda: recipes.swapped(V, 0, 1), r"dim 1 of shape \(5,\); needed one of its 1 dims"),
-    (lambda: recipes.reshaped(W, (5, -1)), r"reshape \(5, -1\) of shape \(4, 6\); needed sizes for 24 elements"),
+    (
+        lambda: recipes.reshaped(W, (5, -1)),
+        r"reshape \(5, -1\) of shape \(4, 6\); needed sizes for 24 elements",
+    ),
     (lambda: recipes.reshaped(W, (-1, -1)), "one of them -1 at most"),
     (lambda: recipes.reshaped(W, (4, 5)), "needed a shape of 24 elements"),
-    (lambda: recipes.cut(W, 1, 2, 7), r"slice \[2, 7\) of dim 1 of shape \(4, 6\); needed a range of its 6"),
+    (
+        lambda: recipes.cut(W, 1, 2, 7),
+        r"slice \[2, 7\) of dim 1 of shape \(4, 6\); needed a range of its 6",
+    ),
     (lambda: recipes.joined([W, V], 0), r"shapes \(4, 6\), \(5,\) do not join along dim 0"),
     (lambda: recipes.stacked([W, V], 0), r"shapes \(4, 6\), \(5,\) do not stack"),
     (lambda: recipes.stacked([V, V], 2), r"stack of shape \(5,\) at dim 2; needed one of 0 to 1"),
@@ -135,6 +160,10 @@ def test_what_must_be_alike_is_looked_at() -> None:
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, 3.0])}
     both = recipes.alike([Stored(("optimizer", name), (2,)) for name in values])
     assert isinstance(both, Alike)
-    assert make(both, Box((0,), (1,)), lambda key, box: values[key[1]][slices(box)], torch.float32).tolist() == [1.0]
-    with pytest.raises(FormatError, match="number 1 of the 2 tensors that become one differs from the first"):
+    assert make(
+        both, Box((0,), (1,)), lambda key, box: values[key[1]][slices(box)], torch.float32
+    ).tolist() == [1.0]
+    with pytest.raises(
+        FormatError, match="number 1 of the 2 tensors that become one differs from the first"
+    ):
         make(both, Box((0,), (2,)), lambda key, box: values[key[1]][slices(box)], torch.float32)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.engine.view import SourceView
-from unified_ckpt.views.recut import Made, Piece, recut
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.views.derived import Made, Piece, recut
 
 QUICK = uc.SaveOptions(fsync=False)
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four tensors of 24 elements in each dtype."""
     draw = torch.Generator().manual_seed(0)
     tensors = {
-        f"{str(dtype).removeprefix('torch.')}/{i}": torch.randint(0, 100, (4, 6), generator=draw).to(dtype)
+        f"{str(dtype).removeprefix('torch.')}/{i}": torch.randint(
+            0, 100, (4, 6), generator=draw
+        ).to(dtype)
         for dtype in DTYPES
         for i in range(4)
     }
@@ -37,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(
     dtype=st.sampled_from(DTYPES),
     pieces=st.lists(
-        st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 24)).map(lambda p: (p[0], min(p[1:]), max(p[1:]))),
+        st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 24)).map(
+            lambda p: (p[0], min(p[1:]), max(p[1:]))
+        ),
         min_size=1,
         max_size=6,
     ),
@@ -49,14 +53,23 @@ def test_any_slice_of_any_tensor_made_of_pieces(
     kind = str(dtype).removeprefix("torch.")
     count = sum(stop - start for _, start, stop in pieces)
     width = cut.draw(st.sampled_from([n for n in (1, 2, 3, 5) if count % n == 0]))
-    made = Made((count // width, width), tuple(Piece(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces))
+    made = Made(
+        (count // width, width),
+        tuple(Piece(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces),
+    )
     with uc.open(folder) as opened:
-        needed = torch.cat([opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]).reshape(made.shape)
+        needed = torch.cat(
+            [opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]
+        ).reshape(made.shape)
         view = SourceView(recut(opened.source, {"made": made}, parts=["model"]))
         assert torch.equal(view["model"]["made"][...], needed)
-        low, high = sorted(cut.draw(st.tuples(st.integers(0, made.shape[0]), st.integers(0, made.shape[0]))))
+        low, high = sorted(
+            cut.draw(st.tuples(st.integers(0, made.shape[0]), st.integers(0, made.shape[0])))
+        )
         left, right = sorted(cut.draw(st.tuples(st.integers(0, width), st.integers(0, width))))
-        assert torch.equal(view["model"]["made"][low:high, left:right], needed[low:high, left:right])
+        assert torch.equal(
+            view["model"]["made"][low:high, left:right], needed[low:high, left:right]
+        )
         target = torch.zeros_like(needed)
         uc.load(view, model={"made": target}, strict=False)
         assert torch.equal(target, needed)
@@ -77,13 +90,20 @@ def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None
 
 
 def test_whole_tensors_keep_their_digests(folder: Path) -> None:
-    made = {"renamed": Made((24,), (Piece("float32/0", 0, 24),)), "half": Made((12,), (Piece("float32/1", 12, 12),))}
+    made = {
+        "renamed": Made((24,), (Piece("float32/0", 0, 24),)),
+        "half": Made((12,), (Piece("float32/1", 12, 12),)),
+    }
     with uc.open(folder) as opened:
         view = recut(opened.source, made, parts=["model"])
         wanted = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
         found = view.block_digests(wanted)
         stored = opened.source.block_digests([("model", "float32/0"), ("model", "uint8/0")])
-    assert [found[key] for key in wanted] == [stored["model", "float32/0"], None, stored["model", "uint8/0"]]
+    assert [found[key] for key in wanted] == [
+        stored["model", "float32/0"],
+        None,
+        stored["model", "uint8/0"],
+    ]
 
 
 def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
@@ -91,10 +111,14 @@ def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
     long = Made((30,), (Piece("float32/0", 0, 30),))
     with uc.open(folder) as opened:
         view = SourceView(recut(opened.source, {"mixed": mixed, "long": long}, parts=["model"]))
-        with pytest.raises(uc.FormatError, match="mixed: its pieces have dtypes F32, U8; needed one"):
+        with pytest.raises(
+            uc.FormatError, match="mixed: its pieces have dtypes F32, U8; needed one"
+        ):
             view["model"]["mixed"]
         view = SourceView(recut(opened.source, {"long": long}, parts=["model"]))
         target = torch.zeros(prod(long.shape))
-        with pytest.raises(uc.FormatError, match="model:long: float32/0 has 24 elements; needed 30"):
+        with pytest.raises(
+            uc.FormatError, match="model:long: float32/0 has 24 elements; needed 30"
+        ):
             uc.load(view, model={"long": target}, strict=False)
         assert not target.any()

@@ -18,11 +18,11 @@ from test_machine_damage import flip, save, shorten
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.repair import mend
+from unified_ckpt.engine.repair.repair import mend
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.locks import mending, removing
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.locks import mending, removing
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped
 
 NAME = "checkpoint-7"
@@ -37,7 +37,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def put(folder: Path, *, seed: int = 0) -> Path:
     """Three files of the model, one of two digest blocks; an optimizer; extra state with bytes; what a trainer adds."""
     draw = torch.Generator().manual_seed(seed)
-    model = {"wide": torch.randn(700, 500, generator=draw), "b": torch.randn(70_000, generator=draw), "none": torch.zeros(0, 3)}
+    model = {
+        "wide": torch.randn(700, 500, generator=draw),
+        "b": torch.randn(70_000, generator=draw),
+        "none": torch.zeros(0, 3),
+    }
     uc.save(
         folder,
         model=model,
@@ -153,7 +157,13 @@ def test_two_half_good_copies_make_one_good_one(folder: Path, other: Path, good:
     """Other files, other blocks of a file, and other bytes of one block, of a header and of a file with one CRC."""
     wide = "model-00003-of-00003.safetensors"
     for at, one in ((0.3, folder), (0.6, other)):
-        for file in (wide, names.DIGESTS, names.EXTRA, names.RANK_EXTRA, "optimizer-00001-of-00002.safetensors"):
+        for file in (
+            wide,
+            names.DIGESTS,
+            names.EXTRA,
+            names.RANK_EXTRA,
+            "optimizer-00001-of-00002.safetensors",
+        ):
             flip(one / file, at=at)
         flip(one / wide, at=(20 if one is folder else 30) / (one / wide).stat().st_size)
     flip(folder / "model-00001-of-00003.safetensors")
@@ -166,7 +176,9 @@ def test_two_half_good_copies_make_one_good_one(folder: Path, other: Path, good:
     check_mended(other, good, [folder])
 
 
-def test_a_source_without_a_manifest_gives_what_is_proved(folder: Path, other: Path, good: Path) -> None:
+def test_a_source_without_a_manifest_gives_what_is_proved(
+    folder: Path, other: Path, good: Path
+) -> None:
     (other / names.MANIFEST).unlink()
     flip(folder / FILES[0])
     (folder / names.DIGESTS).unlink()
@@ -176,7 +188,9 @@ def test_a_source_without_a_manifest_gives_what_is_proved(folder: Path, other: P
     check_mended(folder, good, [])
 
 
-def test_three_folders_have_it_between_them(folder: Path, other: Path, good: Path, tmp_path: Path) -> None:
+def test_three_folders_have_it_between_them(
+    folder: Path, other: Path, good: Path, tmp_path: Path
+) -> None:
     third = Path(shutil.copytree(good, tmp_path / "third"))
     for file in FILES[:3]:
         (folder / file).unlink()
@@ -242,8 +256,12 @@ def test_a_source_of_another_save_is_refused(folder: Path, stranger: Path, file:
         uc.repair(folder, [stranger])
     if file != names.MANIFEST:
         assert isinstance(raised.value, uc.MismatchError)
-        ids = [json.loads((one / names.MANIFEST).read_text())["save_id"] for one in (stranger, folder)]
-        assert f"{stranger}: holds save {ids[0]} (step 7); {folder} is of save {ids[1]}" in str(raised.value)
+        ids = [
+            json.loads((one / names.MANIFEST).read_text())["save_id"] for one in (stranger, folder)
+        ]
+        assert f"{stranger}: holds save {ids[0]} (step 7); {folder} is of save {ids[1]}" in str(
+            raised.value
+        )
     else:
         assert isinstance(raised.value, uc.IntegrityError)
     assert stamps(folder) == before
@@ -252,7 +270,9 @@ def test_a_source_of_another_save_is_refused(folder: Path, stranger: Path, file:
 def test_what_is_left_of_a_manifest_tells_the_save(folder: Path, stranger: Path) -> None:
     shorten(folder / names.MANIFEST)
     save_id = json.loads((stranger / names.MANIFEST).read_text())["save_id"]
-    with pytest.raises(uc.MismatchError, match=rf"of save {save_id}, and what is left of its manifest is of save"):
+    with pytest.raises(
+        uc.MismatchError, match=rf"of save {save_id}, and what is left of its manifest is of save"
+    ):
         uc.repair(folder, [stranger])
 
 
@@ -260,7 +280,9 @@ def test_manifests_of_one_save_that_differ(folder: Path, other: Path, good: Path
     """Nobody can know which is right; without the one that the user knows to be wrong, the other is proved and put in."""
     edit_manifest(folder, lambda told: told.update(step=8))
     before = stamps(folder)
-    with pytest.raises(uc.IntegrityError, match="their manifests differ in step; needed the same ones"):
+    with pytest.raises(
+        uc.IntegrityError, match="their manifests differ in step; needed the same ones"
+    ):
         uc.repair(folder, [other])
     assert stamps(folder) == before
     (folder / names.MANIFEST).unlink()
@@ -275,14 +297,17 @@ def test_two_sources_whose_manifests_differ(folder: Path, other: Path, good: Pat
         uc.repair(folder, [other, good])
 
 
-def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(folder: Path, good: Path) -> None:
+def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(
+    folder: Path, good: Path
+) -> None:
     """All that is there is of the save: what is missing is brought. One block is not: whose folder it is, nobody knows."""
     for file in (names.MANIFEST, names.DIGESTS, FILES[0]):
         (folder / file).unlink()
     flip(folder / FILES[1])
     before = stamps(folder)
     with pytest.raises(
-        uc.IntegrityError, match=r"nothing proves that this folder is of save \w+: model-00003-of-00003.*block 1 of model:wide"
+        uc.IntegrityError,
+        match=r"nothing proves that this folder is of save \w+: model-00003-of-00003.*block 1 of model:wide",
     ):
         uc.repair(folder, [good])
     assert stamps(folder) == before
@@ -295,7 +320,9 @@ def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(folde
 def test_without_a_manifest_small_files_must_fit(folder: Path, good: Path, file: str) -> None:
     (folder / names.MANIFEST).unlink()
     flip(folder / file)
-    with pytest.raises(uc.IntegrityError, match="found none that its files fit among those of 1 folder"):
+    with pytest.raises(
+        uc.IntegrityError, match="found none that its files fit among those of 1 folder"
+    ):
         uc.repair(folder, [good])
 
 
@@ -318,7 +345,9 @@ def test_the_manifest_waits_for_all_else(folder: Path, other: Path) -> None:
 def test_nobody_has_a_manifest(folder: Path, other: Path) -> None:
     for one in (folder, other):
         (one / names.MANIFEST).unlink()
-    with pytest.raises(uc.IncompleteError, match="needed a copy of this folder that has its manifest"):
+    with pytest.raises(
+        uc.IncompleteError, match="needed a copy of this folder that has its manifest"
+    ):
         uc.repair(folder, [other])
 
 
@@ -343,7 +372,10 @@ def test_a_part_that_was_deleted_stays_deleted(folder: Path, good: Path) -> None
     report = uc.repair(folder, [good])
     assert report.ok
     assert report.mended == (FILES[0],)
-    assert "part optimizer: neither its index nor any of its files is there: it was deleted, and stays so" in report.notes
+    assert (
+        "part optimizer: neither its index nor any of its files is there: it was deleted, and stays so"
+        in report.notes
+    )
     assert not list(folder.glob("optimizer*"))
 
 
@@ -440,7 +472,9 @@ def test_blocks_that_the_disk_does_not_give(folder: Path, good: Path) -> None:
     check_mended(folder, good, [good])
 
 
-def test_a_folder_that_a_newer_save_replaces_meanwhile(folder: Path, good: Path, stranger: Path) -> None:
+def test_a_folder_that_a_newer_save_replaces_meanwhile(
+    folder: Path, good: Path, stranger: Path
+) -> None:
     """Nothing of the old save goes into the new one."""
     flip(folder / FILES[0])
 
@@ -479,7 +513,9 @@ def test_who_reads_it_meanwhile_goes_on(folder: Path, good: Path) -> None:
         assert torch.equal(opened["model"]["wide"][:100], first)
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_is_not_touched(folder: Path, good: Path, tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_what_it_leads_to_is_not_touched(
+    folder: Path, good: Path, tmp_path: Path
+) -> None:
     flip(folder / FILES[0])
     shutil.move(folder / FILES[0], tmp_path / "shared")
     (folder / FILES[0]).symlink_to(tmp_path / "shared")
@@ -530,7 +566,11 @@ def tensors(folder: Path, part: str) -> list[Path]:
 def test_machines_mend_each_other(twice: Path, tmp_path: Path, hurt_one: int, how: str) -> None:
     """Whole from fragments, fragments from a whole, and fragments from fragments: every file of tensors, digests, extra, indexes."""
     found = machines(twice, tmp_path)
-    files = [*found[hurt_one].glob("model*.safetensors"), found[hurt_one] / names.DIGESTS, found[hurt_one] / names.EXTRA]
+    files = [
+        *found[hurt_one].glob("model*.safetensors"),
+        found[hurt_one] / names.DIGESTS,
+        found[hurt_one] / names.EXTRA,
+    ]
     if how == "gone":
         files = files[:1]
     right = body(found[hurt_one])
@@ -572,7 +612,9 @@ def test_no_machine_has_it(twice: Path, tmp_path: Path) -> None:
     assert stamps(found[1]) == before
 
 
-def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(twice: Path, tmp_path: Path) -> None:
+def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(
+    twice: Path, tmp_path: Path
+) -> None:
     """The manifest and what its ranks left. The folder of a machine that holds the same tensors is not taken for it."""
     found = machines(twice, tmp_path)
     backup = Path(shutil.copytree(found[1], tmp_path / "backup"))
@@ -626,16 +668,24 @@ def test_the_command_mends(folder: Path, good: Path, capsys: pytest.CaptureFixtu
     said(capsys, "verify", folder, "--deep", code=0)
 
 
-def test_the_command_in_json(folder: Path, good: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_in_json(
+    folder: Path, good: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(folder / FILES[0])
-    told = json.loads(said(capsys, "verify", folder, "--json", "--repair", "--from", other, "--from", good, code=0))
+    told = json.loads(
+        said(
+            capsys, "verify", folder, "--json", "--repair", "--from", other, "--from", good, code=0
+        )
+    )
     assert told["ok"] is True
     assert told["mended"] == [FILES[0]]
     assert told["problems"] == []
     assert told["nbytes"] == (good / FILES[0]).stat().st_size
 
 
-def test_the_command_refuses(folder: Path, good: Path, stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses(
+    folder: Path, good: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(folder / FILES[0])
     before = stamps(folder)
     assert main(["verify", str(folder), "--repair", "--from", str(stranger)]) == 1
@@ -653,7 +703,9 @@ def test_the_command_refuses(folder: Path, good: Path, stranger: Path, capsys: p
 def damage(draw: random.Random, folder: Path, *, flips: dict[str, list[int]]) -> None:
     """A few bits here and there, a file cut off, a file gone. `flips`: places that are damaged in some copy, by file."""
     for _ in range(draw.randint(0, 4)):
-        file = folder / draw.choice([path.name for path in folder.iterdir() if path.suffix == ".safetensors"])
+        file = folder / draw.choice(
+            [path.name for path in folder.iterdir() if path.suffix == ".safetensors"]
+        )
         held = bytearray(file.read_bytes())
         if held:
             at = draw.randrange(len(held))
@@ -679,7 +731,12 @@ def test_any_damage_to_two_copies(folder: Path, other: Path, good: Path, seed: i
         assert gone == names.MANIFEST
         assert body(folder) == before
         return
-    close = any(abs(a - b) < 16 for places in flips.values() for i, a in enumerate(places) for b in places[:i])
+    close = any(
+        abs(a - b) < 16
+        for places in flips.values()
+        for i, a in enumerate(places)
+        for b in places[:i]
+    )
     assert report.ok or close, report.problems
     for name, held in body(folder).items():
         assert held == right[name] or (not report.ok and held == before[name]), name

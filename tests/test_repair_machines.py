@@ -14,7 +14,7 @@ from test_repair import body, tensors
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm import Comm
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks, try_ranks
 
 MACHINES = [0, 0, 1, 2]  # machine 0 has whole copies, the others a half of another copy each

@@ -18,25 +18,25 @@ from oracles import Array, filled, lowest_peak, movers, part_of, where
 from safetensors import safe_open
 
 import unified_ckpt as uc
-from unified_ckpt.core import plan_save
-from unified_ckpt.core.lines import SMALL_NBYTES, manner
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Key, Row
-from unified_ckpt.engine import save as save_module
-from unified_ckpt.engine.build import Kept
-from unified_ckpt.engine.checkpoint import open_folder
-from unified_ckpt.engine.load import LoadReport, LoadRequest, load
-from unified_ckpt.engine.resumable import SaveRequest
-from unified_ckpt.engine.save import save
+from unified_ckpt.core.planning import save_plan
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner
+from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.folder.reader import open_folder
+from unified_ckpt.engine.load.load import LoadReport, LoadRequest, load
+from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.save import save
 from unified_ckpt.format.renames import Renames, Rule
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.state import State
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
-from unified_ckpt.runtime.tensors import TORCH_DTYPES, Part
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import State
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, Part
 from unified_ckpt.testing import Arrangement, Held, arrangements, run_ranks, specs, try_ranks
-from unified_ckpt.views.renaming import renamed
+from unified_ckpt.views.rename_rules import renamed
 
 SECONDS = 90.0  # the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
 NAME = "checkpoint-1"
@@ -85,7 +85,10 @@ class Case:
         return Part(row, tensor_of(array, row.spec.dtype, turned=row.key in self.turned))
 
     def state(self, rank: int) -> State:
-        parts = [self.part(row, part_of(self.arrays[row.key], row.sharding, rank)) for row in self.saved.rows(rank)]
+        parts = [
+            self.part(row, part_of(self.arrays[row.key], row.sharding, rank))
+            for row in self.saved.rows(rank)
+        ]
         return State(parts=parts, asked={part for part, _ in self.arrays})
 
     def target(self, wanted: Arrangement, rank: int) -> State:
@@ -98,13 +101,26 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int, max_nbytes: int = 800_000) -> Case:
-    names = draw(st.lists(st.sampled_from(["model", "model", "optimizer", "ema"]), min_size=1, max_size=max_tensors))
-    keys = [(part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}") for number, part in enumerate(names)]
+def cases(
+    draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int, max_nbytes: int = 800_000
+) -> Case:
+    names = draw(
+        st.lists(
+            st.sampled_from(["model", "model", "optimizer", "ema"]),
+            min_size=1,
+            max_size=max_tensors,
+        )
+    )
+    keys = [
+        (part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}")
+        for number, part in enumerate(names)
+    ]
     tensors = [(key, draw(specs(max_nbytes=max_nbytes))) for key in keys]
     saved = draw(arrangements(tensors=tensors, max_world=max_world, complete=True))
     worlds = [1, *[max_world] * (loads - 1)]
-    loaded = tuple(draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds)
+    loaded = tuple(
+        draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds
+    )
     turned = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
     return Case({key: global_array(key, spec) for key, spec in tensors}, saved, loaded, turned)
 
@@ -138,7 +154,9 @@ class Recorded(LocalStorage):
 
 
 def request_of(state: State, **options: object) -> SaveRequest:
-    return SaveRequest(state, None, None, None, set(), {}, 7, {}, None, uc.SaveOptions(fsync=False, **options))
+    return SaveRequest(
+        state, None, None, None, set(), {}, 7, {}, None, uc.SaveOptions(fsync=False, **options)
+    )
 
 
 def save_case(case: Case, root: Path, **options: object) -> Writes:
@@ -146,7 +164,14 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
 
     def act(comm: Comm) -> None:
         kept = Kept()
-        save(comm, Recorded(root, writes, comm.rank), NAME, request_of(case.state(comm.rank), **options), kept, timeout_seconds=SECONDS)
+        save(
+            comm,
+            Recorded(root, writes, comm.rank),
+            NAME,
+            request_of(case.state(comm.rank), **options),
+            kept,
+            timeout_seconds=SECONDS,
+        )
         kept.windows.close()
 
     run_ranks(case.saved.world, act)
@@ -156,7 +181,9 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
 def load_into(comm: Comm, folder: Path, state: State, **options: object) -> LoadReport:
     opened, windows = open_folder(LocalStorage(str(folder))), Windows()
     try:
-        request = LoadRequest(opened, state, opened.said(), None, None, set(), True, uc.LoadOptions(**options))
+        request = LoadRequest(
+            opened, state, opened.said(), None, None, set(), True, uc.LoadOptions(**options)
+        )
         return load(comm, str(folder), request, windows, timeout_seconds=SECONDS)
     finally:
         windows.close()
@@ -184,7 +211,9 @@ def check_folder(case: Case, folder: Path) -> dict[Key, tuple[str, int, int]]:
     """Each tensor is whole in the file that its part's index names. Returns where: file, first byte, end."""
     places: dict[Key, tuple[str, int, int]] = {}
     for part in {part for part, _ in case.arrays}:
-        weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
+        weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
         assert weight_map.keys() == {fqn for one, fqn in case.arrays if one == part}
         for file in set(weight_map.values()):
             with safe_open(folder / file, framework="pt") as opened:
@@ -193,9 +222,14 @@ def check_folder(case: Case, folder: Path) -> dict[Key, tuple[str, int, int]]:
                 for fqn in opened.keys():  # noqa: SIM118  # not a mapping
                     found = opened.get_tensor(fqn)
                     spec = case.spec((part, fqn))
-                    assert (found.dtype, tuple(found.shape)) == (TORCH_DTYPES[spec.dtype], spec.shape)
+                    assert (found.dtype, tuple(found.shape)) == (
+                        TORCH_DTYPES[spec.dtype],
+                        spec.shape,
+                    )
                     assert bits(found) == case.arrays[part, fqn].tobytes()
-            places.update({(part, fqn): (file, *span) for fqn, span in spans_of(folder / file).items()})
+            places.update(
+                {(part, fqn): (file, *span) for fqn, span in spans_of(folder / file).items()}
+            )
     return places
 
 
@@ -204,7 +238,12 @@ def spans_of(file: Path) -> dict[str, tuple[int, int]]:
     with file.open("rb") as opened:
         first = 8 + int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(first - 8))
-    return {fqn: (first + low, first + high) for fqn, entry in header.items() if fqn[:2] != "__" for low, high in [entry["data_offsets"]]}
+    return {
+        fqn: (first + low, first + high)
+        for fqn, entry in header.items()
+        if fqn[:2] != "__"
+        for low, high in [entry["data_offsets"]]
+    }
 
 
 def check_written_once(writes: Writes, folder: Path) -> None:
@@ -212,7 +251,10 @@ def check_written_once(writes: Writes, folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == set(writes.spans) - {"probe"}
     for path in folder.iterdir():
         spans = sorted(writes.spans[path.name])
-        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (path.name, spans)
+        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (
+            path.name,
+            spans,
+        )
         assert spans[-1][1] == path.stat().st_size
 
 
@@ -233,7 +275,9 @@ def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, in
                 loads[rank] += stop - start
                 movable[rank] += sum(max(min(stop, b) - max(start, a), 0) for a, b in inside)
         fixed = {rank: loads[rank] - movable[rank] for rank in ranks}
-        bound = lowest_peak(ranks, [demand for row in large for demand in movers(row, ranks)], fixed)
+        bound = lowest_peak(
+            ranks, [demand for row in large for demand in movers(row, ranks)], fixed
+        )
         lines = sum(manner(row.spec, row.sharding).line_nbytes for row in large)
         assert max(loads.values()) <= 1.05 * bound + lines, (loads, bound, lines, rows)
 
@@ -257,9 +301,11 @@ TILES = st.sampled_from([64 << 10, 64 << 10, 64 << 10, 16 << 20])
 VERIFY = st.sampled_from(["read", "read", "off"])
 
 
-def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
+def check_case(
+    case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int, verify: str
+) -> None:
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
+        patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
         writes = save_case(case, Path(name), max_file_bytes=max_file_bytes)
         folder = Path(name) / NAME
         places = check_folder(case, folder)
@@ -269,19 +315,25 @@ def check_case(case: Case, root: Path, *, tile_nbytes: int, max_file_bytes: int,
             reports = load_case(case, wanted, folder, verify=verify)
             check_over_read(case, wanted, reports)
             if verify != "full":  # which reads blocks again
-                assert sum(report.verified_bytes for report in reports) <= sum(report.bytes_read for report in reports) * (verify == "read")
+                assert sum(report.verified_bytes for report in reports) <= sum(
+                    report.bytes_read for report in reports
+                ) * (verify == "read")
 
 
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
 @settings(max_examples=500)
-def test_any_mesh_to_any_mesh(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
+def test_any_mesh_to_any_mesh(
+    root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
+) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
 @pytest.mark.long
 @given(cases(max_world=12, max_tensors=6, loads=4), TILES, FILE_NBYTES, VERIFY)
 @settings(max_examples=400)
-def test_any_mesh_to_any_mesh_at_length(root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str) -> None:
+def test_any_mesh_to_any_mesh_at_length(
+    root: Path, case: Case, tile_nbytes: int, max_file_bytes: int, verify: str
+) -> None:
     check_case(case, root, tile_nbytes=tile_nbytes, max_file_bytes=max_file_bytes, verify=verify)
 
 
@@ -303,12 +355,21 @@ def grown_cases(draw: st.DrawFn) -> Case:
 def corner_of(one: Held, shape: tuple[int, ...]) -> Held:
     """What its ranks want of a stored tensor of this shape."""
     row = one.row
-    return Held(replace(row, spec=replace(row.spec, shape=shape), sharding=row.sharding.corner(row.spec.shape, shape)), one.ranks)
+    return Held(
+        replace(
+            row,
+            spec=replace(row.spec, shape=shape),
+            sharding=row.sharding.corner(row.spec.shape, shape),
+        ),
+        one.ranks,
+    )
 
 
 @given(grown_cases(), TILES, st.sampled_from(["read", "full", "off"]))
 @settings(max_examples=60)
-def test_a_pad_rule_fills_the_corner_of_larger_tensors(root: Path, case: Case, tile_nbytes: int, verify: str) -> None:
+def test_a_pad_rule_fills_the_corner_of_larger_tensors(
+    root: Path, case: Case, tile_nbytes: int, verify: str
+) -> None:
     """On any mesh; what the checkpoint lacks keeps every bit, no byte of it is read, and what is read is verified."""
     rules = Renames(rules=(Rule(match=("*",), pad=(0, 1, 2, 3)),))
     (wanted,) = case.loaded
@@ -319,25 +380,48 @@ def test_a_pad_rule_fills_the_corner_of_larger_tensors(root: Path, case: Case, t
         oracles[one.row.key][tuple(map(slice, array.shape))] = array
 
     def act(comm: Comm) -> LoadReport:
-        view, windows, state = renamed(open_folder(LocalStorage(str(folder))), rules), Windows(), case.target(wanted, comm.rank)
+        view, windows, state = (
+            renamed(open_folder(LocalStorage(str(folder))), rules),
+            Windows(),
+            case.target(wanted, comm.rank),
+        )
         try:
-            request = LoadRequest(view, state, view.said(), None, None, set(), True, uc.LoadOptions(verify=verify))
+            request = LoadRequest(
+                view, state, view.said(), None, None, set(), True, uc.LoadOptions(verify=verify)
+            )
             report = load(comm, NAME, request, windows, timeout_seconds=SECONDS)
         finally:
             windows.close()
             view.close()
         for part in state.parts:
-            assert bits(part.local) == part_of(oracles[part.row.key], part.row.sharding, comm.rank).tobytes(), (comm.rank, part.row)
+            assert (
+                bits(part.local)
+                == part_of(oracles[part.row.key], part.row.sharding, comm.rank).tobytes()
+            ), (comm.rank, part.row)
         return report
 
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
+        patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
         save_case(case, Path(name))
         folder = Path(name) / NAME
         reports = run_ranks(wanted.world, act)
-    check_over_read(case, replace(wanted, held=tuple(corner_of(one, case.arrays[one.row.key].shape) for one in wanted.held)), reports)
-    grown = {f"{part}:{fqn}" for (part, fqn), array in oracles.items() if array.shape != case.arrays[part, fqn].shape}
-    assert all(bool(report.notes) == bool(grown) and all(name in report.notes[0] for name in grown) for report in reports)
+    check_over_read(
+        case,
+        replace(
+            wanted,
+            held=tuple(corner_of(one, case.arrays[one.row.key].shape) for one in wanted.held),
+        ),
+        reports,
+    )
+    grown = {
+        f"{part}:{fqn}"
+        for (part, fqn), array in oracles.items()
+        if array.shape != case.arrays[part, fqn].shape
+    }
+    assert all(
+        bool(report.notes) == bool(grown) and all(name in report.notes[0] for name in grown)
+        for report in reports
+    )
 
 
 # single cases
@@ -347,12 +431,18 @@ def arranged(mesh: Sequence[int], **rules: tuple[TensorSpec, tuple[Cut, ...]]) -
     """Tensors of the model, on all ranks of a row-major mesh."""
     world = int(np.prod(mesh))
     return Arrangement(
-        world, tuple(Held(Row("model", fqn, spec, Sharding(cuts)), tuple(range(world))) for fqn, (spec, cuts) in rules.items())
+        world,
+        tuple(
+            Held(Row("model", fqn, spec, Sharding(cuts)), tuple(range(world)))
+            for fqn, (spec, cuts) in rules.items()
+        ),
     )
 
 
 def case_of(saved: Arrangement, *loaded: Arrangement) -> Case:
-    return Case({one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved, loaded)
+    return Case(
+        {one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved, loaded
+    )
 
 
 SPEC = TensorSpec("BF16", (64, 8192))  # 1 MiB
@@ -364,37 +454,65 @@ def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
     by_column = arranged([2, 2], large=(spec, (Cut(1, 4, 1),)), small=(small, ()))
     by_row = arranged([3], large=(spec, (Cut(0, 3, 1),)), small=(small, ()))
     by_both = arranged([2, 2], large=(spec, (Cut(0, 2, 2), Cut(1, 2, 1))), small=(small, ()))
-    check_case(case_of(by_column, by_row, by_both), root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="full")
+    check_case(
+        case_of(by_column, by_row, by_both),
+        root,
+        tile_nbytes=64 << 10,
+        max_file_bytes=1 << 30,
+        verify="full",
+    )
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
 def test_memory_that_is_not_contiguous(root: Path, dtype: str) -> None:
     cuts = () if dtype == "F4" else (Cut(0, 2, 1),)
     sizes = {"large": (40_000, 7), "small": (3, 5), "one": (1,)}
-    rules = {fqn: (TensorSpec(dtype, shape), cuts if shape[0] > 1 else ()) for fqn, shape in sizes.items()}
-    case = replace(case_of(arranged([2], **rules), arranged([1], **rules)), turned=frozenset(("model", fqn) for fqn in rules))
+    rules = {
+        fqn: (TensorSpec(dtype, shape), cuts if shape[0] > 1 else ())
+        for fqn, shape in sizes.items()
+    }
+    case = replace(
+        case_of(arranged([2], **rules), arranged([1], **rules)),
+        turned=frozenset(("model", fqn) for fqn in rules),
+    )
     check_case(case, root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="full")
 
 
 def test_one_element_of_another_tensor(root: Path) -> None:
     """torch calls it contiguous, whatever its stride is."""
     row = Row("model", "one", TensorSpec("F32", (1,)), Sharding())
-    states = [State(parts=[Part(row, torch.arange(6.0)[4::2][:1])], asked={"model"}) for _ in range(2)]
+    states = [
+        State(parts=[Part(row, torch.arange(6.0)[4::2][:1])], asked={"model"}) for _ in range(2)
+    ]
     with TemporaryDirectory(dir=root) as name:
         assert save_states(Path(name), [states]) == [None, None]
         target = Part(row, torch.zeros(6)[::2][:1])
-        run_ranks(1, lambda comm: load_into(comm, Path(name) / "turn-0", State(parts=[target], asked={"model"})))
+        run_ranks(
+            1,
+            lambda comm: load_into(
+                comm, Path(name) / "turn-0", State(parts=[target], asked={"model"})
+            ),
+        )
     assert target.local.item() == 4
 
 
 def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_save, "TILE_NBYTES", 64 << 10)
-    case = case_of(arranged([4], w=(SPEC, (Cut(1, 4, 1),))), arranged([2], w=(SPEC, (Cut(1, 2, 1),))))
+    monkeypatch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
+    case = case_of(
+        arranged([4], w=(SPEC, (Cut(1, 4, 1),))), arranged([2], w=(SPEC, (Cut(1, 2, 1),)))
+    )
     plans = []
 
     def act(comm: Comm) -> None:
         kept = Kept()
-        save(comm, LocalStorage(str(root)), "tiles", request_of(case.state(comm.rank)), kept, timeout_seconds=SECONDS)
+        save(
+            comm,
+            LocalStorage(str(root)),
+            "tiles",
+            request_of(case.state(comm.rank)),
+            kept,
+            timeout_seconds=SECONDS,
+        )
         plans.append(kept.plan)
 
     run_ranks(4, act)
@@ -424,7 +542,10 @@ LAYOUTS: dict[str, tuple[list[int], tuple[Cut, ...]]] = {
 def test_every_pair_of_layouts(root: Path, saved: str) -> None:
     """Exchanges of several tiles on both sides."""
     uneven = TensorSpec("U8", (301, 8192))
-    arrangements = {name: arranged(mesh, even=(SPEC, cuts), uneven=(uneven, cuts)) for name, (mesh, cuts) in LAYOUTS.items()}
+    arrangements = {
+        name: arranged(mesh, even=(SPEC, cuts), uneven=(uneven, cuts))
+        for name, (mesh, cuts) in LAYOUTS.items()
+    }
     case = case_of(arrangements[saved], *arrangements.values())
     check_case(case, root, tile_nbytes=64 << 10, max_file_bytes=1 << 30, verify="read")
 
@@ -433,12 +554,18 @@ def test_ranks_may_want_one_tensor_by_different_rules(root: Path) -> None:
     case = case_of(arranged([2], w=(SPEC, (Cut(0, 2, 1),))))
     save_case(case, root)
     rules = [Sharding(), Sharding((Cut(0, 3, 1),)), Sharding((Cut(1, 3, 1),))]
-    wanted = Arrangement(3, tuple(Held(Row("model", "w", SPEC, rule), (rank,)) for rank, rule in enumerate(rules)))
+    wanted = Arrangement(
+        3, tuple(Held(Row("model", "w", SPEC, rule), (rank,)) for rank, rule in enumerate(rules))
+    )
     load_case(case, wanted, root / NAME)
 
 
 def test_each_byte_is_read_and_proved_once_when_all_is_wanted(root: Path) -> None:
-    case = case_of(arranged([2, 2], w=(SPEC, (Cut(1, 2, 1),))), arranged([4], w=(SPEC, ())), arranged([2, 2], w=(SPEC, (Cut(1, 4, 1),))))
+    case = case_of(
+        arranged([2, 2], w=(SPEC, (Cut(1, 2, 1),))),
+        arranged([4], w=(SPEC, ())),
+        arranged([2, 2], w=(SPEC, (Cut(1, 4, 1),))),
+    )
     with TemporaryDirectory(dir=root) as name:
         save_case(case, Path(name))
         for wanted in case.loaded:
@@ -466,7 +593,14 @@ def save_states(root: Path, states: Sequence[Sequence[State]], **options: object
         kept = Kept()
         for number, turn in enumerate(states):
             request = request_of(turn[comm.rank], **options)
-            save(comm, LocalStorage(str(root)), f"turn-{number}", request, kept, timeout_seconds=SECONDS)
+            save(
+                comm,
+                LocalStorage(str(root)),
+                f"turn-{number}",
+                request,
+                kept,
+                timeout_seconds=SECONDS,
+            )
 
     return list(try_ranks(len(states[0]), act))
 
@@ -479,7 +613,8 @@ def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
     for found in save_states(tmp_path, [states_of(case, 5)]):
         assert isinstance(found, uc.LayoutError)
         with pytest.raises(
-            uc.LayoutError, match=r"replicas hold different bytes \(1\):\n  model:b: rank\(s\) 1, 3 differ from rank\(s\) 5\n"
+            uc.LayoutError,
+            match=r"replicas hold different bytes \(1\):\n  model:b: rank\(s\) 1, 3 differ from rank\(s\) 5\n",
         ):
             raise found
     assert list(tmp_path.iterdir()) == []
@@ -491,7 +626,10 @@ def test_every_replica_that_differs_is_named(tmp_path: Path) -> None:
     states[3].parts[0].local.view(torch.uint8)[1, 1] ^= 1
     for found in save_states(tmp_path, [states]):
         assert isinstance(found, uc.LayoutError)
-        with pytest.raises(uc.LayoutError, match=r"model:whole: rank\(s\) 0, 2 differ from rank\(s\) 1 differ from rank\(s\) 3"):
+        with pytest.raises(
+            uc.LayoutError,
+            match=r"model:whole: rank\(s\) 0, 2 differ from rank\(s\) 1 differ from rank\(s\) 3",
+        ):
             raise found
 
 
@@ -503,7 +641,9 @@ def test_drift_after_the_first_save_is_caught_when_asked_for(tmp_path: Path) -> 
         assert isinstance(found, uc.LayoutError)
         with pytest.raises(uc.LayoutError, match=r"model:b: rank\(s\) 0 differ from rank\(s\) 2"):
             raise found
-    assert save_states(tmp_path / "never", [states_of(case, 2)], check_replicas="never") == [None] * 4
+    assert (
+        save_states(tmp_path / "never", [states_of(case, 2)], check_replicas="never") == [None] * 4
+    )
 
 
 # the second save of a layout
@@ -523,7 +663,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_the_second_save_of_a_layout_plans_nothing(tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_save_of_a_layout_plans_nothing(
+    tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""
     met: list[Meeting] = []  # of rank 1
     meet = Comm.meet
@@ -536,16 +678,26 @@ def test_the_second_save_of_a_layout_plans_nothing(tmp_path: Path, planned: list
 
     monkeypatch.setattr(Comm, "meet", counted)
     for tensors in (2, 40):
-        case = case_of(arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)}))
-        assert save_states(tmp_path / str(tensors), [states_of(case)] * 3, max_file_bytes=1 << 22) == [None] * 4
+        case = case_of(
+            arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)})
+        )
+        assert (
+            save_states(tmp_path / str(tensors), [states_of(case)] * 3, max_file_bytes=1 << 22)
+            == [None] * 4
+        )
         assert all(uc.verify(tmp_path / str(tensors) / f"turn-{n}", deep=True).ok for n in range(3))
     assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
     last_to_come = {"go", "closed", "n/busy"}  # is chance, and says when a step is done
-    said = [{key.partition("/")[2] for key in meeting.keys if "/done/" not in key} - last_to_come for meeting in met]
+    said = [
+        {key.partition("/")[2] for key in meeting.keys if "/done/" not in key} - last_to_come
+        for meeting in met
+    ]
     assert said[1] == said[2] == said[4] == said[5] < said[0] | {"n/same"}
 
 
-def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(tmp_path: Path, planned: list[int]) -> None:
+def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(
+    tmp_path: Path, planned: list[int]
+) -> None:
     case = case_of(arranged([2, 2], **TWO))
     turned = states_of(case)
     part = turned[3].parts[0]

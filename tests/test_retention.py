@@ -6,16 +6,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules, Saved, kept, ranked
+from unified_ckpt.core.retention import (
+    BestN,
+    EverySeconds,
+    EverySteps,
+    LatestN,
+    Rule,
+    Rules,
+    Saved,
+    kept,
+    ranked,
+)
 from unified_ckpt.errors import FormatError
 
-metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 0.5, 1.0, -2.0]), max_size=2)
+metrics = st.dictionaries(
+    st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 0.5, 1.0, -2.0]), max_size=2
+)
 rules_of_a_kind = st.lists(
     st.one_of(
         st.integers(1, 4).map(LatestN),
         st.integers(1, 7).map(EverySteps),
         st.sampled_from([0.5, 10.0, 1e6]).map(EverySeconds),
-        st.builds(BestN, st.sampled_from(["loss", "accuracy"]), st.sampled_from(["min", "max"]), st.integers(0, 3)),
+        st.builds(
+            BestN,
+            st.sampled_from(["loss", "accuracy"]),
+            st.sampled_from(["min", "max"]),
+            st.integers(0, 3),
+        ),
     ),
     max_size=3,
 ).map(tuple)
@@ -25,11 +42,19 @@ all_rules = st.builds(Rules, rules_of_a_kind, rules_of_a_kind)
 @st.composite
 def histories(draw: st.DrawFn) -> list[Saved]:
     steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=12))
-    return [Saved(step, draw(st.sampled_from([0.0, 5.0, 11.0, 60.0])), draw(st.booleans()), draw(metrics)) for step in steps]
+    return [
+        Saved(
+            step, draw(st.sampled_from([0.0, 5.0, 11.0, 60.0])), draw(st.booleans()), draw(metrics)
+        )
+        for step in steps
+    ]
 
 
 def full(*steps: int, loss: dict[int, float] | None = None) -> list[Saved]:
-    return [Saved(step, float(step), True, {"loss": loss[step]} if loss and step in loss else {}) for step in steps]
+    return [
+        Saved(step, float(step), True, {"loss": loss[step]} if loss and step in loss else {})
+        for step in steps
+    ]
 
 
 def only(*rules: Rule) -> Rules:
@@ -37,7 +62,9 @@ def only(*rules: Rule) -> Rules:
 
 
 @given(histories(), all_rules)
-def test_the_newest_the_newest_full_and_the_best_always_stay(saved: list[Saved], rules: Rules) -> None:
+def test_the_newest_the_newest_full_and_the_best_always_stay(
+    saved: list[Saved], rules: Rules
+) -> None:
     stays = kept(saved, rules)
     assert set(stays) <= {one.step for one in saved}
     assert all(stays.values()), "each with its reasons"
@@ -54,8 +81,12 @@ def test_the_newest_the_newest_full_and_the_best_always_stay(saved: list[Saved],
 
 
 @given(histories(), all_rules, rules_of_a_kind)
-def test_another_rule_never_removes_more(saved: list[Saved], rules: Rules, more: tuple[Rule, ...]) -> None:
-    wider = Rules(rules.full + more if rules.full else (), rules.model_only + more if rules.model_only else ())
+def test_another_rule_never_removes_more(
+    saved: list[Saved], rules: Rules, more: tuple[Rule, ...]
+) -> None:
+    wider = Rules(
+        rules.full + more if rules.full else (), rules.model_only + more if rules.model_only else ()
+    )
     assert set(kept(saved, rules)) <= set(kept(saved, wider))
 
 
@@ -67,14 +98,20 @@ def test_what_is_kept_is_kept_again(saved: list[Saved], rules: Rules) -> None:
 
 
 @given(histories(), all_rules, st.randoms(use_true_random=False))
-def test_the_order_of_the_records_does_not_matter(saved: list[Saved], rules: Rules, draw: object) -> None:
+def test_the_order_of_the_records_does_not_matter(
+    saved: list[Saved], rules: Rules, draw: object
+) -> None:
     mixed = list(saved)
     draw.shuffle(mixed)  # type: ignore[attr-defined]
     assert kept(mixed, rules) == kept(saved, rules)
 
 
 def test_no_rule_keeps_everything() -> None:
-    assert kept(full(1, 2, 3), Rules((), ())) == {1: ("no rule",), 2: ("no rule",), 3: ("newest", "newest full", "no rule")}
+    assert kept(full(1, 2, 3), Rules((), ())) == {
+        1: ("no rule",),
+        2: ("no rule",),
+        3: ("newest", "newest full", "no rule"),
+    }
     assert kept([], only(LatestN(1))) == {}
 
 
@@ -90,12 +127,18 @@ def test_rules_are_united_and_named() -> None:
 
 
 def test_every_seconds_counts_from_the_last_one_kept() -> None:
-    saved = [Saved(step, float(at), True, {}) for step, at in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))]
+    saved = [
+        Saved(step, float(at), True, {})
+        for step, at in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))
+    ]
     assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
 
 
 def test_every_seconds_keeps_on_after_a_clock_that_was_ahead_once() -> None:
-    saved = [Saved(step, float(at), True, {}) for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))]
+    saved = [
+        Saved(step, float(at), True, {})
+        for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))
+    ]
     assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
 
 
@@ -117,7 +160,10 @@ def test_rotation_keeps_the_best_without_a_number() -> None:
 
 
 def test_of_equal_ones_the_later_is_the_best() -> None:
-    assert [one.step for one in ranked(full(1, 2, 3, loss={1: 1.0, 2: 1.0, 3: 2.0}), metric="loss", mode="min")] == [2, 1, 3]
+    assert [
+        one.step
+        for one in ranked(full(1, 2, 3, loss={1: 1.0, 2: 1.0, 3: 2.0}), metric="loss", mode="min")
+    ] == [2, 1, 3]
 
 
 def test_without_the_metric_the_other_rules_decide() -> None:
@@ -129,7 +175,9 @@ def test_protected_ones_stay() -> None:
     assert kept(full(1, 2, 3, 4), only(LatestN(1)), protected={2, 9})[2] == ("in use",)
 
 
-@pytest.mark.parametrize("make", [lambda: LatestN(0), lambda: EverySteps(0), lambda: EverySeconds(0.0)])
+@pytest.mark.parametrize(
+    "make", [lambda: LatestN(0), lambda: EverySteps(0), lambda: EverySeconds(0.0)]
+)
 def test_a_rule_that_keeps_nothing_is_refused(make: object) -> None:
     with pytest.raises(FormatError, match="needed a number above 0"):
         make()  # type: ignore[operator]

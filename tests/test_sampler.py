@@ -17,26 +17,44 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated:UserWarning"
+)  # torchdata calls it
 
 
-def loader_of(sampler: uc.ElasticSampler, length: int, *, batch: int = 3, kind: type = DataLoader, **how: object) -> DataLoader:
+def loader_of(
+    sampler: uc.ElasticSampler,
+    length: int,
+    *,
+    batch: int = 3,
+    kind: type = DataLoader,
+    **how: object,
+) -> DataLoader:
     return kind(range(length), batch_size=batch, sampler=sampler, collate_fn=list, **how)
 
 
 class Job:
     """The ranks of one world in turn, each with its sampler and loader."""
 
-    def __init__(self, length: int, world: int, batch: int, saved: dict[str, object] | None, **how: object) -> None:
+    def __init__(
+        self, length: int, world: int, batch: int, saved: dict[str, object] | None, **how: object
+    ) -> None:
         drop_batch = how.pop("drop_batch", False)
-        self.samplers = [uc.ElasticSampler(range(length), world, rank, **how) for rank in range(world)]
+        self.samplers = [
+            uc.ElasticSampler(range(length), world, rank, **how) for rank in range(world)
+        ]
         for sampler in self.samplers if saved is not None else ():
             sampler.load_state_dict(saved)
-        self.loaders = [loader_of(one, length, batch=batch, drop_last=drop_batch) for one in self.samplers]
+        self.loaders = [
+            loader_of(one, length, batch=batch, drop_last=drop_batch) for one in self.samplers
+        ]
 
     def steps(self, count: int | None = None) -> list[int]:
         """All samples that all ranks are handed in so many steps, or in what is left of the epoch; every rank has the same number."""
-        walks = [list(islice(one.batches(loader), count)) for one, loader in zip(self.samplers, self.loaders, strict=True)]
+        walks = [
+            list(islice(one.batches(loader), count))
+            for one, loader in zip(self.samplers, self.loaders, strict=True)
+        ]
         assert len({tuple(map(len, walk)) for walk in walks}) == 1
         return [index for walk in walks for batch in walk for index in batch]
 
@@ -59,7 +77,12 @@ batches = st.integers(1, 5)
     epoch=st.integers(0, 3),
 )
 def test_over_any_worlds_each_sample_comes_once(
-    length: int, lives: list[tuple[int, int, int]], last: tuple[int, int], shuffle: bool, drop_last: bool, epoch: int
+    length: int,
+    lives: list[tuple[int, int, int]],
+    last: tuple[int, int],
+    shuffle: bool,
+    drop_last: bool,
+    epoch: int,
 ) -> None:
     how = {"shuffle": shuffle, "drop_last": drop_last, "seed": 5}
     fresh = uc.ElasticSampler(range(length), 1, 0, **how)
@@ -86,20 +109,30 @@ def test_over_any_worlds_each_sample_comes_once(
     elif length:
         assert set(seen) == set(range(length)), "none is left out"
         assert sum(seen.values()) - length < most
-        assert [index for index in order if seen[index] > 1] == order[: len([1 for index in order if seen[index] > 1])], "its start"
+        assert [index for index in order if seen[index] > 1] == order[
+            : len([1 for index in order if seen[index] > 1])
+        ], "its start"
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("length", "world"), [(24, 4), (23, 4), (3, 5), (1, 1), (7, 2)])
-def test_a_whole_epoch_is_that_of_torch(length: int, world: int, shuffle: bool, drop_last: bool) -> None:
+def test_a_whole_epoch_is_that_of_torch(
+    length: int, world: int, shuffle: bool, drop_last: bool
+) -> None:
     for rank in range(world):
-        theirs = DistributedSampler(range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last)
-        ours = uc.ElasticSampler(range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last)
+        theirs = DistributedSampler(
+            range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last
+        )
+        ours = uc.ElasticSampler(
+            range(length), world, rank, shuffle=shuffle, seed=3, drop_last=drop_last
+        )
         for epoch in range(3):
             theirs.set_epoch(epoch)
             assert (ours.epoch, len(ours)) == (epoch, len(theirs))
-            assert [index for batch in ours.batches(loader_of(ours, length)) for index in batch] == list(theirs)
+            assert [
+                index for batch in ours.batches(loader_of(ours, length)) for index in batch
+            ] == list(theirs)
 
 
 def test_a_last_batch_that_the_loader_drops_is_not_seen_and_the_next_epoch_begins() -> None:
@@ -129,7 +162,9 @@ def test_hours_of_skipping_through_seen_data_at_a_resume() -> None:
             return index
 
     sampler = uc.ElasticSampler(Counted(), 1, 0)
-    first = list(islice(sampler.batches(DataLoader(Counted(), 4, sampler=sampler, collate_fn=list)), 9))
+    first = list(
+        islice(sampler.batches(DataLoader(Counted(), 4, sampler=sampler, collate_fn=list)), 9)
+    )
     other = uc.ElasticSampler(Counted(), 1, 0)
     other.load_state_dict(sampler.state_dict())
     fetched.clear()
@@ -139,7 +174,10 @@ def test_hours_of_skipping_through_seen_data_at_a_resume() -> None:
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-@pytest.mark.parametrize("how", [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
+)
 def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object]) -> None:
     sampler = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
     loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
@@ -153,22 +191,33 @@ def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object
     assert sampler.epoch == 1
     other = uc.ElasticSampler(Numbers(), 2, 0)
     other.load_state_dict(saved)
-    assert list(other.batches(kind(Numbers(), batch_size=3, sampler=other, collate_fn=list, **how))) == rest
+    assert (
+        list(other.batches(kind(Numbers(), batch_size=3, sampler=other, collate_fn=list, **how)))
+        == rest
+    )
 
 
 @pytest.mark.parametrize("taken", [0, 2, 7, None])
-@pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}])
-def test_a_stateful_loader_and_its_sampler_may_both_be_saved(taken: int | None, how: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
+)
+def test_a_stateful_loader_and_its_sampler_may_both_be_saved(
+    taken: int | None, how: dict[str, object]
+) -> None:
     def made() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
         sampler = uc.ElasticSampler(Numbers(), 2, 1, seed=1)
-        return sampler, StatefulDataLoader(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
+        return sampler, StatefulDataLoader(
+            Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how
+        )
 
     sampler, loader = made()
     walk = sampler.batches(loader)
     before = list(islice(walk, taken))
     assert len(before) == (7 if taken is None else taken)
     if taken == 0 and how:
-        with pytest.raises(uc.CheckpointError, match="a loader fetches from it, uncounted; needed a loop"):
+        with pytest.raises(
+            uc.CheckpointError, match="a loader fetches from it, uncounted; needed a loop"
+        ):
             loader.state_dict()  # starts the workers
         return
     saved = sampler.state_dict(), loader.state_dict()
@@ -179,10 +228,14 @@ def test_a_stateful_loader_and_its_sampler_may_both_be_saved(taken: int | None, 
     assert again.state_dict() == saved[0]
     assert list(again.batches(other)) == expected
     assert again.state_dict() == sampler.state_dict()
-    if taken and "snapshot_every_n_steps" not in how:  # else the loader itself goes from step 0 to 2
+    if (
+        taken and "snapshot_every_n_steps" not in how
+    ):  # else the loader itself goes from step 0 to 2
         alone, other = made()
         other.load_state_dict(saved[1])
-        with pytest.raises(uc.CheckpointError, match="the loader's state was loaded, the sampler's was not"):
+        with pytest.raises(
+            uc.CheckpointError, match="the loader's state was loaded, the sampler's was not"
+        ):
             next(alone.batches(other))
 
 
@@ -210,7 +263,11 @@ def walk_of(sampler: uc.ElasticSampler) -> Iterator[list[int]]:
 def test_a_loop_does_not_go_on_with_batches_of_another_place() -> None:
     sampler = uc.ElasticSampler(range(20), 1, 0)
     start = sampler.state_dict()
-    for change in (lambda: sampler.load_state_dict(start), lambda: sampler.set_epoch(9), lambda: next(walk_of(sampler))):
+    for change in (
+        lambda: sampler.load_state_dict(start),
+        lambda: sampler.set_epoch(9),
+        lambda: next(walk_of(sampler)),
+    ):
         walk = walk_of(sampler)
         next(walk)
         change()
@@ -224,7 +281,9 @@ def test_a_loop_that_nobody_counts_is_refused(how: dict[str, object]) -> None:
     sampler = uc.ElasticSampler(range(20), 1, 0)
     loader = loader_of(sampler, 20, **how)
     for _ in range(2):
-        with pytest.raises(uc.CheckpointError, match=r"uncounted; needed a loop over sampler\.batches\(loader\)"):
+        with pytest.raises(
+            uc.CheckpointError, match=r"uncounted; needed a loop over sampler\.batches\(loader\)"
+        ):
             next(iter(loader))
         next(sampler.batches(loader))  # left early
 
@@ -243,7 +302,9 @@ def test_loaders_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(uc.LayoutError, match="the loader's Uneven has no batch_size"):
         next(sampler.batches(DataLoader(range(20), batch_sampler=Uneven())))
     by = BatchSampler(sampler, 4, drop_last=False)
-    assert [len(batch) for batch in sampler.batches(DataLoader(range(20), batch_sampler=by))] == [4] * 5
+    assert [len(batch) for batch in sampler.batches(DataLoader(range(20), batch_sampler=by))] == [
+        4
+    ] * 5
     assert len(list(sampler.batches(DataLoader(range(20), batch_size=None, sampler=sampler)))) == 20
 
 
@@ -253,16 +314,23 @@ def test_what_does_not_fit_is_refused() -> None:
         uc.ElasticSampler(range(21), 2, 1).load_state_dict(saved)
     with pytest.raises(uc.MismatchError, match="shuffles in another order"):
         uc.ElasticSampler(range(20), 2, 1).load_state_dict({**saved, "check": 1})
-    with pytest.raises(uc.LayoutError, match="rank is 2, num_replicas 2; needed a rank from 0 below num_replicas"):
+    with pytest.raises(
+        uc.LayoutError, match="rank is 2, num_replicas 2; needed a rank from 0 below num_replicas"
+    ):
         uc.ElasticSampler(range(20), 2, 2)
 
 
 def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
     """Else every rank would go through all of the data."""
     sampler = uc.ElasticSampler(range(20))
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)  # torch's own, for a rank without the others
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=1, world_size=2
+    )  # torch's own, for a rank without the others
     try:
-        with pytest.raises(uc.LayoutError, match=r"there were 1 rank\(s\) when it was made, now 2; needed init_process_group before"):
+        with pytest.raises(
+            uc.LayoutError,
+            match=r"there were 1 rank\(s\) when it was made, now 2; needed init_process_group before",
+        ):
             next(sampler.batches(loader_of(sampler, 20)))
         assert len(uc.ElasticSampler(range(20))) == 10
     finally:
@@ -295,5 +363,9 @@ def test_workers_draw_otherwise_in_each_epoch_and_on_each_rank() -> None:
         torch.manual_seed(0)  # as scripts do on every rank
         sampler = uc.ElasticSampler(Noisy(), 2, rank)
         loader = DataLoader(Noisy(), batch_size=10, sampler=sampler, num_workers=1)
-        found += [tuple(next(sampler.batches(loader)).tolist()) for sampler.epoch_to in (0, 1) if not sampler.set_epoch(sampler.epoch_to)]
+        found += [
+            tuple(next(sampler.batches(loader)).tolist())
+            for sampler.epoch_to in (0, 1)
+            if not sampler.set_epoch(sampler.epoch_to)
+        ]
     assert len(set(found)) == 4

@@ -35,7 +35,17 @@ def nested(root: Path) -> None:
 
 
 def flat(root: Path) -> None:
-    save({"model": {"w": torch.ones(3)}, "optim": {"state.w.exp_avg": torch.ones(3), "state.w.step": 5, "param_groups.w.lr": 0.1}}, root)
+    save(
+        {
+            "model": {"w": torch.ones(3)},
+            "optim": {
+                "state.w.exp_avg": torch.ones(3),
+                "state.w.step": 5,
+                "param_groups.w.lr": 0.1,
+            },
+        },
+        root,
+    )
 
 
 def lightning(root: Path) -> None:
@@ -85,11 +95,16 @@ def test_nanotron_s_step_that_is_an_int_is_not_lost(tmp_path: Path) -> None:
 def test_ranks_whose_values_differ_are_refused(tmp_path: Path) -> None:
     ranks(tmp_path / "c")
     torch.save(state(6), tmp_path / "c" / "optimizer_0_rank1.bin")
-    with pytest.raises(uc.FormatError, match=r"optimizer_0_rank1.bin: step of w is 6, and other ranks' files have another"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"optimizer_0_rank1.bin: step of w is 6, and other ranks' files have another",
+    ):
         uc.open(tmp_path / "c")
     write_nanotron(tmp_path / "n")
     changed_steps(tmp_path / "n", lambda number: 20 + number % 2)
-    with pytest.raises(uc.FormatError, match=r"step of .* is 21, and other ranks' files have another"):
+    with pytest.raises(
+        uc.FormatError, match=r"step of .* is 21, and other ranks' files have another"
+    ):
         uc.open(tmp_path / "n")
 
 
@@ -97,7 +112,9 @@ def test_an_optimizer_that_counts_in_ints_goes_on(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(4, 8)
-        return model, Adafactor(model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)  # type: ignore[no-untyped-call]
+        return model, Adafactor(
+            model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False
+        )  # type: ignore[no-untyped-call]
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -112,4 +129,7 @@ def test_an_optimizer_that_counts_in_ints_goes_on(tmp_path: Path) -> None:
     other, fresh = made()
     uc.load(tmp_path / "c", model=other, optimizer=fresh)
     train(other, fresh)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True)
+    )

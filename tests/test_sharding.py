@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from oracles import Array, World, coordinates_of, mesh_strides, part_of, where, worlds
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from unified_ckpt.core.geometry import inside
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec, missing_coordinates
+from unified_ckpt.core.sharding.boxes import inside
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec, missing_coordinates
 
 
 def chunked(indices: Array, count: int) -> list[Array]:
@@ -26,9 +26,15 @@ def held(length: int, cuts: list[tuple[Cut, int]]) -> Array:
     indices: Array = np.arange(length)
     for cut, coordinate in cuts:
         count = cut.sections
-        sections = chunked(indices, count) if isinstance(count, int) else np.split(indices, np.cumsum(count)[:-1])
+        sections = (
+            chunked(indices, count)
+            if isinstance(count, int)
+            else np.split(indices, np.cumsum(count)[:-1])
+        )
         if cut.step:
-            kept = [section[coordinate * cut.step : (coordinate + 1) * cut.step] for section in sections]
+            kept = [
+                section[coordinate * cut.step : (coordinate + 1) * cut.step] for section in sections
+            ]
         else:
             kept = [chunked(section, cut.size)[coordinate] for section in sections]
         indices = np.concatenate(kept)
@@ -38,7 +44,10 @@ def held(length: int, cuts: list[tuple[Cut, int]]) -> Array:
 def definition(array: Array, sharding: Sharding, position: int) -> Array:
     coordinates = [position // cut.stride % cut.size for cut in sharding.cuts]
     per_dim = [
-        held(n, [(cut, c) for cut, c in zip(sharding.cuts, coordinates, strict=True) if cut.dim == d]) for d, n in enumerate(array.shape)
+        held(
+            n, [(cut, c) for cut, c in zip(sharding.cuts, coordinates, strict=True) if cut.dim == d]
+        )
+        for d, n in enumerate(array.shape)
     ]
     return array[np.ix_(*per_dim)] if per_dim else array
 
@@ -50,11 +59,15 @@ def test_parts_are_what_the_cuts_say(world: World) -> None:
         position = row.sharding.position(rank)
         assert position is not None
         assert row.sharding.rank_at(position) == rank
-        np.testing.assert_array_equal(part_of(array, row.sharding, rank), definition(array, row.sharding, position))
+        np.testing.assert_array_equal(
+            part_of(array, row.sharding, rank), definition(array, row.sharding, position)
+        )
 
 
 @given(worlds(max_rows=1), st.data())
-def test_a_corner_is_what_holders_of_the_whole_hold_of_it(world: World, data: st.DataObject) -> None:
+def test_a_corner_is_what_holders_of_the_whole_hold_of_it(
+    world: World, data: st.DataObject
+) -> None:
     (row,), (array,) = world.rows, world.arrays()
     corner = tuple(data.draw(st.integers(0, n)) for n in array.shape)
     inner = array[tuple(slice(n) for n in corner)]
@@ -66,7 +79,10 @@ def test_a_corner_is_what_holders_of_the_whole_hold_of_it(world: World, data: st
         assert held.sum() == prod(shape)
         assert held[tuple(slice(n) for n in shape)].all()
         whole_part = part_of(array, row.sharding, rank)
-        np.testing.assert_array_equal(part_of(inner, row.sharding.corner(array.shape, corner), rank), whole_part[tuple(map(slice, shape))])
+        np.testing.assert_array_equal(
+            part_of(inner, row.sharding.corner(array.shape, corner), rank),
+            whole_part[tuple(map(slice, shape))],
+        )
 
 
 @given(worlds(max_rows=1))
@@ -90,9 +106,13 @@ def test_boxes_tile_the_local_tensor_and_copies_tile_the_global_one(world: World
 
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 5))
-def test_a_count_of_sections_is_torchs_strided_shard(length: int, size: int, split_factor: int) -> None:
+def test_a_count_of_sections_is_torchs_strided_shard(
+    length: int, size: int, split_factor: int
+) -> None:
     tensor = torch.arange(length)
-    theirs, _ = _StridedShard(0, split_factor=split_factor)._split_tensor(tensor, size, with_padding=False)
+    theirs, _ = _StridedShard(0, split_factor=split_factor)._split_tensor(
+        tensor, size, with_padding=False
+    )
     sharding = Sharding((Cut(0, size, 1, split_factor),))
     for rank in range(size):
         assert part_of(tensor.numpy(), sharding, rank).tolist() == theirs[rank].tolist()
@@ -114,7 +134,12 @@ def test_touching_intervals_are_one() -> None:
 def test_padded_parts_have_equal_length_but_for_the_last() -> None:
     sharding = Sharding((Cut(0, 4, 1, 1, 4),))
     assert [sharding.local_shape(r, (10, 3)) for r in range(4)] == [(4, 3), (4, 3), (2, 3), (0, 3)]
-    assert [sharding.intervals(0, 10, (r,)) for r in range(4)] == [((0, 4),), ((4, 8),), ((8, 10),), ()]
+    assert [sharding.intervals(0, 10, (r,)) for r in range(4)] == [
+        ((0, 4),),
+        ((4, 8),),
+        ((8, 10),),
+        (),
+    ]
 
 
 def test_uneven_chunks_leave_ranks_empty() -> None:
@@ -125,10 +150,22 @@ def test_uneven_chunks_leave_ranks_empty() -> None:
 
 def test_cuts_of_one_dim_nest_in_their_order() -> None:
     tensor = np.arange(8)
-    tp_then_dp = Sharding((Cut(0, 2, 1), Cut(0, 2, 2)))  # mesh (dp 2, tp 2): tp cuts first, as FSDP over TP does
+    tp_then_dp = Sharding(
+        (Cut(0, 2, 1), Cut(0, 2, 2))
+    )  # mesh (dp 2, tp 2): tp cuts first, as FSDP over TP does
     dp_then_tp = Sharding((Cut(0, 2, 2), Cut(0, 2, 1)))
-    assert [part_of(tensor, tp_then_dp, r).tolist() for r in range(4)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
-    assert [part_of(tensor, dp_then_tp, r).tolist() for r in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [part_of(tensor, tp_then_dp, r).tolist() for r in range(4)] == [
+        [0, 1],
+        [4, 5],
+        [2, 3],
+        [6, 7],
+    ]
+    assert [part_of(tensor, dp_then_tp, r).tolist() for r in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 def test_a_listed_mesh_has_the_ranks_that_it_lists() -> None:
@@ -151,13 +188,17 @@ def test_no_cuts_is_a_whole_copy_on_each_rank() -> None:
 
 def test_nbytes_count_memory() -> None:
     assert TensorSpec("BF16", (3, 5)).nbytes == 30
-    assert TensorSpec("F4", (3, 5)).nbytes == 15, "two elements to the byte, and shapes as memory holds them"
+    assert TensorSpec("F4", (3, 5)).nbytes == 15, (
+        "two elements to the byte, and shapes as memory holds them"
+    )
     assert TensorSpec("F32", ()).nbytes == 4
     assert TensorSpec("F64", (4, 0)).nbytes == 0
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
-def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(sizes: list[int], data: st.DataObject) -> None:
+def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(
+    sizes: list[int], data: st.DataObject
+) -> None:
     strides = mesh_strides(sizes)
     cut_dims = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
     sharding = Sharding(tuple(Cut(0, sizes[i], strides[i]) for i in sorted(cut_dims)))
@@ -165,7 +206,11 @@ def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(sizes: list
     places = dict(zip(range(prod(sizes)), product(*(range(n) for n in sizes)), strict=True))
     lacking: list[set[tuple[int, ...]]] = []
     for others in {tuple(c for i, c in enumerate(places[r]) if i not in cut_dims) for r in ranks}:
-        copy = [p for r, p in places.items() if r in ranks and tuple(c for i, c in enumerate(p) if i not in cut_dims) == others]
+        copy = [
+            p
+            for r, p in places.items()
+            if r in ranks and tuple(c for i, c in enumerate(p) if i not in cut_dims) == others
+        ]
         there = {tuple(p[i] for i in sorted(cut_dims)) for p in copy}
         lacking.append(set(coordinates_of(sharding)) - there)
     found = missing_coordinates(sharding, ranks)

@@ -22,26 +22,33 @@ from test_reshard import Case, cases
 from test_reshard import save_case as save_alone
 
 import unified_ckpt as uc
-from unified_ckpt.core import plan_save
-from unified_ckpt.engine import save as save_module
-from unified_ckpt.engine import tiles
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.post import Post
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.core.planning import save_plan
+from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save import tiles
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
 
 __all__ = ["states"]  # a fixture
 MACHINES = [0, 0, 1, 1]
 SHAPES = {"rows": (500, 90), "columns": (300, 701), "small": (50,), "norm": (4,)}
 FULL = {name: torch.arange(float(np.prod(shape))).reshape(shape) for name, shape in SHAPES.items()}
-LAYOUT = uc.Layout(mesh={"dp": 4}, rules={"rows": {"dp": 0}, "columns": {"dp": 1}, "small": {"dp": 0}}, shapes=SHAPES)
+LAYOUT = uc.Layout(
+    mesh={"dp": 4},
+    rules={"rows": {"dp": 0}, "columns": {"dp": 1}, "small": {"dp": 0}},
+    shapes=SHAPES,
+)
 BLOCKS = [1, 0, 4096, 1 << 20]
 Storages = Callable[[int, str], LocalStorage]  # by machine and folder
 
 
 def contents(step: int, rank: int) -> dict[str, torch.Tensor]:
     cut = {"rows": 0, "columns": 1, "small": 0}
-    return {name: (full + step).chunk(4, cut[name])[rank].clone() if name in cut else full + step for name, full in FULL.items()}
+    return {
+        name: (full + step).chunk(4, cut[name])[rank].clone() if name in cut else full + step
+        for name, full in FULL.items()
+    }
 
 
 def save(
@@ -58,8 +65,15 @@ def save(
         machine = machines[comm.rank]
         storage = (lambda place: storages(machine, place)) if storages is not None else None
         with on_machine(comm, machines, storage=storage) as made:
-            told = {"model": contents(step, comm.rank), "layout": LAYOUT, "step": step, "rank_extra": ("of", comm.rank, "x" * comm.rank)}
-            chosen = SAVE.model_copy(update={"timeout_seconds": 10.0, "write_alignment": block, **options})
+            told = {
+                "model": contents(step, comm.rank),
+                "layout": LAYOUT,
+                "step": step,
+                "rank_extra": ("of", comm.rank, "x" * comm.rank),
+            }
+            chosen = SAVE.model_copy(
+                update={"timeout_seconds": 10.0, "write_alignment": block, **options}
+            )
             call = made.save_async if background else made.save
             found = call(root / NAME, options=chosen, **told)
             return found.result(60) if background else found
@@ -74,7 +88,9 @@ def check(root: Path, step: int) -> None:
     opened = uc.open(root / NAME)
     for name, full in FULL.items():
         assert torch.equal(opened["model"][name][...], full + step), name
-    assert [opened.rank_extra[rank] for rank in range(4)] == [("of", rank, "x" * rank) for rank in range(4)]
+    assert [opened.rank_extra[rank] for rank in range(4)] == [
+        ("of", rank, "x" * rank) for rank in range(4)
+    ]
 
 
 class Writes:
@@ -106,37 +122,68 @@ class Writes:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("block", [4096, 10_000, 1 << 30])
-def test_a_block_is_written_by_one_machine_and_synced_by_it(tmp_path: Path, block: int, background: bool) -> None:
+def test_a_block_is_written_by_one_machine_and_synced_by_it(
+    tmp_path: Path, block: int, background: bool
+) -> None:
     writes = Writes(block)
-    fine(save(tmp_path, 3, block=block if block < 1 << 30 else 0, storages=writes.storage, background=background, fsync=True))
+    fine(
+        save(
+            tmp_path,
+            3,
+            block=block if block < 1 << 30 else 0,
+            storages=writes.storage,
+            background=background,
+            fsync=True,
+        )
+    )
     check(tmp_path, 3)
-    shared = [file for file in writes.blocks if file.endswith(".safetensors") and not file.startswith("extra")]
+    shared = [
+        file
+        for file in writes.blocks
+        if file.endswith(".safetensors") and not file.startswith("extra")
+    ]
     assert len(shared) == 3, "model, digests and rank_extra"
     for file in shared:
         assert all(len(machines) == 1 for machines in writes.blocks[file].values()), file
         assert set().union(*writes.blocks[file].values()) <= writes.synced[file], file
-    everybody = set().union(*(machines for file in shared for machines in writes.blocks[file].values()))
+    everybody = set().union(
+        *(machines for file in shared for machines in writes.blocks[file].values())
+    )
     assert everybody == {0, 1}, "both machines write"
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("machines", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 3]])
-def test_it_is_the_checkpoint_that_one_machine_makes(tmp_path: Path, machines: list[int], block: int, background: bool) -> None:
+def test_it_is_the_checkpoint_that_one_machine_makes(
+    tmp_path: Path, machines: list[int], block: int, background: bool
+) -> None:
     fine(save(tmp_path / "one", 5, machines=[0, 0, 0, 0]))
     fine(save(tmp_path / "more", 5, block=block, background=background, machines=machines))
     check(tmp_path / "more", 5)
-    one, more = ({file.name: file.read_bytes() for file in (tmp_path / name / NAME).iterdir()} for name in ("one", "more"))
+    one, more = (
+        {file.name: file.read_bytes() for file in (tmp_path / name / NAME).iterdir()}
+        for name in ("one", "more")
+    )
     assert one.keys() == more.keys()
     assert {name for name in one if one[name] != more[name]} <= {"unified_checkpoint.json"}
 
 
 @given(cases(max_world=6, max_tensors=3, loads=1), st.data())
-@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=25,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_any_ranks_on_any_machines(tmp_path: Path, case: Case, data: st.DataObject) -> None:
-    machines = data.draw(st.lists(st.integers(0, 2), min_size=case.saved.world, max_size=case.saved.world))
+    machines = data.draw(
+        st.lists(st.integers(0, 2), min_size=case.saved.world, max_size=case.saved.world)
+    )
     block = data.draw(st.sampled_from([0, 1, 512, 70_000, 1 << 20]))
-    tile_nbytes, background = data.draw(st.sampled_from([64 << 10, 16 << 20])), data.draw(st.booleans())
+    tile_nbytes, background = (
+        data.draw(st.sampled_from([64 << 10, 16 << 20])),
+        data.draw(st.booleans()),
+    )
     options = SAVE.model_copy(update={"write_alignment": block})
 
     def act(comm: Comm) -> None:
@@ -144,19 +191,32 @@ def test_any_ranks_on_any_machines(tmp_path: Path, case: Case, data: st.DataObje
             for _ in range(2):
                 state = case.state(comm.rank)
                 if background:
-                    made.save_async(root / NAME, model=state, options=options.model_copy(update={"if_exists": "replace"})).result(60)
+                    made.save_async(
+                        root / NAME,
+                        model=state,
+                        options=options.model_copy(update={"if_exists": "replace"}),
+                    ).result(60)
                 else:
-                    made.save(root / NAME, model=state, options=options.model_copy(update={"if_exists": "replace"}))
+                    made.save(
+                        root / NAME,
+                        model=state,
+                        options=options.model_copy(update={"if_exists": "replace"}),
+                    )
 
     with TemporaryDirectory(dir=tmp_path) as name, pytest.MonkeyPatch.context() as patch:
         root = Path(name)
-        patch.setattr(plan_save, "TILE_NBYTES", tile_nbytes)
+        patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
         run_ranks(case.saved.world, act)
         assert uc.verify(root / NAME, deep=True).ok
         (root / "alone").mkdir()
         save_alone(case, root / "alone")
-        one, more = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in (root / "alone" / NAME, root / NAME))
-        assert {name for name in one.keys() | more.keys() if one.get(name) != more.get(name)} <= {"unified_checkpoint.json"}
+        one, more = (
+            {file.name: file.read_bytes() for file in folder.iterdir()}
+            for folder in (root / "alone" / NAME, root / NAME)
+        )
+        assert {name for name in one.keys() | more.keys() if one.get(name) != more.get(name)} <= {
+            "unified_checkpoint.json"
+        }
 
 
 def test_loaded_by_the_machines_that_saved(tmp_path: Path) -> None:
@@ -167,7 +227,9 @@ def test_loaded_by_the_machines_that_saved(tmp_path: Path) -> None:
         with on_machine(comm, MACHINES) as made:
             report = made.load(tmp_path / NAME, model=target, layout=LAYOUT, options=LOAD)
         assert report.rank_extra == ("of", comm.rank, "x" * comm.rank)
-        assert all(torch.equal(target[name], tensor) for name, tensor in contents(2, comm.rank).items())
+        assert all(
+            torch.equal(target[name], tensor) for name, tensor in contents(2, comm.rank).items()
+        )
 
     run_ranks(4, act)
 
@@ -181,10 +243,15 @@ def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
         folder = tmp_path / f"pair-{comm.rank // 2}" / NAME
         with on_machine(comm, machines) as made:
             for step in range(3):
-                mine = {"w": (full + step).chunk(4)[comm.rank].clone(), "b": torch.arange(9.0) + step}
+                mine = {
+                    "w": (full + step).chunk(4)[comm.rank].clone(),
+                    "b": torch.arange(9.0) + step,
+                }
                 options = SAVE.model_copy(update={"if_exists": "replace", "write_alignment": 4096})
                 if step % 2:
-                    made.save_async(folder, model=mine, layout=layout, options=options, step=step).result(60)
+                    made.save_async(
+                        folder, model=mine, layout=layout, options=options, step=step
+                    ).result(60)
                 else:
                     made.save(folder, model=mine, layout=layout, options=options, step=step)
                 target = {"w": torch.zeros_like(full), "b": torch.zeros(9)}
@@ -193,7 +260,10 @@ def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
                 assert torch.equal(target["b"], torch.arange(9.0) + step)
 
     run_ranks(4, act)
-    assert [len(list((tmp_path / f"pair-{i}" / NAME).glob("model_fragments*.safetensors"))) for i in (0, 1)] == [2, 2]
+    assert [
+        len(list((tmp_path / f"pair-{i}" / NAME).glob("model_fragments*.safetensors")))
+        for i in (0, 1)
+    ] == [2, 2]
 
 
 def test_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
@@ -209,7 +279,9 @@ def test_saves_in_a_row_leave_nothing_behind(tmp_path: Path) -> None:
                 if turn % 2:
                     made.save(tmp_path / NAME, model=state, layout=LAYOUT, options=options)
                 else:
-                    made.save_async(tmp_path / NAME, model=state, layout=LAYOUT, options=options).result(60)
+                    made.save_async(
+                        tmp_path / NAME, model=state, layout=LAYOUT, options=options
+                    ).result(60)
                 if turn in (5, 29):
                     with counting(comm):
                         if comm.rank == 0:
@@ -230,12 +302,20 @@ def full_at(number: int, machine: int) -> Storages:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("machine", [0, 1])
-def test_a_disk_that_is_full_for_one_machine(tmp_path: Path, machine: int, background: bool) -> None:
+def test_a_disk_that_is_full_for_one_machine(
+    tmp_path: Path, machine: int, background: bool
+) -> None:
     """One text for all ranks, nothing left behind, and the older checkpoint is as it was."""
     fine(save(tmp_path, 1))
     number = 0
     while True:
-        found = save(tmp_path, 2, storages=full_at(number, machine), background=background, if_exists="replace")
+        found = save(
+            tmp_path,
+            2,
+            storages=full_at(number, machine),
+            background=background,
+            if_exists="replace",
+        )
         if not any(isinstance(one, BaseException) for one in found):
             break
         same_error(found, uc.StorageError, "No space left on device")
@@ -246,7 +326,9 @@ def test_a_disk_that_is_full_for_one_machine(tmp_path: Path, machine: int, backg
     check(tmp_path, 2)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a thread that serves dies with its process
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # a thread that serves dies with its process
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", [[1], [0, 1]])
 def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
@@ -259,8 +341,12 @@ def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
     for at in range(0, len(fuse.operations), every):
         root, fuse = tmp_path / f"at-{at}", Fuse(at)
         shutil.copytree(start, root)
-        found = save(root, 2, storages=faulty(where, fuse), if_exists="replace", timeout_seconds=6.0)
-        assert all(isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found), found
+        found = save(
+            root, 2, storages=faulty(where, fuse), if_exists="replace", timeout_seconds=6.0
+        )
+        assert all(
+            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+        ), found
         step = uc.open(root / NAME).step
         seen.add(step)
         assert step == 2 or not any(isinstance(one, uc.SaveReport) for one in found)
@@ -272,11 +358,15 @@ def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
 
 
 def faulty(where: Sequence[int], fuse: Fuse) -> Storages:
-    return lambda machine, place: FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
+    return lambda machine, place: (
+        FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
+    )
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_rank_that_fails_in_mid_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+def test_a_rank_that_fails_in_mid_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
     """The ranks that wait for its part of a tile hear why long before their time is out."""
     real = tiles.spans_of
     once = iter([True])
@@ -287,7 +377,11 @@ def test_a_rank_that_fails_in_mid_exchange(tmp_path: Path, monkeypatch: pytest.M
         return real(*args, **what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tiles, "spans_of", broken)
-    same_error(save(tmp_path, 1, background=background, timeout_seconds=30.0), uc.RankError, "ValueError: no such piece")
+    same_error(
+        save(tmp_path, 1, background=background, timeout_seconds=30.0),
+        uc.RankError,
+        "ValueError: no such piece",
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -333,19 +427,32 @@ def test_one_side_sees_the_other_and_not_the_reverse(tmp_path: Path) -> None:
     def storages(machine: int, place: str) -> LocalStorage:
         return LocalStorage(str(tmp_path)) if machine == 0 else OneWay(str(tmp_path / "other"))
 
-    same_error(save(tmp_path, 1, storages=storages), uc.StorageError, "only one side sees the other's files")
+    same_error(
+        save(tmp_path, 1, storages=storages),
+        uc.StorageError,
+        "only one side sees the other's files",
+    )
     assert sorted(os.listdir(tmp_path)) == ["other"]
     assert os.listdir(tmp_path / "other") == []
 
 
 def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_plans, real = [], save_module.make_plan
-    monkeypatch.setattr(save_module, "make_plan", lambda *args, **what: (made_plans.append(1), real(*args, **what))[1])
+    monkeypatch.setattr(
+        save_module,
+        "make_plan",
+        lambda *args, **what: (made_plans.append(1), real(*args, **what))[1],
+    )
 
     def act(comm: Comm) -> None:
         with on_machine(comm, MACHINES) as made:
             for turn in range(3):
-                made.save(tmp_path / f"{turn}", model=contents(turn, comm.rank), layout=LAYOUT, options=SAVE)
+                made.save(
+                    tmp_path / f"{turn}",
+                    model=contents(turn, comm.rank),
+                    layout=LAYOUT,
+                    options=SAVE,
+                )
 
     run_ranks(4, act)
     assert len(made_plans) == 4
@@ -358,16 +465,26 @@ def test_a_manager_on_two_machines_with_one_root(tmp_path: Path, asynchronous: b
     def act(comm: Comm) -> list[str]:
         options = uc.SaveOptions(timeout_seconds=30, fsync=False, write_alignment=4096)
         with manager_of(
-            comm, tmp_path, save_options=options, interval_steps=1, keep_latest=2, asynchronous=asynchronous, machine=f"m{comm.rank // 2}"
+            comm,
+            tmp_path,
+            save_options=options,
+            interval_steps=1,
+            keep_latest=2,
+            asynchronous=asynchronous,
+            machine=f"m{comm.rank // 2}",
         ) as manager:
             for step in range(1, 6):
                 manager.save(step, model=contents(step, comm.rank), layout=LAYOUT)
             manager.wait()
-            target = {name: torch.zeros_like(tensor) for name, tensor in contents(0, comm.rank).items()}
+            target = {
+                name: torch.zeros_like(tensor) for name, tensor in contents(0, comm.rank).items()
+            }
             report = manager.restore(model=target, layout=LAYOUT)
         assert report is not None
         assert report.step == 5
-        assert all(torch.equal(target[name], tensor) for name, tensor in contents(5, comm.rank).items())
+        assert all(
+            torch.equal(target[name], tensor) for name, tensor in contents(5, comm.rank).items()
+        )
         return sorted(os.listdir(tmp_path))
 
     assert run_ranks(4, act) == [["checkpoint-4", "checkpoint-5"]] * 4

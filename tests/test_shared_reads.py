@@ -11,16 +11,19 @@ import torch
 from machines import LOAD, NAME, SAVE, on_machine
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
-from unified_ckpt.engine import inventory
-from unified_ckpt.engine.census import Census
-from unified_ckpt.engine.sharing import overlap
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.load.share_reads import overlap
+from unified_ckpt.engine.nodes import inventory
+from unified_ckpt.engine.plan.holders import Census
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import run_ranks
 
-FULL = {"w": torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000), "b": torch.arange(7.0)}
+FULL = {
+    "w": torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000),
+    "b": torch.arange(7.0),
+}
 
 
 class Reads:
@@ -50,14 +53,20 @@ class Reads:
         return sum(map(len, self.machines.values())) / len(self.machines)
 
 
-def load(root: Path, machines: list[int], *, layout: uc.Layout | None = None, **options: object) -> None:
+def load(
+    root: Path, machines: list[int], *, layout: uc.Layout | None = None, **options: object
+) -> None:
     def act(comm: Comm) -> None:
         target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
         if layout is not None:
             target["w"] = torch.zeros_like(FULL["w"].chunk(comm.world)[comm.rank])
         with on_machine(comm, machines) as made:
-            made.load(root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options))
-        assert torch.equal(target["w"], FULL["w"] if layout is None else FULL["w"].chunk(comm.world)[comm.rank])
+            made.load(
+                root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options)
+            )
+        assert torch.equal(
+            target["w"], FULL["w"] if layout is None else FULL["w"].chunk(comm.world)[comm.rank]
+        )
         assert torch.equal(target["b"], FULL["b"])
 
     run_ranks(len(machines), act)
@@ -70,7 +79,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("machines", [[0, 1, 2], [0, 0, 1, 1]])
-def test_replicas_on_a_slow_volume_read_each_byte_once(saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]) -> None:
+def test_replicas_on_a_slow_volume_read_each_byte_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]
+) -> None:
     reads = Reads(monkeypatch, machines)
     monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
     load(saved, machines)
@@ -78,7 +89,9 @@ def test_replicas_on_a_slow_volume_read_each_byte_once(saved: Path, monkeypatch:
     assert set().union(*reads.machines.values()) == set(machines), "all of them do a part"
 
 
-def test_on_a_local_disk_or_a_parallel_file_system_each_machine_reads_for_itself(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_local_disk_or_a_parallel_file_system_each_machine_reads_for_itself(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = Reads(monkeypatch, [0, 1, 2])
     load(saved, [0, 1, 2])
     assert reads.by_how_many == 3
@@ -93,11 +106,16 @@ def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.Mon
     assert reads.by_how_many == 3
 
 
-def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
     asked: list[str] = []
     real = uc.engine.pieces.JointStorage.share  # type: ignore[attr-defined]
-    monkeypatch.setattr("unified_ckpt.engine.pieces.JointStorage.share", lambda self, **what: (asked.append("share"), real(self, **what)))
+    monkeypatch.setattr(
+        "unified_ckpt.engine.nodes.storage.JointStorage.share",
+        lambda self, **what: (asked.append("share"), real(self, **what)),
+    )
     load(saved, [0, 1, 2], layout=uc.Layout(mesh={"dp": 3}, rules={"w": {"dp": 0}}))
     assert asked == []
 
@@ -115,7 +133,9 @@ def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.M
 
 def test_overlap() -> None:
     spec = TensorSpec("F32", (8, 4))
-    rows = Row("model", "w", spec, Sharding((Cut(0, 2, 2),)))  # mesh [2, 2]: rows over the first dim, replicas over the second
+    rows = Row(
+        "model", "w", spec, Sharding((Cut(0, 2, 2),))
+    )  # mesh [2, 2]: rows over the first dim, replicas over the second
     census = Census({0: [rows]}, {0: [0, 1, 2, 3]})
     assert overlap(census, [0, 0, 1, 1]) == pytest.approx(1.0), "replicas inside a machine"
     assert overlap(census, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each machine"

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import checkpointer_of, run_ranks
 
 NO_SYNC = uc.SaveOptions(fsync=False)
@@ -24,7 +24,10 @@ NO_SYNC = uc.SaveOptions(fsync=False)
 def state_of(tensors: int) -> dict[str, torch.Tensor]:
     """Mixed dtypes and scalars, so that neighbours by name are not neighbours in the file."""
     made = {f"layers.{i}.w": torch.full((2, 3), float(i)) for i in range(tensors // 2)}
-    made |= {f"layers.{i}.b": torch.full((3,), i % 128, dtype=torch.bfloat16) for i in range(tensors // 4)}
+    made |= {
+        f"layers.{i}.b": torch.full((3,), i % 128, dtype=torch.bfloat16)
+        for i in range(tensors // 4)
+    }
     return made | {f"layers.{i}.step": torch.tensor(float(i)) for i in range(tensors - len(made))}
 
 
@@ -72,7 +75,9 @@ def operations(root: Path, tensors: int) -> dict[str, int]:
 
 def assert_linear(few: dict[str, int], many: dict[str, int], *, times: int) -> None:
     grown = {name: round(many[name] / few[name], 2) for name in few}
-    assert max(grown.values()) < 1.15 * times, f"{times} times as many tensors are so many times the work: {grown}"
+    assert max(grown.values()) < 1.15 * times, (
+        f"{times} times as many tensors are so many times the work: {grown}"
+    )
 
 
 def test_work_grows_as_the_number_of_tensors(tmp_path: Path) -> None:
@@ -83,7 +88,9 @@ def test_work_grows_as_the_number_of_tensors(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_work_of_160_000_tensors_is_linear(tmp_path: Path) -> None:
     operations(tmp_path / "warm", 10)
-    assert_linear(operations(tmp_path / "few", 20_000), operations(tmp_path / "many", 160_000), times=8)
+    assert_linear(
+        operations(tmp_path / "few", 20_000), operations(tmp_path / "many", 160_000), times=8
+    )
 
 
 def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
@@ -95,7 +102,9 @@ def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
 
         def act(comm: Any) -> None:
             with checkpointer_of(comm) as checkpointer:
-                counts.append(work_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC)))
+                counts.append(
+                    work_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC))
+                )
                 counts.append(work_of(lambda: checkpointer.load(root, model=state)))
 
         run_ranks(2, act)
@@ -107,7 +116,9 @@ def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensors", [3, 2000])
-def test_small_tensors_go_to_a_file_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int) -> None:
+def test_small_tensors_go_to_a_file_by_few_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
+) -> None:
     calls = {"read": 0, "write": 0}
     read, write = LocalStorage.read_at, LocalStorage.write_at
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.spread import spread
+from unified_ckpt.core.nodes.replica_placement import spread
 
 
 @st.composite
@@ -14,7 +14,9 @@ def stored(draw: st.DrawFn) -> tuple[list[dict[str, str]], dict[str, list[str]],
     units_of: dict[str, list[str]] = {}
     holdings = []
     for _ in range(count):
-        files = draw(st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), max_size=4))
+        files = draw(
+            st.lists(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=3), max_size=4)
+        )
         holding, seen = {}, set[str]()
         for number, units in enumerate(files):
             mine = sorted(units - seen)
@@ -27,7 +29,9 @@ def stored(draw: st.DrawFn) -> tuple[list[dict[str, str]], dict[str, list[str]],
 
 
 @given(stored())
-def test_every_unit_is_on_as_many_machines_as_wanted(drawn: tuple[list[dict[str, str]], dict[str, list[str]], int]) -> None:
+def test_every_unit_is_on_as_many_machines_as_wanted(
+    drawn: tuple[list[dict[str, str]], dict[str, list[str]], int],
+) -> None:
     holdings, units_of, copies = drawn
     orders = spread(holdings, units_of, copies=copies)
     count = len(holdings)
@@ -40,7 +44,9 @@ def test_every_unit_is_on_as_many_machines_as_wanted(drawn: tuple[list[dict[str,
     before = {unit: len(on) for unit, on in where.items()}
     for number, order in enumerate(orders):
         assert number not in order
-        assert {(number - step) % count for step in range(1, copies)} <= set(order), "what is the ranks' own"
+        assert {(number - step) % count for step in range(1, copies)} <= set(order), (
+            "what is the ranks' own"
+        )
         for source, files in order.items():
             for file in files:
                 units = units_of[holdings[source][file]]

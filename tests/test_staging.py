@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from unified_ckpt.errors import RankError, StorageError
-from unified_ckpt.runtime.staging import SLOTS, Wait, Window, create_window, giving_up, open_window
+from unified_ckpt.runtime.exchange.shared_memory import (
+    SLOTS,
+    Wait,
+    Window,
+    create_window,
+    giving_up,
+    open_window,
+)
 
 TILE = 8192
 SECONDS = 30.0  # far more than any of this needs
@@ -53,9 +60,13 @@ def test_tiles_take_turns() -> None:
     window, fd = create_window(world=2, tile_nbytes=TILE)
     for number in range(2 * SLOTS):
         window.tile(number)[:] = number + 1
-    assert [int(window.tile(number)[0]) for number in range(SLOTS)] == [SLOTS + 1 + i for i in range(SLOTS)]
+    assert [int(window.tile(number)[0]) for number in range(SLOTS)] == [
+        SLOTS + 1 + i for i in range(SLOTS)
+    ]
     assert window.tile(0).data_ptr() == window.tile(SLOTS).data_ptr()
-    assert all(window.tile(number).data_ptr() % 4096 == 0 for number in range(SLOTS)), "aligned for any dtype and for the disk"
+    assert all(window.tile(number).data_ptr() % 4096 == 0 for number in range(SLOTS)), (
+        "aligned for any dtype and for the disk"
+    )
     assert window.tile(0).numel() == TILE
     window.close()
     os.close(fd)
@@ -162,7 +173,10 @@ def empty(windows: dict[int, Window], rank: int) -> list[int]:
 def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], Window]) -> None:
     windows = {rank: make(WORLD) for rank in range(WORLD)}
     with ThreadPoolExecutor(WORLD) as pool:
-        filled, emptied = zip(*pool.map(lambda rank: (fill(windows, rank), empty(windows, rank)), range(WORLD)), strict=True)
+        filled, emptied = zip(
+            *pool.map(lambda rank: (fill(windows, rank), empty(windows, rank)), range(WORLD)),
+            strict=True,
+        )
     assert filled[0] == [[10 * number + rank for rank in range(WORLD)] for number in range(COUNT)]
     assert emptied[1] == emptied[2] == [100 + number for number in range(COUNT)]
 
@@ -171,7 +185,7 @@ def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], Window]
 
 CHILD = """
 import os, sys
-from unified_ckpt.runtime.staging import Wait, create_window, open_window
+from unified_ckpt.runtime.exchange.shared_memory import Wait, create_window, open_window
 
 held, fd = create_window(world=2, tile_nbytes=8192)
 tile = held.tile(0)
@@ -215,18 +229,30 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+    }
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         yield Child(process)
         process.kill()
 
 
-def test_a_process_shares_its_memory_and_is_missed_when_it_dies(make: Callable[[int], Window], child: Child) -> None:
+def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
+    make: Callable[[int], Window], child: Child
+) -> None:
     """One test, as it takes seconds to start a process that imports torch."""
     window = make(2)
-    assert child.says() == str(3 * TILE), "a view of a closed window that is still held stays readable"
+    assert child.says() == str(3 * TILE), (
+        "a view of a closed window that is still held stays readable"
+    )
     theirs = open_window(child.says(), world=2, tile_nbytes=TILE)
     wait = waiting({0: window, 1: theirs})
     window.serve(1)
@@ -244,11 +270,15 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(make: Callable[[
 
     child.process.kill()  # nobody has waited for it yet: it is a zombie
     pid, started = child.process.pid, time.monotonic()
-    with pytest.raises(RankError, match=rf"rank 1 \(process {pid}\) is gone; waited for tile 2 of exchange 6"):
+    with pytest.raises(
+        RankError, match=rf"rank 1 \(process {pid}\) is gone; waited for tile 2 of exchange 6"
+    ):
         wait.until_progress(1, exchange=6, tiles=3)
     assert time.monotonic() - started < SECONDS / 2, "long before the time-out"
     theirs.close()
-    with pytest.raises(StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"):
+    with pytest.raises(
+        StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"
+    ):
         open_window(theirs.token, world=2, tile_nbytes=TILE)
 
 
@@ -260,9 +290,13 @@ def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> No
     wait = waiting(windows, seconds=0.2)
     windows[2].serve(4)
     windows[2].advance(1)
-    with pytest.raises(RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"):
+    with pytest.raises(
+        RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"
+    ):
         wait.until_progress(2, exchange=4, tiles=2)
-    with pytest.raises(RankError, match=r"rank 2 did not come to tile 0 of exchange 5 within 0.2 s"):
+    with pytest.raises(
+        RankError, match=r"rank 2 did not come to tile 0 of exchange 5 within 0.2 s"
+    ):
         wait.until_progress(2, exchange=5, tiles=1)
     windows[0].mark(0, 1)
     with pytest.raises(RankError, match=r"rank 2 did not come to its part of tile 0 within 0.2 s"):
@@ -295,9 +329,13 @@ def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window])
 def test_the_time_out_is_one_of_silence(make: Callable[[int], Window]) -> None:
     """Whoever gets on is waited for: three signs of life, and then none."""
     window, signs = make(2), iter([1, 2, 3, 3])
-    wait = Wait(timeout_seconds=0.2, windows={1: window}, heed=lambda: None, signs=lambda: next(signs))
+    wait = Wait(
+        timeout_seconds=0.2, windows={1: window}, heed=lambda: None, signs=lambda: next(signs)
+    )
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 did not come to tile 0 of exchange 1 within 0.2 s"):
+    with pytest.raises(
+        RankError, match=r"rank 1 did not come to tile 0 of exchange 1 within 0.2 s"
+    ):
         wait.until_progress(1, exchange=1, tiles=1)
     assert time.monotonic() - began > 0.8
 

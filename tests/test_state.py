@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from unified_ckpt.core.layout import Layout
-from unified_ckpt.core.sharding import Cut, Sharding
+from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.shardings import Cut, Sharding
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.runtime.placements import Placer
-from unified_ckpt.runtime.state import State, flatten_state, place_targets
-from unified_ckpt.runtime.tensors import Part
+from unified_ckpt.runtime.torch_state.flatten import State, flatten_state, place_targets
+from unified_ckpt.runtime.torch_state.placements import Placer
+from unified_ckpt.runtime.torch_state.tensors import Part
 
 TP = Sharding((Cut(0, 2, 1),))
 
@@ -34,11 +34,20 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def layout(shape: tuple[int, ...] | None = None) -> Layout:
-    return Layout(mesh={"tp": 2}, rules={"w": {"tp": 0}}, shapes={} if shape is None else {"w": shape})
+    return Layout(
+        mesh={"tp": 2}, rules={"w": {"tp": 0}}, shapes={} if shape is None else {"w": shape}
+    )
 
 
 def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> State:
-    asked = {"model": None, "optimizer": None, "master_weights": None, "further": None, "model_dtype": None, **given}
+    asked = {
+        "model": None,
+        "optimizer": None,
+        "master_weights": None,
+        "further": None,
+        "model_dtype": None,
+        **given,
+    }
     return flatten_state(Placer(rank, range(2), rules), **asked)
 
 
@@ -53,7 +62,9 @@ def test_parts_of_a_model_and_its_optimizer() -> None:
     optimizer = stepped(module)
     state = flatten(model=module, optimizer=optimizer)
     found = by_key(state.parts)
-    states = [("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")]
+    states = [
+        ("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
     assert set(found) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
     assert state.asked == {"model", "optimizer"}
     assert found["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
@@ -80,7 +91,9 @@ def test_state_follows_its_parameter() -> None:
 def test_state_of_a_padded_parameter_is_cut_off_like_it() -> None:
     for rank, rows in enumerate((8, 2)):
         module = model(8)
-        found = by_key(flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).parts)
+        found = by_key(
+            flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).parts
+        )
         for key in (("model", "w"), ("optimizer", "w/exp_avg"), ("optimizer", "w/exp_avg_sq")):
             assert found[key].row.spec.shape == (10, 3)
             assert tuple(found[key].local.shape) == (rows, 3)
@@ -90,9 +103,14 @@ def test_state_of_another_shape_of_a_sharded_parameter_is_refused() -> None:
     module = model()
     optimizer = stepped(module)
     optimizer.state[module.get_parameter("w")]["row_var"] = torch.ones(4, 1)
-    with pytest.raises(LayoutError, match=r"w/row_var: plain state of shape \(4, 1\) of a sharded parameter whose part here is \(4, 3\)"):
+    with pytest.raises(
+        LayoutError,
+        match=r"w/row_var: plain state of shape \(4, 1\) of a sharded parameter whose part here is \(4, 3\)",
+    ):
         flatten(0, layout(), model=module, optimizer=optimizer)
-    assert ("optimizer", "w/row_var") in by_key(flatten(0, None, model=module, optimizer=optimizer).parts), "fine where nothing is cut"
+    assert ("optimizer", "w/row_var") in by_key(
+        flatten(0, None, model=module, optimizer=optimizer).parts
+    ), "fine where nothing is cut"
 
 
 def test_masters_follow_too() -> None:
@@ -100,7 +118,10 @@ def test_masters_follow_too() -> None:
     masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
     found = by_key(flatten(1, layout(), model=module, master_weights=masters).parts)
     assert found["master_weights", "w"].row.sharding == found["model", "w"].row.sharding == TP
-    assert (found["model", "w"].row.spec.dtype, found["master_weights", "w"].row.spec.dtype) == ("BF16", "F32")
+    assert (found["model", "w"].row.spec.dtype, found["master_weights", "w"].row.spec.dtype) == (
+        "BF16",
+        "F32",
+    )
 
 
 def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
@@ -115,17 +136,27 @@ def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
         "short": "BF16",
         "small": "F8_E4M3",
     }
-    assert {fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"} == {"w": "F32", "b": "F32"}
+    assert {
+        fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"
+    } == {"w": "F32", "b": "F32"}
     assert found["model", "w"].casts
-    assert found["model", "w"].local.data_ptr() == found["master_weights", "w"].local.data_ptr(), "cast on the way, not before"
+    assert found["model", "w"].local.data_ptr() == found["master_weights", "w"].local.data_ptr(), (
+        "cast on the way, not before"
+    )
 
 
 def test_tied_weights_have_masters_once() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["embed"].weight
     state = flatten(model=module, model_dtype="bfloat16")
-    assert set(by_key(state.parts)) == {("model", "embed.weight"), ("master_weights", "embed.weight")}
-    assert state.aliases == {"model": {"head.weight": "embed.weight"}, "master_weights": {"head.weight": "embed.weight"}}
+    assert set(by_key(state.parts)) == {
+        ("model", "embed.weight"),
+        ("master_weights", "embed.weight"),
+    }
+    assert state.aliases == {
+        "model": {"head.weight": "embed.weight"},
+        "master_weights": {"head.weight": "embed.weight"},
+    }
 
 
 def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
@@ -137,16 +168,24 @@ def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
         return Layout(mesh={"tp": 2}, rules={"embed": {"tp": 0}, "head": {"tp": head}})
 
     placer = Placer(0, range(2), rules(0))
-    state = flatten_state(placer, model=tied, optimizer=None, master_weights=None, further=None, model_dtype=None)
+    state = flatten_state(
+        placer, model=tied, optimizer=None, master_weights=None, further=None, model_dtype=None
+    )
     assert by_key(state.parts)["model", "embed"].row.spec.shape == (4, 3)
     assert placer.matched == {"embed", "head"}
-    with pytest.raises(LayoutError, match=r"^head: Layout rule 'head' is of the tensor embed, and 'embed' differs for that name"):
+    with pytest.raises(
+        LayoutError,
+        match=r"^head: Layout rule 'head' is of the tensor embed, and 'embed' differs for that name",
+    ):
         flatten(0, rules(1), model=tied)
 
 
 def test_an_optimizer_without_masters_has_none_to_give() -> None:
     module = model()
-    with pytest.raises(LayoutError, match=r"^master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that"):
+    with pytest.raises(
+        LayoutError,
+        match=r"^master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that",
+    ):
         flatten(model=module, master_weights=stepped(module))
 
 
@@ -154,10 +193,15 @@ def test_further_parts() -> None:
     module = model()
     average = {"w": torch.ones(4, 3)}
     state = flatten(1, layout(), model=module, further={"ema": average})
-    assert by_key(state.parts)["ema", "w"].row.sharding == TP, "a Layout is of names, whatever the part"
+    assert by_key(state.parts)["ema", "w"].row.sharding == TP, (
+        "a Layout is of names, whatever the part"
+    )
     assert state.asked == {"model", "ema"}
     for name in ("model", "optimizer", "master_weights"):
-        with pytest.raises(LayoutError, match=rf"parts=\{{'{name}': …\}}: this part has an argument of its own; needed another name"):
+        with pytest.raises(
+            LayoutError,
+            match=rf"parts=\{{'{name}': …\}}: this part has an argument of its own; needed another name",
+        ):
             flatten(model=module, further={name: average})
 
 
@@ -170,7 +214,9 @@ def test_an_optimizer_may_hold_parameters_of_further_parts() -> None:
     state = flatten(1, layout(), model=module, further={"critic": critic}, optimizer=both)
     found = by_key(state.parts)
     assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
-    assert found["optimizer", "critic.w/exp_avg"].row.sharding == TP, "a Layout is of names, whatever the part"
+    assert found["optimizer", "critic.w/exp_avg"].row.sharding == TP, (
+        "a Layout is of names, whatever the part"
+    )
     assert found["optimizer", "critic.w/exp_avg"].row.spec.shape == (8, 3)
     assert found["optimizer", "critic.b/exp_avg"].row.spec.shape == (3,)
 
@@ -179,12 +225,22 @@ def test_targets_are_placed_like_state() -> None:
     module = model()
     state = flatten(1, layout(), model=module)
     placer = Placer(1, range(2), layout())
-    tensors = {"w/exp_avg": torch.empty(4, 3), "w/step": torch.empty(()), "b/exp_avg": torch.empty(3)}
+    tensors = {
+        "w/exp_avg": torch.empty(4, 3),
+        "w/step": torch.empty(()),
+        "b/exp_avg": torch.empty(3),
+    }
     found = by_key(place_targets(placer, "optimizer", tensors, state.leaders()))
-    assert {key[1]: part.row.spec.shape for key, part in found.items()} == {"w/exp_avg": (8, 3), "w/step": (), "b/exp_avg": (3,)}
+    assert {key[1]: part.row.spec.shape for key, part in found.items()} == {
+        "w/exp_avg": (8, 3),
+        "w/step": (),
+        "b/exp_avg": (3,),
+    }
     assert found["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
 
 
 def test_dtypes_that_a_file_cannot_hold_are_named() -> None:
-    with pytest.raises(MismatchError, match=r"^ema:z: dtype torch.complex128 has no name in safetensors"):
+    with pytest.raises(
+        MismatchError, match=r"^ema:z: dtype torch.complex128 has no name in safetensors"
+    ):
         flatten(further={"ema": {"z": torch.ones(1, dtype=torch.complex128)}})

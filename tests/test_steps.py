@@ -14,8 +14,8 @@ from manifests import sealed
 
 import unified_ckpt as uc
 from unified_ckpt.format import names
-from unified_ckpt.manager.steps import Scan, scan
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.manager.steps.scan import Scan, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def scanned(root: Path, prefix: str = "checkpoint-") -> Scan:
@@ -23,11 +23,24 @@ def scanned(root: Path, prefix: str = "checkpoint-") -> Scan:
 
 
 def test_a_record_says_what_the_manifest_says(tmp_path: Path) -> None:
-    uc.save(tmp_path / "checkpoint-12", step=12, metrics={"loss": 0.5}, rank_extra=(1, 2), **state(12))
+    uc.save(
+        tmp_path / "checkpoint-12", step=12, metrics={"loss": 0.5}, rank_extra=(1, 2), **state(12)
+    )
     (one,) = scanned(tmp_path).steps
     manifest = json.loads((tmp_path / "checkpoint-12" / names.MANIFEST).read_bytes())
-    assert (one.name, one.status, one.why, one.step, one.full, one.ours) == ("checkpoint-12", "complete", "", 12, True, True)
-    assert (one.created, one.seconds, one.save_id) == (manifest["created"], manifest["seconds"], manifest["save_id"])
+    assert (one.name, one.status, one.why, one.step, one.full, one.ours) == (
+        "checkpoint-12",
+        "complete",
+        "",
+        12,
+        True,
+        True,
+    )
+    assert (one.created, one.seconds, one.save_id) == (
+        manifest["created"],
+        manifest["seconds"],
+        manifest["save_id"],
+    )
     assert (one.parts, one.metrics) == (("model", "optimizer"), {"loss": 0.5})
     files = list((tmp_path / "checkpoint-12").iterdir())
     assert (one.files, one.nbytes) == (len(files), sum(file.stat().st_size for file in files))
@@ -46,11 +59,23 @@ def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
         (cut_off, "it has no unified_checkpoint.json"),
         (lose, "optimizer.safetensors is missing"),
         (lambda f: lose(f, "digests.safetensors"), "digests.safetensors is missing"),
-        (lambda f: lose(f, "model.safetensors.index.json"), "model.safetensors.index.json is missing"),
-        (lambda f: os.truncate(f / "model.safetensors", 9), "model.safetensors has 9 bytes; the manifest says "),
-        (lambda f: (lose(f), lose(f, "model.safetensors")), "model.safetensors is missing (and 1 more)"),
+        (
+            lambda f: lose(f, "model.safetensors.index.json"),
+            "model.safetensors.index.json is missing",
+        ),
+        (
+            lambda f: os.truncate(f / "model.safetensors", 9),
+            "model.safetensors has 9 bytes; the manifest says ",
+        ),
+        (
+            lambda f: (lose(f), lose(f, "model.safetensors")),
+            "model.safetensors is missing (and 1 more)",
+        ),
         (lambda f: (f / names.MANIFEST).write_text("{"), "unified_checkpoint.json: not valid JSON"),
-        (lambda f: (f / names.MANIFEST).write_bytes(sealed({"format_version": "9.0"})), "unified_checkpoint.json: format version is 9.0"),
+        (
+            lambda f: (f / names.MANIFEST).write_bytes(sealed({"format_version": "9.0"})),
+            "unified_checkpoint.json: format version is 9.0",
+        ),
     ],
 )
 def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) -> None:
@@ -70,7 +95,9 @@ def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path)
     found = {one.name: one for one in scanned(tmp_path).steps}
     assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
     assert found["checkpoint-7"].why == "its manifest says step 5; needed a name that says the same"
-    assert found["checkpoint-8"].why == "its manifest says no step; needed a name that says the same"
+    assert (
+        found["checkpoint-8"].why == "its manifest says no step; needed a name that says the same"
+    )
     assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
 
 
@@ -96,7 +123,13 @@ def test_others_folders_are_seen_and_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3b").mkdir()
     (tmp_path / "checkpoint-4").write_text("a file")
     (one,) = scanned(tmp_path).steps
-    assert (one.name, one.ours, one.status, one.files, one.nbytes) == ("checkpoint-3", False, "incomplete", 1, 1)
+    assert (one.name, one.ours, one.status, one.files, one.nbytes) == (
+        "checkpoint-3",
+        False,
+        "incomplete",
+        1,
+        1,
+    )
 
 
 def test_leftovers_are_apart(tmp_path: Path) -> None:
@@ -127,9 +160,11 @@ def test_another_prefix(tmp_path: Path) -> None:
 def test_a_scan_starts_without_torch(tmp_path: Path) -> None:
     put(tmp_path, 1)
     program = (
-        "import sys; from unified_ckpt.manager.steps import scan; from unified_ckpt.runtime.storage import LocalStorage; "
-        "from unified_ckpt.manager import removal, rotation, policies; "
+        "import sys; from unified_ckpt.manager.steps.scan import scan; from unified_ckpt.runtime.storage.storage import LocalStorage; "
+        "from unified_ckpt.manager.steps import remove as removal, rotate as rotation; from unified_ckpt.manager.rules import when as policies; "
         "print(len(scan(LocalStorage(sys.argv[1]), 'checkpoint-').steps), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("1 False\n", "")

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.calls import ALONE, Calls
-from unified_ckpt.runtime.storage import LocalStorage, Reader, RemoteStorage, is_url, reader
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, RemoteStorage, is_url, reader
+from unified_ckpt.runtime.storage.write_calls import ALONE, Calls
 
 
 @pytest.fixture
@@ -84,7 +84,13 @@ def test_what_is_not_there_is_not_found(filled: Reader) -> None:
 
 
 def test_paths_and_urls(tmp_path: Path) -> None:
-    assert [is_url(p) for p in ("/a/b", "a", "file:///a", "s3://a/b", "memory://a")] == [False, False, False, True, True]
+    assert [is_url(p) for p in ("/a/b", "a", "file:///a", "s3://a/b", "memory://a")] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert isinstance(reader(f"file://{tmp_path}"), LocalStorage)
     assert isinstance(reader("memory://a"), RemoteStorage)
 
@@ -113,7 +119,9 @@ def test_more_buffers_than_one_system_call_takes(local: LocalStorage, tmp_path: 
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_writes_that_the_system_cuts_short_go_on(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_writes_that_the_system_cuts_short_go_on(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     real = os.pwritev
 
     def short(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -137,26 +145,34 @@ def test_file_systems_that_cache_all_writes_are_written_to_all_the_same(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", cached)
-    monkeypatch.setattr("unified_ckpt.runtime.storage.can_be_uncached", lambda _: True)
+    monkeypatch.setattr("unified_ckpt.runtime.storage.storage.can_be_uncached", lambda _: True)
     with LocalStorage(str(tmp_path), how=Calls(4, uncached=True)) as storage:
         storage.write_at("f", 0, views(b"abcdefg", b"hi"))
     assert (tmp_path / "f").read_bytes() == b"abcdefghi"
     assert refused == [0], "asked once"
 
 
-def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwritev", full)
-    with LocalStorage(str(tmp_path), how=ALONE) as storage, pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"):
+    with (
+        LocalStorage(str(tmp_path), how=ALONE) as storage,
+        pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"),
+    ):
         storage.write_at("f", 0, views(b"abc"))
 
 
 def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Path) -> None:
     """Two storages stand for two processes: each has the file open for itself."""
     whole, step = os.urandom(3 << 20), 1000
-    with LocalStorage(str(tmp_path), how=ALONE) as one, LocalStorage(str(tmp_path), how=ALONE) as other:
+    with (
+        LocalStorage(str(tmp_path), how=ALONE) as one,
+        LocalStorage(str(tmp_path), how=ALONE) as other,
+    ):
 
         def write(storage: LocalStorage, first: int) -> None:
             for start in range(first, len(whole), 2 * step):
@@ -172,10 +188,14 @@ def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Pa
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_reads_that_the_system_cuts_short_go_on(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_reads_that_the_system_cuts_short_go_on(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     (tmp_path / "f").write_bytes(bytes(range(200)))
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:most]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:most]], offset)
+    )
     into = bytearray(150)
     local.read_at("f", 20, memoryview(into))
     assert into == bytes(range(20, 170))
@@ -224,7 +244,10 @@ def test_close_gives_every_file_back(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error() -> None:
-    with LocalStorage("/dev") as storage, pytest.raises(StorageError, match=r"^/dev/full: write at byte 0 of failed: No space left"):
+    with (
+        LocalStorage("/dev") as storage,
+        pytest.raises(StorageError, match=r"^/dev/full: write at byte 0 of failed: No space left"),
+    ):
         storage.write_at("full", 0, views(b"x"))
 
 
@@ -251,7 +274,10 @@ def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_of_somebody_else_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with LocalStorage(str(tmp_path)) as storage, pytest.raises(StorageError, match=r"open failed: Permission denied"):
+    with (
+        LocalStorage(str(tmp_path)) as storage,
+        pytest.raises(StorageError, match=r"open failed: Permission denied"),
+    ):
         storage.write_at("f", 0, views(b"x"))
     tmp_path.chmod(0o700)
 
@@ -265,7 +291,9 @@ def test_links_are_never_written_through(local: LocalStorage, tmp_path: Path) ->
     (tmp_path / "target").write_bytes(b"precious")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for write in (lambda: local.write_at("link", 0, views(b"x")), lambda: local.resize("link", 0)):
-        with pytest.raises(StorageError, match=r"link: open failed: Too many levels of symbolic links"):
+        with pytest.raises(
+            StorageError, match=r"link: open failed: Too many levels of symbolic links"
+        ):
             write()
     assert (tmp_path / "target").read_bytes() == b"precious"
 
@@ -321,7 +349,9 @@ def test_exchange_swaps_two_names_in_one_step(local: LocalStorage, tmp_path: Pat
 
 def test_exchange_with_nothing_is_an_error(local: LocalStorage) -> None:
     local.make_folder("a")
-    with pytest.raises((StorageError, NotFoundError), match=r"exchange with .*b failed: No such file"):
+    with pytest.raises(
+        (StorageError, NotFoundError), match=r"exchange with .*b failed: No such file"
+    ):
         local.exchange("a", "b")
 
 
@@ -342,7 +372,9 @@ def test_remove_file(local: LocalStorage, tmp_path: Path) -> None:
         local.remove_file("f")
 
 
-def test_a_whole_tree_is_synced(local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_tree_is_synced(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "d" / "e").mkdir(parents=True)
     (tmp_path / "d" / "e" / "f").write_bytes(b"x")
     (tmp_path / "g").write_bytes(b"y")
@@ -356,7 +388,9 @@ def test_a_whole_tree_is_synced(local: LocalStorage, tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", noted)
     local.sync_tree("d")
     local.sync_tree("g")
-    assert synced == ["/d/e/f", "/d/e", "/d", "/g"], "files before their folder; links are left alone"
+    assert synced == ["/d/e/f", "/d/e", "/d", "/g"], (
+        "files before their folder; links are left alone"
+    )
 
 
 def test_a_stamp_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:
@@ -378,7 +412,13 @@ def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "d" / "b").write_bytes(b"")
     (tmp_path / "d" / "a").write_bytes(b"")
     (tmp_path / "l").symlink_to(tmp_path / "d")
-    assert [local.kind(name) for name in ("d", "d/a", "l", "none", "")] == ["folder", "file", "link", None, "folder"]
+    assert [local.kind(name) for name in ("d", "d/a", "l", "none", "")] == [
+        "folder",
+        "file",
+        "link",
+        None,
+        "folder",
+    ]
     assert local.entries("d") == ["a", "b"]
 
 

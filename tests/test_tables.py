@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import World, row, worlds
 
-from unified_ckpt.core.sharding import Cut
-from unified_ckpt.core.tables import Row, check_agreed, check_complete, decode_table, describe, encode_table, group_tables, short
+from unified_ckpt.core.sharding.declarations import (
+    Row,
+    check_agreed,
+    check_complete,
+    decode_table,
+    describe,
+    encode_table,
+    group_tables,
+)
+from unified_ckpt.core.sharding.shardings import Cut
+from unified_ckpt.core.text import short
 from unified_ckpt.errors import LayoutError, MismatchError
 
 TP = Cut(0, 2, 1, name="tp")
@@ -17,7 +26,9 @@ TP = Cut(0, 2, 1, name="tp")
 
 @given(worlds(), st.integers())
 @settings(max_examples=60)
-def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(world: World, seed: int) -> None:
+def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(
+    world: World, seed: int
+) -> None:
     shuffled = list(world.rows)
     random.Random(seed).shuffle(shuffled)
     told = encode_table(shuffled)
@@ -34,7 +45,14 @@ def test_each_rule_is_written_once() -> None:
 
 
 def test_details_of_cuts_survive() -> None:
-    rows = [row((9, 4), Cut(0, 2, 1, (4, 3, 2), 0, "tp"), Cut(1, 3, 2, 1, 4, "dp"), ranks=(5, 3, 1, 0, 2, 4))]
+    rows = [
+        row(
+            (9, 4),
+            Cut(0, 2, 1, (4, 3, 2), 0, "tp"),
+            Cut(1, 3, 2, 1, 4, "dp"),
+            ranks=(5, 3, 1, 0, 2, 4),
+        )
+    ]
     (back,) = decode_table(encode_table(rows))
     assert back == rows[0]
     assert [cut.name for cut in back.sharding.cuts] == ["tp", "dp"]
@@ -73,19 +91,31 @@ def test_experts_spread_over_ranks_are_groups() -> None:
 def test_rows_of_a_group_are_sorted_by_part_and_name() -> None:
     rows = [row((2,), fqn="b"), row((2,), fqn="a/exp_avg", part="optimizer"), row((2,), fqn="a")]
     (group,) = group_tables({"t": rows}, {"t": [0]})
-    assert [r.key for r in group.rows] == [("model", "a"), ("model", "b"), ("optimizer", "a/exp_avg")]
+    assert [r.key for r in group.rows] == [
+        ("model", "a"),
+        ("model", "b"),
+        ("optimizer", "a/exp_avg"),
+    ]
 
 
 @given(st.randoms(), st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5))
-def test_groups_do_not_depend_on_order_or_on_table_ids(rng: random.Random, contents: list[set[int]]) -> None:
-    tables = {f"{i}": [row((4,), fqn=f"w{n}") for n in sorted(names)] for i, names in enumerate(contents)}
+def test_groups_do_not_depend_on_order_or_on_table_ids(
+    rng: random.Random, contents: list[set[int]]
+) -> None:
+    tables = {
+        f"{i}": [row((4,), fqn=f"w{n}") for n in sorted(names)] for i, names in enumerate(contents)
+    }
     roll = {f"{i}": [i] for i in range(len(contents))}
     groups = group_tables(tables, roll)
     order = list(tables)
     rng.shuffle(order)
     again = group_tables({f"x{t}": tables[t] for t in order}, {f"x{t}": roll[t] for t in order})
-    assert [(g.index, tuple("x" + t for t in g.tables), g.rows) for g in groups] == [(g.index, g.tables, g.rows) for g in again]
-    assert sorted(r.fqn for g in groups for r in g.rows) == sorted({f"w{n}" for names in contents for n in names})
+    assert [(g.index, tuple("x" + t for t in g.tables), g.rows) for g in groups] == [
+        (g.index, g.tables, g.rows) for g in again
+    ]
+    assert sorted(r.fqn for g in groups for r in g.rows) == sorted(
+        {f"w{n}" for names in contents for n in names}
+    )
     for group in groups:
         for one in group.rows:
             assert set(group.tables) == {t for t, rows in tables.items() if one in rows}
@@ -93,7 +123,9 @@ def test_groups_do_not_depend_on_order_or_on_table_ids(rng: random.Random, conte
 
 def test_one_name_under_two_rules_is_in_two_groups() -> None:
     whole, cut = row((4, 2)), row((4, 2), TP)
-    groups = group_tables({"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]})
+    groups = group_tables(
+        {"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]}
+    )
     assert [(g.tables, g.rows) for g in groups] == [(("a", "c"), (whole,)), (("b",), (cut,))]
 
 
@@ -113,7 +145,10 @@ def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
 
 def test_two_rules_are_an_unequal_overlap() -> None:
     tables = {"x": [row((4, 2), TP, fqn="a")], "y": [row((4, 2), fqn="a")]}
-    with pytest.raises(LayoutError, match=r"unequal overlap.*\n  model:a: rank 0 holds it by a whole copy.*rank 4 by dim 0 over 2 \(tp"):
+    with pytest.raises(
+        LayoutError,
+        match=r"unequal overlap.*\n  model:a: rank 0 holds it by a whole copy.*rank 4 by dim 0 over 2 \(tp",
+    ):
         check_agreed(tables, {"x": [4, 5], "y": [0]})
 
 
@@ -124,7 +159,10 @@ def test_the_name_of_a_mesh_dim_is_no_part_of_a_rule() -> None:
 
 
 def test_long_lists_are_cut_and_counted() -> None:
-    tables = {"x": [row((4,), fqn=f"w{i:02}") for i in range(30)], "y": [row((5,), fqn=f"w{i:02}") for i in range(30)]}
+    tables = {
+        "x": [row((4,), fqn=f"w{i:02}") for i in range(30)],
+        "y": [row((5,), fqn=f"w{i:02}") for i in range(30)],
+    }
     with pytest.raises(MismatchError, match=r"… and 10 more") as caught:
         check_agreed(tables, {"x": [0], "y": [1]})
     assert len(caught.value.wrong) == 30
@@ -148,12 +186,17 @@ def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
 
 def test_a_missing_coordinate_is_a_gap() -> None:
     rows = [row((4, 4), Cut(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
-    with pytest.raises(LayoutError, match=r"gap.*\(1\):\n  model:a: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0, 2 name it"):
+    with pytest.raises(
+        LayoutError,
+        match=r"gap.*\(1\):\n  model:a: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0, 2 name it",
+    ):
         complete(rows, [0, 2])
 
 
 def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
-    with pytest.raises(LayoutError, match=r"no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0-2 name it"):
+    with pytest.raises(
+        LayoutError, match=r"no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0-2 name it"
+    ):
         complete([row((4, 4), Cut(0, 2, 1, name="tp"))], [0, 1, 2])
 
 
@@ -177,5 +220,12 @@ def test_short(ranks: list[int], text: str) -> None:
 
 def test_describe() -> None:
     assert describe(row((4,)).sharding) == "a whole copy on each rank"
-    text = describe(row((4, 4), Cut(0, 2, 1, (3, 1), 0, "tp"), Cut(1, 3, 2, 1, 2), ranks=(1, 2, 3, 4, 5, 0)).sharding)
-    assert text == "dim 0 over 2 (tp, stride 1, sections (3, 1)); dim 1 over 3 (mesh dim, stride 2, padded to 2) on ranks 0-5"
+    text = describe(
+        row(
+            (4, 4), Cut(0, 2, 1, (3, 1), 0, "tp"), Cut(1, 3, 2, 1, 2), ranks=(1, 2, 3, 4, 5, 0)
+        ).sharding
+    )
+    assert (
+        text
+        == "dim 0 over 2 (tp, stride 1, sections (3, 1)); dim 1 over 3 (mesh dim, stride 2, padded to 2) on ranks 0-5"
+    )

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from oracles import filled, mesh_strides, part_of
 from safetensors.torch import save as safetensors_save
 
-from unified_ckpt.core.dtypes import ITEM_BITS, itemsize
-from unified_ckpt.core.lines import inner_boxes
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Row
+from unified_ckpt.core.planning.slabs import inner_boxes
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.runtime.tensors import (
+from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
     Part,
@@ -36,14 +36,24 @@ def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
     """Any bits at all: NaNs with payloads, bools that are neither 0 nor 1."""
     array = filled(TensorSpec(dtype, shape), seed=seed)
     raw = torch.from_numpy(np.frombuffer(array.tobytes(), dtype=np.uint8).copy())
-    return raw.view(TORCH_DTYPES[dtype]).reshape(shape) if raw.numel() else torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return (
+        raw.view(TORCH_DTYPES[dtype]).reshape(shape)
+        if raw.numel()
+        else torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    )
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     return bytes(same_bits(tensor).contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def part(tensor: torch.Tensor, *, dtype: str | None = None, shape: tuple[int, ...] | None = None, sharding: Sharding | None = None) -> Part:
+def part(
+    tensor: torch.Tensor,
+    *,
+    dtype: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    sharding: Sharding | None = None,
+) -> Part:
     spec = TensorSpec(dtype or DTYPE_NAMES[tensor.dtype], shape or tuple(tensor.shape))
     return Part(Row("model", "w", spec, sharding or Sharding()), tensor)
 
@@ -58,7 +68,11 @@ def test_every_dtype_of_safetensors_has_one_of_torch_but_those_of_six_bits() -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_names_and_sizes_are_those_of_safetensors(dtype: str) -> None:
-    tensor = torch.empty(2, dtype=torch.uint8).view(TORCH_DTYPES[dtype]) if dtype == "F4" else torch.empty(2, dtype=TORCH_DTYPES[dtype])
+    tensor = (
+        torch.empty(2, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
+        if dtype == "F4"
+        else torch.empty(2, dtype=TORCH_DTYPES[dtype])
+    )
     assert f'"dtype":"{dtype}"' in safetensors_save({"w": tensor}).decode("latin1")
     assert tensor.element_size() == itemsize(dtype)
     assert dtype_name(tensor.dtype, fqn="w") == dtype
@@ -66,7 +80,10 @@ def test_names_and_sizes_are_those_of_safetensors(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.quint8, torch.complex32])
 def test_dtypes_that_a_file_cannot_hold_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(MismatchError, match=rf"^model:w: dtype {dtype} has no name in safetensors; needed one of .*torch.bfloat16"):
+    with pytest.raises(
+        MismatchError,
+        match=rf"^model:w: dtype {dtype} has no name in safetensors; needed one of .*torch.bfloat16",
+    ):
         dtype_name(dtype, fqn="model:w")
 
 
@@ -88,7 +105,9 @@ def test_bytes_alias_the_tensor(dtype: str, shape: tuple[int, ...]) -> None:
 def test_bytes_of_a_view_start_where_it_starts() -> None:
     tensor = torch.arange(12, dtype=torch.int16).reshape(6, 2)
     assert bytes(as_bytes(tensor[2:4])) == tensor.numpy()[2:4].tobytes()
-    assert bytes(as_bytes(tensor.t()[1:2, 3:4])) == b"\x07\x00", "one element is contiguous whatever its stride"
+    assert bytes(as_bytes(tensor.t()[1:2, 3:4])) == b"\x07\x00", (
+        "one element is contiguous whatever its stride"
+    )
     assert bytes(as_bytes(tensor.float().requires_grad_())) == tensor.float().numpy().tobytes()
 
 
@@ -146,15 +165,26 @@ def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     split = draw(st.integers(0, len(shape) - 1))
     sections = draw(st.sampled_from([1, 2, 3]))
-    cuts = tuple(Cut(draw(st.integers(split, len(shape) - 1)), size, stride, sections) for size, stride in zip(sizes, strides, strict=True))
-    return Row("model", "w", TensorSpec(draw(st.sampled_from(DTYPES)), shape), Sharding(cuts)), split, prod(sizes)
+    cuts = tuple(
+        Cut(draw(st.integers(split, len(shape) - 1)), size, stride, sections)
+        for size, stride in zip(sizes, strides, strict=True)
+    )
+    return (
+        Row("model", "w", TensorSpec(draw(st.sampled_from(DTYPES)), shape), Sharding(cuts)),
+        split,
+        prod(sizes),
+    )
 
 
 @given(shared_tensors(), st.booleans(), st.data())
 @settings(max_examples=150)
-def test_lines_go_into_a_tile_and_come_back(case: tuple[Row, int, int], strided: bool, data: st.DataObject) -> None:
+def test_lines_go_into_a_tile_and_come_back(
+    case: tuple[Row, int, int], strided: bool, data: st.DataObject
+) -> None:
     row, split, world = case
-    whole = filled(row.spec) & 1 if row.spec.dtype == "BOOL" else filled(row.spec)  # torch's copies know but two bools
+    whole = (
+        filled(row.spec) & 1 if row.spec.dtype == "BOOL" else filled(row.spec)
+    )  # torch's copies know but two bools
     count = prod(row.spec.shape[:split])
     first = data.draw(st.integers(0, count - 1))
     lines = data.draw(st.integers(1, count - first))
@@ -164,19 +194,38 @@ def test_lines_go_into_a_tile_and_come_back(case: tuple[Row, int, int], strided:
     parts = []
     for rank in range(world):
         own = part_of(whole, row.sharding, rank)
-        local = torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[row.spec.dtype]) if own.size else None
-        local = torch.empty(own.shape, dtype=TORCH_DTYPES[row.spec.dtype]) if local is None else local.reshape(own.shape)
+        local = (
+            torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[row.spec.dtype])
+            if own.size
+            else None
+        )
+        local = (
+            torch.empty(own.shape, dtype=TORCH_DTYPES[row.spec.dtype])
+            if local is None
+            else local.reshape(own.shape)
+        )
         if strided and local.dim() > 1:  # the same values in memory of another order
-            local = same_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
+            local = (
+                same_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
+            )
         parts.append(Part(row, local))
         boxes = boxes_in_line(parts[-1], rank, split)
-        assert boxes == inner_boxes(row.spec.shape, row.sharding, row.sharding.coordinates(rank), split)
+        assert boxes == inner_boxes(
+            row.spec.shape, row.sharding, row.sharding.coordinates(rank), split
+        )
         fill_lines(tile, parts[-1], boxes, split=split, first_line=first, lines=lines)
     assert bytes(tile.numpy()) == wanted
     for rank, one in enumerate(parts):
         target = Part(row, torch.empty_like(one.local, memory_format=torch.contiguous_format))
         same_bits(target.local).fill_(1)
-        empty_lines(tile, target, boxes_in_line(target, rank, split), split=split, first_line=first, lines=lines)
+        empty_lines(
+            tile,
+            target,
+            boxes_in_line(target, rank, split),
+            split=split,
+            first_line=first,
+            lines=lines,
+        )
         shape = (prod(one.local.shape[:split]), *one.local.shape[split:])
         found, source = (same_bits(x).reshape(shape) for x in (target.local, one.local))
         assert torch.equal(found[first : first + lines], source[first : first + lines])
@@ -189,7 +238,10 @@ def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
     assert boxes_in_line(Part(row, torch.empty(0, 0)), 0, 1) == ()
 
 
-@pytest.mark.parametrize(("here", "there"), [("F32", "BF16"), ("BF16", "F32"), ("F64", "F16"), ("F32", "F8_E4M3"), ("F8_E5M2", "F32")])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("F32", "BF16"), ("BF16", "F32"), ("F64", "F16"), ("F32", "F8_E4M3"), ("F8_E5M2", "F32")],
+)
 def test_lines_are_cast_on_the_way(here: str, there: str) -> None:
     values = torch.tensor([[0.5, -2.0, 1.25, 3.0], [0.1, 7.0, -0.25, 1e-3]]).to(TORCH_DTYPES[here])
     row = Row("model", "w", TensorSpec(there, (2, 4)), Sharding((Cut(1, 2, 1),)))

@@ -13,18 +13,31 @@ from hypothesis import strategies as st
 from oracles import part_of
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding import TensorSpec, missing_coordinates
-from unified_ckpt.core.tables import Key
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.testing import Arrangement, FaultyStorage, FullStorage, Fuse, Stopped, arrangements, meshes, run_ranks, specs, try_ranks
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.testing import (
+    Arrangement,
+    FaultyStorage,
+    FullStorage,
+    Fuse,
+    Stopped,
+    arrangements,
+    meshes,
+    run_ranks,
+    specs,
+    try_ranks,
+)
 
 # ranks
 
 
 def test_ranks_give_their_results_in_order() -> None:
     def act(comm: Comm) -> tuple[int, bytes]:
-        return comm.rank, comm.meet("x", same=False, timeout_seconds=10).broadcast("v", b"from 0" if comm.rank == 0 else None)
+        return comm.rank, comm.meet("x", same=False, timeout_seconds=10).broadcast(
+            "v", b"from 0" if comm.rank == 0 else None
+        )
 
     assert run_ranks(3, act) == [(0, b"from 0"), (1, b"from 0"), (2, b"from 0")]
 
@@ -65,7 +78,8 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs() -> None:
             wait_for_what_never_comes()
 
     with pytest.raises(
-        TimeoutError, match=r"(?s)rank\(s\) 1 did not end within 0\.2 s; they are at\nrank 1:.*in wait_for_what_never_comes"
+        TimeoutError,
+        match=r"(?s)rank\(s\) 1 did not end within 0\.2 s; they are at\nrank 1:.*in wait_for_what_never_comes",
     ):
         run_ranks(2, act, timeout_seconds=0.2)
     over.set()
@@ -104,7 +118,9 @@ def test_a_disk_that_is_full_from_a_write_on(tmp_path: Path) -> None:
     storage = FullStorage(str(tmp_path), 1)
     storage.write_at("a", 0, [memoryview(b"1")])
     for _ in range(2):
-        with pytest.raises(uc.StorageError, match="write at byte 3 of failed: No space left on device"):
+        with pytest.raises(
+            uc.StorageError, match="write at byte 3 of failed: No space left on device"
+        ):
             storage.write_at("b", 3, [memoryview(b"1")])
     storage.remove_file("a")
 
@@ -143,10 +159,14 @@ def test_complete_arrangements_hold_whole_copies(drawn: Arrangement) -> None:
 
 
 @given(arrangements(tensors=TENSORS, max_world=8, complete=False), st.data())
-def test_every_rank_that_holds_a_tensor_has_a_place_in_its_mesh(drawn: Arrangement, data: st.DataObject) -> None:
+def test_every_rank_that_holds_a_tensor_has_a_place_in_its_mesh(
+    drawn: Arrangement, data: st.DataObject
+) -> None:
     for one in drawn.held:
         assert one.ranks
         rank = data.draw(st.sampled_from(one.ranks))
         assert one.row.sharding.position(rank) is not None
         assert one.row in drawn.rows(rank)
-        assert part_of(np.zeros(one.row.spec.shape), one.row.sharding, rank).ndim == len(one.row.spec.shape)
+        assert part_of(np.zeros(one.row.spec.shape), one.row.sharding, rank).ndim == len(
+            one.row.spec.shape
+        )

@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managing import Gate, blank, check_state, cut_off, flip, lose, manager_of, put, state, steps_in, warnings_of
+from managing import (
+    Gate,
+    blank,
+    check_state,
+    cut_off,
+    flip,
+    lose,
+    manager_of,
+    put,
+    state,
+    steps_in,
+    warnings_of,
+)
 from manifests import edit_manifest
 
 import unified_ckpt as uc
-from unified_ckpt.manager import copies, rotation, tiers
-from unified_ckpt.manager.lineage import MARKER, Lineage, read, strangers
-from unified_ckpt.manager.newest import Newest
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.manager.steps import rotate as rotation
+from unified_ckpt.manager.tiers import tiers, upload_queue
+from unified_ckpt.manager.tiers.protected_steps import Newest
+from unified_ckpt.manager.tiers.run_marker import MARKER, Lineage, read, strangers
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, run_ranks
 
 ROOT, LOCAL = "root", "local"
@@ -36,7 +49,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiers_of(comm: Comm | None, top: Path, **options: Any) -> uc.CheckpointManager:
     """Every step to the local directory, every tenth to the root, unless they say otherwise."""
-    options = {"interval_steps": 10, "local_interval_steps": 1, "local_directory": str(top / LOCAL), **options}
+    options = {
+        "interval_steps": 10,
+        "local_interval_steps": 1,
+        "local_directory": str(top / LOCAL),
+        **options,
+    }
     return manager_of(comm, top / ROOT, **options)
 
 
@@ -54,12 +72,14 @@ def restored(top: Path, **options: Any) -> tuple[int | None, str]:
             return None, ""
         assert report.step is not None
         check_state(found, report.step)
-        return report.step, next(Path(one.path).parent.name for one in manager.steps() if one.step == report.step)
+        return report.step, next(
+            Path(one.path).parent.name for one in manager.steps() if one.step == report.step
+        )
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(copies, monkeypatch)
+    made = Gate(upload_queue, monkeypatch)
     yield made
     made.open.set()
 
@@ -69,7 +89,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_frequent_ones_stay_local_and_due_ones_reach_the_root(tmp_path: Path, ranks: int, asynchronous: bool) -> None:
+def test_frequent_ones_stay_local_and_due_ones_reach_the_root(
+    tmp_path: Path, ranks: int, asynchronous: bool
+) -> None:
     def act(comm: Comm) -> None:
         with tiers_of(comm, tmp_path, asynchronous=asynchronous) as manager:
             assert manager.should_save(7)
@@ -81,15 +103,21 @@ def test_frequent_ones_stay_local_and_due_ones_reach_the_root(tmp_path: Path, ra
     for root in (ROOT, LOCAL):
         for path in (tmp_path / root).glob("checkpoint-*"):
             assert uc.verify(path, deep=True).ok
-    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], "no mark in the root"
+    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], (
+        "no mark in the root"
+    )
     assert restored(tmp_path) == (23, LOCAL)
 
 
 def test_the_copy_is_the_same_save_with_what_was_attached(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
-        manager.save(10, **state(10), attach=lambda folder: Path(folder, "config.json").write_text("{}"))
+        manager.save(
+            10, **state(10), attach=lambda folder: Path(folder, "config.json").write_text("{}")
+        )
     both = [tmp_path / tier / "checkpoint-10" for tier in (ROOT, LOCAL)]
-    assert {path.name: path.read_bytes() for path in both[0].iterdir()} == {path.name: path.read_bytes() for path in both[1].iterdir()}
+    assert {path.name: path.read_bytes() for path in both[0].iterdir()} == {
+        path.name: path.read_bytes() for path in both[1].iterdir()
+    }
     assert (both[0] / "config.json").exists()
 
 
@@ -118,7 +146,9 @@ def test_finish_saves_itself_what_could_not_be_copied(tmp_path: Path, gate: Gate
         assert steps_in(tmp_path / ROOT) == [10]
 
 
-def test_the_last_save_is_made_though_copies_have_failed_in_a_row(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_save_is_made_though_copies_have_failed_in_a_row(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     with tiers_of(None, tmp_path, retries=0, raise_after=1) as manager:
         gate.failures = 99
         manager.save(10, **state(10))
@@ -142,7 +172,10 @@ def test_force_has_a_local_step_copied(tmp_path: Path) -> None:
 def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: bool) -> None:
     put(tmp_path / ROOT, 10)
     (tmp_path / "link").symlink_to(tmp_path / ROOT)
-    with pytest.raises(uc.FormatError, match=r"local_directory='.*': is the root, .*root, whose checkpoints .*; needed another folder"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"local_directory='.*': is the root, .*root, whose checkpoints .*; needed another folder",
+    ):
         tiers_of(None, tmp_path, local_directory=str(tmp_path / ("link" if linked else ROOT)))
 
 
@@ -150,7 +183,9 @@ def test_the_root_itself_is_refused_as_local_directory(tmp_path: Path, linked: b
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_does_not_wait_for_a_slow_root(tmp_path: Path, gate: Gate, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_does_not_wait_for_a_slow_root(
+    tmp_path: Path, gate: Gate, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def act(comm: Comm) -> None:
         with tiers_of(comm, tmp_path, asynchronous=asynchronous) as manager:
             gate.open.clear()
@@ -159,7 +194,9 @@ def test_training_does_not_wait_for_a_slow_root(tmp_path: Path, gate: Gate, asyn
             manager._saves.collect()
             if comm.rank == 0:
                 assert steps_in(tmp_path / ROOT) == []
-                assert steps_in(tmp_path / LOCAL) == [10, 40, 45], "being copied, to be copied, newest"
+                assert steps_in(tmp_path / LOCAL) == [10, 40, 45], (
+                    "being copied, to be copied, newest"
+                )
             barrier.wait(30)
             gate.open.set()
             manager.wait()
@@ -172,7 +209,9 @@ def test_training_does_not_wait_for_a_slow_root(tmp_path: Path, gate: Gate, asyn
     assert [text.split(" ")[0].rpartition("-")[2] for text in given_way] == ["20", "30"]
 
 
-def test_a_copy_that_fails_is_tried_again(tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_fails_is_tried_again(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     gate.failures = 2
     with tiers_of(None, tmp_path, retries=2) as manager:
         train(manager, range(1, 11))
@@ -220,14 +259,21 @@ def test_the_error_of_a_copy_comes_with_wait_and_once(tmp_path: Path, gate: Gate
     run_ranks(2, act)
 
 
-def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(tmp_path: Path, gate: Gate) -> None:
+def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(
+    tmp_path: Path, gate: Gate
+) -> None:
     def act(comm: Comm) -> float:
-        manager = tiers_of(comm, tmp_path, asynchronous=True, save_options=uc.SaveOptions(timeout_seconds=1.5))
+        manager = tiers_of(
+            comm, tmp_path, asynchronous=True, save_options=uc.SaveOptions(timeout_seconds=1.5)
+        )
         gate.open.clear()
         train(manager, range(1, 26))
         manager._saves.collect()
         began = time.monotonic()
-        with pytest.raises(uc.StorageError, match=r"checkpoint-10: its copy to .* has got on by no byte for .* it is in .*local only"):
+        with pytest.raises(
+            uc.StorageError,
+            match=r"checkpoint-10: its copy to .* has got on by no byte for .* it is in .*local only",
+        ):
             manager.close()
         return time.monotonic() - began
 
@@ -282,7 +328,9 @@ def test_leaving_by_an_error_waits_for_no_other_rank(tmp_path: Path) -> None:
 # crashes and damage
 
 
-def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     count = 40
     for at in range(0, 60, 3):
         top, fuse = tmp_path / str(at), Fuse(at)
@@ -291,8 +339,8 @@ def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(tmp_path: Path
             return FaultyStorage(root, fuse)
 
         with monkeypatch.context() as patch:
-            patch.setattr(copies, "LocalStorage", faulty)
-            patch.setattr(copies.Copies, "_run", swallowing(copies.Copies._run))
+            patch.setattr(upload_queue, "LocalStorage", faulty)
+            patch.setattr(upload_queue.Copies, "_run", swallowing(upload_queue.Copies._run))
             manager = tiers_of(None, top)
             train(manager, range(1, 13))
             thread = manager._tiers._copies._thread  # type: ignore[union-attr]
@@ -318,10 +366,10 @@ def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(tmp_path: Path
     assert 15 < count < 60
 
 
-def swallowing(run: Callable[[copies.Copies], None]) -> Callable[[copies.Copies], None]:
+def swallowing(run: Callable[[upload_queue.Copies], None]) -> Callable[[upload_queue.Copies], None]:
     """The process is gone, and its threads with it."""
 
-    def swallow(self: copies.Copies) -> None:
+    def swallow(self: upload_queue.Copies) -> None:
         try:
             run(self)
         except Stopped:
@@ -343,10 +391,15 @@ def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_
         assert steps_in(tmp_path / ROOT) == []
         train(manager, range(11, 21))
     assert steps_in(tmp_path / ROOT) == [20]
-    assert any("the copy of step 10 " in text and "it is not copied" in text for text in warnings_of(caplog))
+    assert any(
+        "the copy of step 10 " in text and "it is not copied" in text
+        for text in warnings_of(caplog)
+    )
 
 
-def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     put(tmp_path / ROOT, 10, 20, 30)
     stays = (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes()
     lose(tmp_path / ROOT / "checkpoint-30")
@@ -355,7 +408,10 @@ def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(tmp_path:
         manager.save(20, **state(20))
         manager.wait()
         (text,) = warnings_of(caplog)
-        assert f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 is save " in text
+        assert (
+            f"{tmp_path}/{LOCAL}/checkpoint-20 is not copied: {tmp_path}/{ROOT}/checkpoint-20 is save "
+            in text
+        )
         assert (tmp_path / ROOT / "checkpoint-20" / "unified_checkpoint.json").read_bytes() == stays
         manager.save(30, **state(30))
         manager.wait()
@@ -363,7 +419,9 @@ def test_a_copy_that_is_not_made_for_a_step_of_the_life_before_is_told(tmp_path:
         assert len(warnings_of(caplog)) == 1
 
 
-def test_a_run_that_had_ended_ends_again_without_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_had_ended_ends_again_without_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 11))
     with tiers_of(None, tmp_path) as manager:
@@ -379,13 +437,17 @@ def test_restore_takes_the_newest_of_either_tier(tmp_path: Path) -> None:
     with tiers_of(None, tmp_path) as manager:
         assert [one.step for one in manager.steps()] == [10, 12]
         assert manager.restore(10, **state(0)).step == 10  # type: ignore[union-attr]
-        with pytest.raises(uc.NotFoundError, match="checkpoint-11: is not there; complete steps are: 10, 12"):
+        with pytest.raises(
+            uc.NotFoundError, match="checkpoint-11: is not there; complete steps are: 10, 12"
+        ):
             manager.restore(11, **state(0))
     shutil.rmtree(tmp_path / LOCAL)
     assert restored(tmp_path) == (10, ROOT), "the local disk is lost"
 
 
-def test_of_the_same_step_the_local_one_is_read_and_the_root_when_that_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_the_same_step_the_local_one_is_read_and_the_root_when_that_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 11))
     assert restored(tmp_path) == (10, LOCAL)
@@ -410,19 +472,26 @@ def test_a_damaged_later_one_does_not_push_out_what_was_saved_since(tmp_path: Pa
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 20  # type: ignore[union-attr]
         train(manager, range(21, 23))
-        manager.save(22, force=True, **state(22))  # due: copied, and local ones looked through after that
+        manager.save(
+            22, force=True, **state(22)
+        )  # due: copied, and local ones looked through after that
     assert 22 in steps_in(tmp_path / LOCAL)
     assert restored(tmp_path)[0] == 22
 
 
-def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
     cut_off(tmp_path / LOCAL / "checkpoint-12")
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
         assert len(warnings_of(caplog)) == 1
-        assert "local/checkpoint-12 is skipped: it has no unified_checkpoint.json" in warnings_of(caplog)[0]
+        assert (
+            "local/checkpoint-12 is skipped: it has no unified_checkpoint.json"
+            in warnings_of(caplog)[0]
+        )
         train(manager, range(11, 14))
     assert uc.verify(tmp_path / LOCAL / "checkpoint-13", deep=True).ok
 
@@ -432,7 +501,10 @@ def test_a_newer_local_one_that_is_cut_off_is_told_and_the_root_is_read(tmp_path
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asynchronous: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asynchronous: bool,
 ) -> None:
     def free(storage: LocalStorage) -> int:
         return 8 << 10 if Path(storage.root).name == LOCAL else 1 << 40
@@ -440,12 +512,20 @@ def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
     monkeypatch.setattr(LocalStorage, "free_nbytes", free)
 
     def act(comm: Comm) -> None:
-        options = {"notice_seconds": 0.001, "asynchronous": asynchronous, "on_preemption": False, "retries": 0, "raise_after": 1}
+        options = {
+            "notice_seconds": 0.001,
+            "asynchronous": asynchronous,
+            "on_preemption": False,
+            "retries": 0,
+            "raise_after": 1,
+        }
         with tiers_of(comm, tmp_path, **options) as manager:
             for step in range(1, 40):
                 barrier.wait(30)
                 manager.save(step, **state(step))
-                time.sleep(0.1 if asynchronous else 0.01)  # nine of these are what a busy machine may take to see the failure
+                time.sleep(
+                    0.1 if asynchronous else 0.01
+                )  # nine of these are what a busy machine may take to see the failure
 
     barrier = threading.Barrier(2)
     run_ranks(2, act)
@@ -454,13 +534,20 @@ def test_a_local_disk_that_is_full_sends_what_is_due_to_the_root(
     assert all(0 <= step - due < 9 for step, due in zip(found, (10, 20, 30), strict=True)), found
     assert steps_in(tmp_path / LOCAL) == []
     texts = [text for text in warnings_of(caplog) if "to the local directory failed" in text]
-    assert any("step 10 to the local directory failed, it is saved to the root: " in text for text in texts)
-    assert any("step 9 to the local directory failed, the training goes on without it: " in text for text in texts)
+    assert any(
+        "step 10 to the local directory failed, it is saved to the root: " in text for text in texts
+    )
+    assert any(
+        "step 9 to the local directory failed, the training goes on without it: " in text
+        for text in texts
+    )
     assert all("8192 bytes free; needed " in text for text in texts)
     assert [name for name in os.listdir(tmp_path / LOCAL) if name.startswith(".unified-")] == []
 
 
-def test_a_local_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_local_directory_that_cannot_be_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / LOCAL).write_text("a file")
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)) is None
@@ -507,7 +594,9 @@ def test_damaged_steps_in_the_root_do_not_push_out_the_last_good_one(tmp_path: P
         assert steps_in(tmp_path / ROOT) == [10, 15, 20, 30]
 
 
-def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(tmp_path: Path) -> None:
+def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(
+    tmp_path: Path,
+) -> None:
     with tiers_of(None, tmp_path, local_interval_steps=5) as manager:
         train(manager, range(1, 16))
     blank(tmp_path / LOCAL / "checkpoint-15" / "optimizer.safetensors")
@@ -519,21 +608,30 @@ def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(t
     assert steps_in(tmp_path / LOCAL) == [16]
 
 
-def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rotate, committed, keep_local = rotation.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
     copied, seen = threading.Event(), threading.Event()
 
     def rotate_late(storage: LocalStorage, *args: Any, **more: Any) -> object:
         found = rotate(storage, *args, **more)
-        if threading.current_thread() is not threading.main_thread() and Path(storage.root).name == LOCAL:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            and Path(storage.root).name == LOCAL
+        ):
             copied.set()
             assert seen.wait(60)
         return found
 
-    def committed_while_it_ends(self: tiers.Tiers, place: tiers.Place, step: int, **more: Any) -> None:
+    def committed_while_it_ends(
+        self: tiers.Tiers, place: tiers.Place, step: int, **more: Any
+    ) -> None:
         if step == 11:
             gate.open.set()
-            assert copied.wait(60), "step 10 is in the root, and its thread removes what need not stay"
+            assert copied.wait(60), (
+                "step 10 is in the root, and its thread removes what need not stay"
+            )
         committed(self, place, step, **more)
 
     def keep_after_commit(self: tiers.Tiers, *args: Any) -> None:
@@ -562,7 +660,9 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
         if threading.current_thread() is not threading.main_thread():
             kept.set()
 
-    def committed_after_the_copy(self: tiers.Tiers, place: tiers.Place, step: int, **more: Any) -> None:
+    def committed_after_the_copy(
+        self: tiers.Tiers, place: tiers.Place, step: int, **more: Any
+    ) -> None:
         if step == 12:
             gate.open.set()
             assert kept.wait(60), "step 11 is in the root, and 12 has its name"
@@ -584,7 +684,9 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(tmp_path: Path, gate: Gate, damaged: bool) -> None:
+def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(
+    tmp_path: Path, gate: Gate, damaged: bool
+) -> None:
     put(tmp_path / ROOT, 10, 50)
     if damaged:
         flip(tmp_path / ROOT / "checkpoint-50")
@@ -617,9 +719,16 @@ def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
 # other runs
 
 
-def test_a_stale_local_directory_of_another_run_is_not_mixed_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stale_local_directory_of_another_run_is_not_mixed_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with manager_of(
-        None, tmp_path / "other", interval_steps=10, local_interval_steps=1, local_directory=str(tmp_path / LOCAL), keep_latest_local=3
+        None,
+        tmp_path / "other",
+        interval_steps=10,
+        local_interval_steps=1,
+        local_directory=str(tmp_path / LOCAL),
+        keep_latest_local=3,
     ) as manager:
         for step in range(1, 13):
             manager.save(step, **state(step + 500))
@@ -628,8 +737,16 @@ def test_a_stale_local_directory_of_another_run_is_not_mixed_in(tmp_path: Path, 
     with tiers_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)) is None
         train(manager, range(1, 12))
-    assert sum("3 checkpoints are of another run; they are not used, and stay" in text for text in warnings_of(caplog)) == 1
-    assert steps_in(tmp_path / LOCAL) == [11, 12], "10 and 11 are this run's now, 12 is a stranger and stays"
+    assert (
+        sum(
+            "3 checkpoints are of another run; they are not used, and stay" in text
+            for text in warnings_of(caplog)
+        )
+        == 1
+    )
+    assert steps_in(tmp_path / LOCAL) == [11, 12], (
+        "10 and 11 are this run's now, 12 is a stranger and stays"
+    )
     with uc.open(tmp_path / ROOT / "checkpoint-10") as found:
         assert float(found["model"]["b"][0:1]) == 10.0
     assert restored(tmp_path) == (11, LOCAL)
@@ -657,7 +774,10 @@ def test_of_the_same_step_a_newer_save_in_the_root_is_better(tmp_path: Path) -> 
         manager.save(11, **state(11))
     put(tmp_path / ROOT, 11)
     local = tmp_path / LOCAL / "checkpoint-11"
-    for created, tier in (("2020-01-01T00:00:00+00:00", ROOT), ("2090-01-01T00:00:00+00:00", LOCAL)):
+    for created, tier in (
+        ("2020-01-01T00:00:00+00:00", ROOT),
+        ("2090-01-01T00:00:00+00:00", LOCAL),
+    ):
         edit_manifest(local, lambda told, created=created: told.update(created=created))
         assert restored(tmp_path) == (11, tier)
 
@@ -673,20 +793,26 @@ def test_strangers_by_the_rule() -> None:
     assert rule(lineage(""), committed="", local="a b") == set()
     assert rule(lineage("a"), committed="", local="b") == {"b"}, "emptied"
     assert rule(lineage(""), committed="z", local="b") == {"b"}, "another run's"
-    assert rule(lineage(""), committed="b", local="b c") == set(), "copied, and stopped before it was noted"
+    assert rule(lineage(""), committed="b", local="b c") == set(), (
+        "copied, and stopped before it was noted"
+    )
     assert rule(lineage("a c"), committed="c d", local="e") == set()
     assert rule(lineage("a", "f"), committed="a", local="e f") == {"f"}
     assert rule(lineage("", "f"), committed="f", local="e f") == {"e"}, "a stranger proves nothing"
     assert rule(lineage("a", root="/moved"), committed="a", local="a e") == {"e"}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "saves": 3, "strangers": []}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"root": 1}', b"\xff", b'{"root": "/", "saves": 3, "strangers": []}']
+)
 def test_a_marker_that_cannot_be_read_says_nothing(tmp_path: Path, body: bytes) -> None:
     (tmp_path / MARKER).write_bytes(body)
     assert read(str(tmp_path)) is None
 
 
-def test_what_interrupted_saves_of_this_run_left_in_the_local_directory_goes(tmp_path: Path) -> None:
+def test_what_interrupted_saves_of_this_run_left_in_the_local_directory_goes(
+    tmp_path: Path,
+) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 3))
     left = tmp_path / LOCAL / ".unified-ab-checkpoint-3"
@@ -700,7 +826,9 @@ def test_what_interrupted_saves_of_this_run_left_in_the_local_directory_goes(tmp
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_process_that_ends_without_closing_ends_its_copies(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_process_that_ends_without_closing_ends_its_copies(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     program = f"""
 import torch, unified_ckpt as uc
 tier = {{"local_directory": {str(tmp_path / LOCAL)!r}, "local_interval_steps": 1}}
@@ -723,11 +851,37 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=uc.ManagerOptions(in
     for step in (1, 2):
         manager.save(step, model={{"w": torch.ones(1_000_000)}})
 """
-    small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=3m none "$0" && exec "$@"', str(local)]
-    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+    small = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=3m none "$0" && exec "$@"',
+        str(local),
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*small, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("this machine lets nobody mount in a namespace")
-    ran = subprocess.run([*small, sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
-    assert "the save of step 1 to the local directory failed, the training goes on without it: " in ran.stderr
-    assert "the save of step 2 to the local directory failed, it is saved to the root: " in ran.stderr
-    assert re.search(r"31\d+ bytes free; needed 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest", ran.stderr)
+    ran = subprocess.run(
+        [*small, sys.executable, "-c", program],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        "the save of step 1 to the local directory failed, the training goes on without it: "
+        in ran.stderr
+    )
+    assert (
+        "the save of step 2 to the local directory failed, it is saved to the root: " in ran.stderr
+    )
+    assert re.search(
+        r"31\d+ bytes free; needed 40\d+: 4000\d+ of tensors and digests, \d+ of indexes and the manifest",
+        ran.stderr,
+    )
     assert steps_in(tmp_path / ROOT) == [2]

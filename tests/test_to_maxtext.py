@@ -14,12 +14,18 @@ import torch
 import unified_ckpt as uc
 from tests.orbaxes import MaxText, as_numpy, leaves, mapped
 from tests.test_maxtext import KINDS
-from unified_ckpt.engine.view import SourceView
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.sources import open_any
 from unified_ckpt.sources.orbax.arrays import cells
 from unified_ckpt.sources.orbax.maxtext_names import Turn, links, sizes_of
-from unified_ckpt.sources.orbax.maxtext_turns import axes_of, box_of_ours, to_ours, to_theirs, turn_of
+from unified_ckpt.sources.orbax.maxtext_transforms import (
+    axes_of,
+    box_of_ours,
+    to_ours,
+    to_theirs,
+    turn_of,
+)
 
 TURNS = [
     Turn((6,), (4, 8)),
@@ -50,19 +56,31 @@ def test_there_and_back_in_pieces(turn: Turn, nbytes: int) -> None:
 
 
 def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
-    return tensor[tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))]
+    return tensor[
+        tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
+    ]
 
 
 @pytest.mark.parametrize(
-    "turn", [*TURNS, Turn((6,), (4, 8), times=sqrt(8)), Turn((10,), (5,), plain=True, over=sqrt(5)), Turn((), (6,), plus=-1.0)]
+    "turn",
+    [
+        *TURNS,
+        Turn((6,), (4, 8), times=sqrt(8)),
+        Turn((10,), (5,), plain=True, over=sqrt(5)),
+        Turn((), (6,), plus=-1.0),
+    ],
 )
 def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Turn) -> None:
     """By autograd through the weight's own turn: what Adam would have kept of the one is turned into what it would have of the other."""
     theirs = torch.randn(turn.theirs, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(turn.ours, dtype=torch.float64)
     (their_gradient,) = torch.autograd.grad(to_ours(theirs, turn), theirs, gradient)
-    torch.testing.assert_close(to_ours(0.1 * their_gradient, turn_of(turn, "exp_avg")), 0.1 * gradient)
-    torch.testing.assert_close(to_ours(0.001 * their_gradient**2, turn_of(turn, "exp_avg_sq")), 0.001 * gradient**2)
+    torch.testing.assert_close(
+        to_ours(0.1 * their_gradient, turn_of(turn, "exp_avg")), 0.1 * gradient
+    )
+    torch.testing.assert_close(
+        to_ours(0.001 * their_gradient**2, turn_of(turn, "exp_avg_sq")), 0.001 * gradient**2
+    )
 
 
 @pytest.mark.parametrize("head", [8, 16, 128])
@@ -72,10 +90,14 @@ def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> N
     ours = torch.randn(turn.ours).to(torch.bfloat16)
     theirs = as_numpy(to_theirs(ours, turn, turn.theirs))
     by_hand = as_numpy(ours).T.reshape(turn.theirs)
-    assert np.array_equal(theirs, (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16))
+    assert np.array_equal(
+        theirs,
+        (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
+    )
     back = to_ours(torch.from_numpy(theirs.view(np.int16)).view(torch.bfloat16), turn)
     assert np.array_equal(
-        as_numpy(back.t()).reshape(turn.theirs), (theirs.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16)
+        as_numpy(back.t()).reshape(turn.theirs),
+        (theirs.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
     torch.testing.assert_close(back, ours, rtol=2**-7, atol=0)
     assert torch.equal(back, ours) == (head == 16)
@@ -88,7 +110,11 @@ def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     shapes = {link.ours: link.turn.ours for link in links(sizes, stacked=True)}
     state = {name: torch.randint(-64, 64, shape) / 256 for name, shape in shapes.items()}
-    moments = {f"{name}/{one}": torch.rand(shape) for name, shape in shapes.items() for one in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"{name}/{one}": torch.rand(shape)
+        for name, shape in shapes.items()
+        for one in ("exp_avg", "exp_avg_sq")
+    }
     steps = {f"{name}/step": torch.tensor(7.0) for name in shapes}
     uc.save(folder, model=state, optimizer=moments | steps, step=7)
     return config, state
@@ -96,30 +122,46 @@ def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(tmp_path: Path, kind: str, stacked: bool) -> None:
+def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(
+    tmp_path: Path, kind: str, stacked: bool
+) -> None:
     config, state = hub_state(kind, tmp_path / "c")
-    with SourceView(maxtext_view(open_any(str(tmp_path / "c")), config.to_dict(), stacked=stacked)) as view:
+    with SourceView(
+        maxtext_view(open_any(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
+    ) as view:
         for power, one in enumerate((None, "exp_avg", "exp_avg_sq")):
             part = "model" if one is None else "optimizer"
             with uc.open(tmp_path / "c") as source:
                 ours = {name: source[part][f"{name}/{one}" if one else name][...] for name in state}
-            expected = leaves(MaxText(config, mapped(ours, as_numpy), power=power).tree(stacked=stacked, vocab=config.vocab_size))
+            expected = leaves(
+                MaxText(config, mapped(ours, as_numpy), power=power).tree(
+                    stacked=stacked, vocab=config.vocab_size
+                )
+            )
             names = {name for name in view[part] if one is None or name.endswith(f"/{one}")}
             assert names == {f"{name}/{one}" if one else name for name in expected}
             for name, array in expected.items():
-                assert np.array_equal(view[part][f"{name}/{one}" if one else name][...].numpy(), array), name
+                assert np.array_equal(
+                    view[part][f"{name}/{one}" if one else name][...].numpy(), array
+                ), name
         assert view["optimizer"]["decoder.decoder_norm.scale/step"][...] == 7
         assert view.step == 7
 
 
-def with_scalars(state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]) -> Path:
+def with_scalars(
+    state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]
+) -> Path:
     """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of the first parameter."""
     entries = [
-        {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)} for i, one in enumerate(state.values())
+        {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)}
+        for i, one in enumerate(state.values())
     ]
     entries[0] |= other
     groups = [{"params": list(range(len(state))), "param_names": list(state), "lr": 0.1}]
-    torch.save({"model": state, "optimizer": {"state": dict(enumerate(entries)), "param_groups": groups}}, path)
+    torch.save(
+        {"model": state, "optimizer": {"state": dict(enumerate(entries)), "param_groups": groups}},
+        path,
+    )
     return path
 
 
@@ -128,7 +170,11 @@ def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
     config, state = hub_state("llama3", tmp_path / "c")
     path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, other={})
     with SourceView(view_of(path, config)) as view:
-        found = {name: view["optimizer"][name][...] for name in view["optimizer"] if name.endswith("/step")}
+        found = {
+            name: view["optimizer"][name][...]
+            for name in view["optimizer"]
+            if name.endswith("/step")
+        }
         assert len(found) == len(list(view["model"]))
         assert all(torch.equal(one, torch.tensor(7.0)) for one in found.values())
     path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, other={})
@@ -145,9 +191,16 @@ def view_of(folder: Path, config: Any) -> Any:
 
 def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     config, state = hub_state("llama3", tmp_path / "c")
-    some = {name: tensor for name, tensor in state.items() if name != "model.layers.2.mlp.up_proj.weight"}
+    some = {
+        name: tensor
+        for name, tensor in state.items()
+        if name != "model.layers.2.mlp.up_proj.weight"
+    }
     uc.save(tmp_path / "less", model=some)
-    with pytest.raises(uc.IncompleteError, match=r"the checkpoint lacks(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)"):
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"the checkpoint lacks(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)",
+    ):
         view_of(tmp_path / "less", config)
     uc.save(tmp_path / "more", model={**state, "model.extra": torch.ones(2)})
     with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*model:model.extra"):
@@ -155,12 +208,29 @@ def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "other", model={**state, "model.norm.weight": torch.ones(3)})
     with pytest.raises(uc.FormatError, match=r"model.norm.weight has shape \(3,\), needed \(64,\)"):
         view_of(tmp_path / "other", config)
-    uc.save(tmp_path / "mixed", model={**state, "model.layers.1.input_layernorm.weight": torch.ones(64, dtype=torch.bfloat16)})
-    with pytest.raises(uc.FormatError, match=r"tensors that are stacked have dtypes BF16, F32; needed one"):
+    uc.save(
+        tmp_path / "mixed",
+        model={
+            **state,
+            "model.layers.1.input_layernorm.weight": torch.ones(64, dtype=torch.bfloat16),
+        },
+    )
+    with pytest.raises(
+        uc.FormatError, match=r"tensors that are stacked have dtypes BF16, F32; needed one"
+    ):
         view_of(tmp_path / "mixed", config)
     uc.save(tmp_path / "odd", model=state, optimizer={"model.norm.weight/momentum": torch.ones(64)})
-    with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*optimizer:model.norm.weight/momentum"):
+    with pytest.raises(
+        uc.FormatError, match=r"has no name for(.|\n)*optimizer:model.norm.weight/momentum"
+    ):
         view_of(tmp_path / "odd", config)
-    uc.save(tmp_path / "part", model=state, optimizer={"model.layers.0.input_layernorm.weight/exp_avg": torch.ones(64)})
-    with pytest.raises(uc.IncompleteError, match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: nothing holds box"):
+    uc.save(
+        tmp_path / "part",
+        model=state,
+        optimizer={"model.layers.0.input_layernorm.weight/exp_avg": torch.ones(64)},
+    )
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: nothing holds box",
+    ):
         view_of(tmp_path / "part", config)

@@ -40,15 +40,26 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 FORMS: dict[str, Any] = {
     "bare": lambda state: state,
     "model": lambda state: {"model": state, "optimizer": {"state": {}}, "epoch": 3},
-    "lightning": lambda state: {"state_dict": state, "optimizer_states": [{}], "global_step": 7, "pytorch-lightning_version": "2.6.6"},
-    "compiled": lambda state: {"model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}},
-    "ddp": lambda state: {"model_state_dict": {f"module.{name}": tensor for name, tensor in state.items()}},
+    "lightning": lambda state: {
+        "state_dict": state,
+        "optimizer_states": [{}],
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.6",
+    },
+    "compiled": lambda state: {
+        "model": {f"_orig_mod.{name}": tensor for name, tensor in state.items()}
+    },
+    "ddp": lambda state: {
+        "model_state_dict": {f"module.{name}": tensor for name, tensor in state.items()}
+    },
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_model_is_filled_from_a_file_of_a_training_script(tmp_path: Path, form: str, zipped: bool) -> None:
+def test_a_model_is_filled_from_a_file_of_a_training_script(
+    tmp_path: Path, form: str, zipped: bool
+) -> None:
     path = tmp_path / "last.pt"
     torch.save(FORMS[form](net().state_dict()), path, _use_new_zipfile_serialization=zipped)
     check_equal(filled(path), net().state_dict())
@@ -58,13 +69,25 @@ def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
     torch.save(FORMS["lightning"](net().state_dict()), tmp_path / "last.ckpt")
     report = uc.load(tmp_path / "last.ckpt", model=net(1))
     assert report.step == 7
-    assert report.extra == {"global_step": 7, "pytorch-lightning_version": "2.6.6", "optimizer_states": [{}]}
+    assert report.extra == {
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.6",
+        "optimizer_states": [{}],
+    }
 
 
 def test_namespaces_and_paths_among_the_settings_are_plain(tmp_path: Path) -> None:
     """Many scripts save their argparse.Namespace: it is stood in for, and its class is not imported."""
-    args = argparse.Namespace(lr=0.1, out=Path("/a/b"), inner=types.SimpleNamespace(names=["x", Path("c")]), none=argparse.Namespace())
-    torch.save({"model": net().state_dict(), "args": args, "paths": (Path("d"), Path())}, tmp_path / "last.pt")
+    args = argparse.Namespace(
+        lr=0.1,
+        out=Path("/a/b"),
+        inner=types.SimpleNamespace(names=["x", Path("c")]),
+        none=argparse.Namespace(),
+    )
+    torch.save(
+        {"model": net().state_dict(), "args": args, "paths": (Path("d"), Path())},
+        tmp_path / "last.pt",
+    )
     with uc.open(tmp_path / "last.pt") as source:
         settings = {"lr": 0.1, "out": "/a/b", "inner": {"names": ["x", "c"]}, "none": {}}
         assert source.extra == {"args": settings, "paths": ("d", ".")}
@@ -79,36 +102,64 @@ def stepped(model: nn.Module, groups: Any) -> torch.optim.Optimizer:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {f"{names[id(p)]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    return {
+        f"{names[id(p)]}/{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
 
 
 def test_an_optimizer_by_position_goes_to_the_parameters_that_it_was_of(tmp_path: Path) -> None:
     model = net()
     optimizer = stepped(model, model.parameters())
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt"
+    )
     other = net(1)
     fresh = torch.optim.AdamW(other.parameters())
     uc.load(tmp_path / "last.pt", model=other, optimizer=fresh)
     check_equal(state_of(other, fresh), state_of(model, optimizer))
     assert fresh.param_groups[0]["lr"] == 0.3
-    with uc.open(tmp_path / "last.pt") as source:  # no optimizer there: the order of the file's tensors, its statistics left out
-        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+    with uc.open(
+        tmp_path / "last.pt"
+    ) as source:  # no optimizer there: the order of the file's tensors, its statistics left out
+        check_equal(
+            {name: view[...] for name, view in source["optimizer"].items()},
+            state_of(model, optimizer),
+        )
 
 
 def test_an_optimizer_that_has_names_needs_no_order(tmp_path: Path) -> None:
     model = net()
-    optimizer = stepped(model, [{"params": list(model[2].named_parameters())}, {"params": list(model[0].named_parameters())}])
+    optimizer = stepped(
+        model,
+        [
+            {"params": list(model[2].named_parameters())},
+            {"params": list(model[0].named_parameters())},
+        ],
+    )
     state = optimizer.state_dict()
     for group, layer in zip(state["param_groups"], (2, 0), strict=True):
         group["param_names"] = [f"{layer}.{name}" for name in group["param_names"]]
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "last.pt")
     with uc.open(tmp_path / "last.pt") as source:
-        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+        check_equal(
+            {name: view[...] for name, view in source["optimizer"].items()},
+            state_of(model, optimizer),
+        )
 
 
 def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
+    )
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(tmp_path / "config")
     rest = [parameter for name, parameter in model.named_parameters() if "norm" in name]
@@ -116,16 +167,26 @@ def test_a_config_tells_the_order_of_a_trainers_groups(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
     model(torch.ones(1, 4, dtype=torch.int64)).logits.square().sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt"
+    )
     for config in (tmp_path / "config", tmp_path / "config" / "config.json"):
         with uc.open(tmp_path / "last.pt", options=uc.SourceOptions(config=str(config))) as source:
-            check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
-    with uc.open(tmp_path / "last.pt") as source, pytest.raises(uc.FormatError, match=r"the model's config\.json as `config`"):
+            check_equal(
+                {name: view[...] for name, view in source["optimizer"].items()},
+                state_of(model, optimizer),
+            )
+    with (
+        uc.open(tmp_path / "last.pt") as source,
+        pytest.raises(uc.FormatError, match=r"the model's config\.json as `config`"),
+    ):
         list(source["optimizer"])
     uc.convert(tmp_path / "last.pt", tmp_path / "ours", parts=("model",))
 
 
-def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(tmp_path: Path) -> None:
+def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(
+    tmp_path: Path,
+) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
     cases = {
         r"the order of the file's tensors: has 1 param group\(s\), the checkpoint 2": [
@@ -135,14 +196,19 @@ def test_several_groups_and_frozen_layers_of_one_shape_are_refused_not_guessed(t
         "has 2 of 6 parameters, and shapes do not tell which": model[1].parameters(),
     }
     for text, groups in cases.items():
-        torch.save({"model": model.state_dict(), "optimizer": stepped(model, groups).state_dict()}, tmp_path / "last.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": stepped(model, groups).state_dict()},
+            tmp_path / "last.pt",
+        )
         with uc.open(tmp_path / "last.pt") as source, pytest.raises(uc.FormatError, match=text):
             list(source["optimizer"])
         other = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
         uc.load(tmp_path / "last.pt", model=other)
         check_equal(other.state_dict(), model.state_dict())
         with pytest.raises(uc.FormatError, match=r"the optimizer to be filled: (has|param group)"):
-            uc.load(tmp_path / "last.pt", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+            uc.load(
+                tmp_path / "last.pt", model=other, optimizer=torch.optim.AdamW(other.parameters())
+            )
 
 
 def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
@@ -154,9 +220,17 @@ def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
-def test_hugging_faces_bin_folders(tmp_path: Path, shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hugging_faces_bin_folders(
+    tmp_path: Path, shards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     model = LlamaForCausalLM(config)
     state = model.state_dict()
     names, folder = sorted(state), tmp_path / "hf"
@@ -168,7 +242,9 @@ def test_hugging_faces_bin_folders(tmp_path: Path, shards: str, capsys: pytest.C
         for file, members in halves.items():
             torch.save({name: state[name] for name in members}, folder / file)
         weight_map = {name: file for file, members in halves.items() for name in members}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+        (folder / "pytorch_model.bin.index.json").write_text(
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+        )
     other = LlamaForCausalLM(config)
     uc.load(folder, model=other)
     check_equal(dict(other.state_dict()), dict(state))
@@ -188,7 +264,9 @@ def test_hugging_faces_bin_folders(tmp_path: Path, shards: str, capsys: pytest.C
         ({"w": torch.ones(2).to_sparse()}, "needed a dense"),
     ],
 )
-def test_what_is_no_model_is_refused_by_what_it_holds(tmp_path: Path, value: Any, text: str) -> None:
+def test_what_is_no_model_is_refused_by_what_it_holds(
+    tmp_path: Path, value: Any, text: str
+) -> None:
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):
         uc.open(tmp_path / "x.pt")
@@ -223,8 +301,14 @@ def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "version": 3}, tmp_path / "bare.pt")
     torch.save({"model": {"w": torch.ones(2), "version": 3}, "epoch": 1}, tmp_path / "last.pt")
     (tmp_path / "hf").mkdir()
-    torch.save({"w": torch.ones(2), "version": 3, "_extra_state": 5}, tmp_path / "hf" / "pytorch_model.bin")
-    for path, extra in {"bare.pt": {"version": 3}, "last.pt": {"epoch": 1, "model": {"version": 3}}, "hf": {"version": 3}}.items():
+    torch.save(
+        {"w": torch.ones(2), "version": 3, "_extra_state": 5}, tmp_path / "hf" / "pytorch_model.bin"
+    )
+    for path, extra in {
+        "bare.pt": {"version": 3},
+        "last.pt": {"epoch": 1, "model": {"version": 3}},
+        "hf": {"version": 3},
+    }.items():
         with uc.open(tmp_path / path) as source:
             assert source.extra == extra
             assert list(source["model"]) == ["w"]
@@ -237,11 +321,17 @@ def test_plain_values_among_the_weights_are_extra(tmp_path: Path) -> None:
 
 def test_which_of_two_state_dicts_is_the_model_is_not_guessed(tmp_path: Path) -> None:
     one, other = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    torch.save({"model": other, "state_dict": one, "pytorch-lightning_version": "2.6.6"}, tmp_path / "lightning.ckpt")
+    torch.save(
+        {"model": other, "state_dict": one, "pytorch-lightning_version": "2.6.6"},
+        tmp_path / "lightning.ckpt",
+    )
     with uc.open(tmp_path / "lightning.ckpt") as source:
         assert torch.equal(source["model"]["w"][...], one["w"])
     torch.save({"net": other, "state_dict": one}, tmp_path / "last.pt")
-    with pytest.raises(uc.FormatError, match=r"several state dicts that may be the model; .* \(2\):\n  state_dict\n  net"):
+    with pytest.raises(
+        uc.FormatError,
+        match=r"several state dicts that may be the model; .* \(2\):\n  state_dict\n  net",
+    ):
         uc.open(tmp_path / "last.pt")
 
 
@@ -257,18 +347,37 @@ def test_a_submodule_called_module_keeps_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unwrapped", [True, False])
 def test_an_optimizer_with_the_names_of_a_model_in_ddp(tmp_path: Path, unwrapped: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5))
-    optimizer = stepped(model, [(f"module.{name}", parameter) for name, parameter in reversed(list(model.named_parameters()))])
-    weights = {name if unwrapped else f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    optimizer = stepped(
+        model,
+        [
+            (f"module.{name}", parameter)
+            for name, parameter in reversed(list(model.named_parameters()))
+        ],
+    )
+    weights = {
+        name if unwrapped else f"module.{name}": tensor
+        for name, tensor in model.state_dict().items()
+    }
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     with uc.open(tmp_path / "last.pt") as source:
-        check_equal({name: view[...] for name, view in source["optimizer"].items()}, state_of(model, optimizer))
+        check_equal(
+            {name: view[...] for name, view in source["optimizer"].items()},
+            state_of(model, optimizer),
+        )
 
 
-@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.3), lambda ps: torch.optim.AdamW(ps, lr=0.3)], ids=["sgd", "fresh"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda ps: torch.optim.SGD(ps, lr=0.3), lambda ps: torch.optim.AdamW(ps, lr=0.3)],
+    ids=["sgd", "fresh"],
+)
 def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, make: Any) -> None:
     """Plain SGD has none ever, AdamW none before its first step."""
     model = net()
-    torch.save({"model": model.state_dict(), "optimizer": make(model.parameters()).state_dict()}, tmp_path / "last.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": make(model.parameters()).state_dict()},
+        tmp_path / "last.pt",
+    )
     uc.convert(tmp_path / "last.pt", tmp_path / "ours")
     for path in (tmp_path / "last.pt", tmp_path / "ours"):
         other = net(1)
@@ -282,7 +391,10 @@ def test_an_optimizer_without_state_gives_its_hyperparameters(tmp_path: Path, ma
 def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # a prototype
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    for tensor, text in ((torch.empty(3, device="meta"), "without values"), (nested, "a nested tensor")):
+    for tensor, text in (
+        (torch.empty(3, device="meta"), "without values"),
+        (nested, "a nested tensor"),
+    ):
         torch.save({"w": tensor}, tmp_path / "x.pt")
         with pytest.raises(uc.FormatError, match=f"w: is .*{text}"):
             uc.open(tmp_path / "x.pt")
@@ -291,17 +403,25 @@ def test_tensors_that_have_no_values_here_are_refused_on_opening(tmp_path: Path)
 def test_a_ranks_part_of_a_distributed_tensor_is_refused_on_opening(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        torch.save({"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])}, tmp_path / "x.pt")
+        torch.save(
+            {"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])},
+            tmp_path / "x.pt",
+        )
     finally:
         dist.destroy_process_group()
-    with pytest.raises(uc.FormatError, match=r"w: is a rank's part of a DTensor(.*)`full_tensor\(\)`"):
+    with pytest.raises(
+        uc.FormatError, match=r"w: is a rank's part of a DTensor(.*)`full_tensor\(\)`"
+    ):
         uc.open(tmp_path / "x.pt")
 
 
 def test_tied_master_weights_are_one_tensor(tmp_path: Path) -> None:
     shared = torch.arange(6.0)
     half = shared.to(torch.bfloat16)
-    torch.save({"model": {"a": half, "b": half}, "master_weights": {"a": shared, "b": shared}}, tmp_path / "tied.pt")
+    torch.save(
+        {"model": {"a": half, "b": half}, "master_weights": {"a": shared, "b": shared}},
+        tmp_path / "tied.pt",
+    )
     with uc.open(tmp_path / "tied.pt") as source:
         assert list(source["master_weights"]) == ["a"]
         assert torch.equal(source["master_weights"]["b"][...], shared)

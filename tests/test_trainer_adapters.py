@@ -10,28 +10,50 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    get_peft_model,
+)
 from test_trainer import STEPS, Sequences, StopAt, losses, model
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.hf_adapters import adapter_parts, parameter_names
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from unified_ckpt.integrations.transformers.adapters import adapter_parts, parameter_names
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),  # PEFT calls it
+    pytest.mark.filterwarnings(
+        "ignore:.*is deprecated and will be removed in v6:FutureWarning"
+    ),  # PEFT calls it
     pytest.mark.filterwarnings("ignore:Could not find a config file in"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
 ]
 
 
 def lora() -> nn.Module:
-    return get_peft_model(model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model(),
+        LoraConfig(
+            r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
+    )
 
 
 def lora_and_head() -> nn.Module:
-    return get_peft_model(model(), LoraConfig(r=4, modules_to_save=["lm_head"], target_modules=["q_proj"], use_dora=True, bias="lora_only"))
+    return get_peft_model(
+        model(),
+        LoraConfig(
+            r=4,
+            modules_to_save=["lm_head"],
+            target_modules=["q_proj"],
+            use_dora=True,
+            bias="lora_only",
+        ),
+    )
 
 
 def two() -> nn.Module:
@@ -50,7 +72,10 @@ def freed() -> nn.Module:
 
 
 def prompt() -> nn.Module:
-    return get_peft_model(model(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16))
+    return get_peft_model(
+        model(),
+        PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    )
 
 
 def native() -> nn.Module:
@@ -62,17 +87,32 @@ def native() -> nn.Module:
 KINDS: list[Callable[[], nn.Module]] = [lora, lora_and_head, two, freed, prompt, native]
 
 
-def trainer(out: Path, of: nn.Module, *callbacks: TrainerCallback, stock: bool = False, **arguments: Any) -> Trainer:
+def trainer(
+    out: Path, of: nn.Module, *callbacks: TrainerCallback, stock: bool = False, **arguments: Any
+) -> Trainer:
     told = TrainingArguments(
         output_dir=str(out),
-        **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1, "seed": 1, "per_device_train_batch_size": 4, **arguments},
+        **{
+            "max_steps": STEPS,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "seed": 1,
+            "per_device_train_batch_size": 4,
+            **arguments,
+        },
         learning_rate=1e-2,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
     ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
-    return Trainer(model=of, args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
+    return Trainer(
+        model=of,
+        args=told,
+        train_dataset=Sequences(),
+        eval_dataset=Sequences(),
+        callbacks=[*ours, *callbacks],
+    )
 
 
 def weights(of: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +120,9 @@ def weights(of: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_and_resumed_is_the_stock_trainer_uninterrupted(tmp_path: Path, kind: Callable[[], nn.Module]) -> None:
+def test_stopped_and_resumed_is_the_stock_trainer_uninterrupted(
+    tmp_path: Path, kind: Callable[[], nn.Module]
+) -> None:
     straight = trainer(tmp_path / "stock", kind(), stock=True)
     straight.train()
     trainer(tmp_path / "run", kind(), StopAt(4)).train()
@@ -89,7 +131,11 @@ def test_stopped_and_resumed_is_the_stock_trainer_uninterrupted(tmp_path: Path, 
     assert losses(resumed) == losses(straight)
     expected = weights(straight.model)
     assert expected.keys() == weights(resumed.model).keys()
-    assert [name for name, tensor in weights(resumed.model).items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name
+        for name, tensor in weights(resumed.model).items()
+        if not torch.equal(tensor, expected[name])
+    ] == []
 
 
 def test_stock_peft_opens_the_folder_and_the_base_is_not_in_it(tmp_path: Path) -> None:
@@ -99,12 +145,22 @@ def test_stock_peft_opens_the_folder_and_the_base_is_not_in_it(tmp_path: Path) -
     assert uc.verify(folder, deep=True).ok
     with uc.open(folder) as source:
         assert sorted(source.parts) == ["adapter_model", "adapter_model_of_users", "optimizer"]
-        assert sum(one.startswith("adapter_model.") and one.endswith("exp_avg") for one in source["optimizer"]) == 8
-    assert not any("model" in name and not name.startswith("adapter_model") for name in os.listdir(folder))
+        assert (
+            sum(
+                one.startswith("adapter_model.") and one.endswith("exp_avg")
+                for one in source["optimizer"]
+            )
+            == 8
+        )
+    assert not any(
+        "model" in name and not name.startswith("adapter_model") for name in os.listdir(folder)
+    )
     found = PeftModel.from_pretrained(model(), folder, is_trainable=True)
     found.load_adapter(folder / "of-users", "of-users", is_trainable=True)
     expected = weights(made.model)
-    assert [name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])
+    ] == []
     assert json.loads((folder / "adapter_config.json").read_text())["inference_mode"]
 
 
@@ -125,20 +181,30 @@ def test_an_auto_class_finds_the_base_and_the_stock_trainer_goes_on(tmp_path: Pa
         from transformers import AutoModelForCausalLM
 
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        return get_peft_model(found, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        return get_peft_model(
+            found, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
 
     made = trainer(tmp_path / "run", of_base(), StopAt(4))
     made.train()
     found = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
     expected = weights(made.model)
-    assert [name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name for name, tensor in weights(found).items() if not torch.equal(tensor, expected[name])
+    ] == []
     stock = trainer(tmp_path / "run", of_base(), stock=True)
     stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     assert stock.state.global_step == STEPS
 
 
 def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
-    told = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1, "save_only_model": True}
+    told = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+        "save_only_model": True,
+    }
     stock = trainer(tmp_path / "stock", freed(), stock=True, **told)
     stock.train()
     made = trainer(tmp_path / "ours", freed(), **told)
@@ -151,7 +217,11 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
     expected = weights(made.model)
     other = trainer(tmp_path / "other", freed())
     uc.load(best, parts=adapter_parts(other.model))
-    assert [name for name, tensor in weights(other.model).items() if not torch.equal(tensor, expected[name])] == []
+    assert [
+        name
+        for name, tensor in weights(other.model).items()
+        if not torch.equal(tensor, expected[name])
+    ] == []
 
 
 def test_a_checkpoint_of_other_adapters_is_refused_and_the_model_stays(tmp_path: Path) -> None:
@@ -170,7 +240,10 @@ def test_adapters_whose_parts_would_be_called_alike_are_refused() -> None:
     made = lora()
     for name in ("a b", "a-b"):
         made.add_adapter(name, LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))  # type: ignore[operator]
-    with pytest.raises(uc.LayoutError, match="adapter 'a-b': its part is called adapter_model_a_b, as that of another one"):
+    with pytest.raises(
+        uc.LayoutError,
+        match="adapter 'a-b': its part is called adapter_model_a_b, as that of another one",
+    ):
         adapter_parts(made)
 
 

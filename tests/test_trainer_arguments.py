@@ -18,7 +18,13 @@ from transformers.trainer_callback import ExportableState
 import unified_ckpt as uc
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
-BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False, "learning_rate": 0.3}
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "loss",
+    "greater_is_better": False,
+    "learning_rate": 0.3,
+}
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -47,10 +53,28 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 16, "save_total_limit": 2},
+        {
+            "save_strategy": "epoch",
+            "max_steps": -1,
+            "num_train_epochs": 3,
+            "per_device_train_batch_size": 16,
+            "save_total_limit": 2,
+        },
         {**BEST, "save_strategy": "best", "save_total_limit": 2},
-        {**BEST, "save_steps": 1, "load_best_model_at_end": True, "save_only_model": True, "save_total_limit": 1},
-        {**BEST, "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2, "gradient_accumulation_steps": 2},
+        {
+            **BEST,
+            "save_steps": 1,
+            "load_best_model_at_end": True,
+            "save_only_model": True,
+            "save_total_limit": 1,
+        },
+        {
+            **BEST,
+            "save_steps": 2,
+            "load_best_model_at_end": True,
+            "save_total_limit": 2,
+            "gradient_accumulation_steps": 2,
+        },
     ],
     ids=["epoch", "best", "only_model", "accumulation"],
 )
@@ -65,16 +89,25 @@ def test_the_same_checkpoints_as_the_stock_one(tmp_path: Path, arguments: dict[s
     assert names
     for name in names:
         assert state_of(tmp_path / "ours" / name) == state_of(tmp_path / "stock" / name)
-    assert Path(ours.state.best_model_checkpoint or "").name == Path(stock.state.best_model_checkpoint or "").name
+    assert (
+        Path(ours.state.best_model_checkpoint or "").name
+        == Path(stock.state.best_model_checkpoint or "").name
+    )
 
 
 def test_states_of_callbacks_come_back(tmp_path: Path) -> None:
-    arguments = {**BEST, "restore_callback_states_from_checkpoint": True, "load_best_model_at_end": True}
+    arguments = {
+        **BEST,
+        "restore_callback_states_from_checkpoint": True,
+        "load_best_model_at_end": True,
+    }
     trainer(tmp_path, StopAt(4), Counter(7), EarlyStoppingCallback(9, 0.25), **arguments).train()
     resumed = trainer(tmp_path, Counter(), EarlyStoppingCallback(1), **arguments)
     resumed.train(resume_from_checkpoint=True)
     (counter,) = [one for one in resumed.callback_handler.callbacks if isinstance(one, Counter)]
-    (early,) = [one for one in resumed.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+    (early,) = [
+        one for one in resumed.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)
+    ]
     assert (counter.start, counter.count) == (7, 13)
     assert (early.early_stopping_patience, early.early_stopping_threshold) == (9, 0.25)
     assert resumed.state.global_step == 6
@@ -112,7 +145,9 @@ def test_a_compiled_model_resumes_and_its_names_are_the_models(tmp_path: Path) -
 class Small(Trainer):
     """Has memory for batches of 2."""
 
-    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *more: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
+    ) -> torch.Tensor:
         if len(inputs["input_ids"]) > 2:
             raise RuntimeError("CUDA out of memory.")
         return super().training_step(model, inputs, *more)
@@ -121,7 +156,9 @@ class Small(Trainer):
 @pytest.mark.slow  # it collects garbage again and again
 def test_a_batch_size_that_is_found_stays_at_a_resume(tmp_path: Path) -> None:
     def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
-        told = trainer(out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8).args
+        told = trainer(
+            out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8
+        ).args
         return Small(model=model(), args=told, train_dataset=Sequences(), callbacks=list(callbacks))
 
     straight = small(tmp_path / "stock")
@@ -145,7 +182,9 @@ def test_sigterm_saves_at_the_step_and_training_goes_on_from_there(tmp_path: Pat
     def jit(*callbacks: TrainerCallback) -> Trainer:
         made = trainer(tmp_path, *callbacks, enable_jit_checkpoint=True, save_strategy="no")
         (found,) = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
-        found.jit_manager._sigterm_handler = lambda *_: found.jit_manager._enable_checkpoint()  # no 3 s of grace
+        found.jit_manager._sigterm_handler = lambda *_: (
+            found.jit_manager._enable_checkpoint()
+        )  # no 3 s of grace
         signal.signal(signal.SIGTERM, found.jit_manager._sigterm_handler)
         return made
 
@@ -177,7 +216,13 @@ class Saves(Trainer):
         super()._save(output_dir, state_dict)
 
 
-def test_an_own_way_to_write_weights_is_told_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_own_way_to_write_weights_is_told_to_be_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        Saves(model=model(), args=trainer(tmp_path, stock=True).args, callbacks=[UnifiedCheckpointCallback()])
+        Saves(
+            model=model(),
+            args=trainer(tmp_path, stock=True).args,
+            callbacks=[UnifiedCheckpointCallback()],
+        )
     assert "Saves._save is not called within a checkpoint" in caplog.text

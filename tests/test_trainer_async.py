@@ -16,15 +16,19 @@ from test_trainer_arguments import BEST, state_of
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from unified_ckpt.engine import commit
+from unified_ckpt.engine.folder import commit
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 
-def trainer(out: Path, *callbacks: TrainerCallback, of: torch.nn.Module | None = None, **arguments: Any) -> Trainer:
+def trainer(
+    out: Path, *callbacks: TrainerCallback, of: torch.nn.Module | None = None, **arguments: Any
+) -> Trainer:
     made = plain_trainer(out, *callbacks, stock=True, **arguments)
     if of is not None:
         made.model = made.model_wrapped = of
-    UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=True).attach(made)
+    UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=True).attach(
+        made
+    )
     return made
 
 
@@ -33,7 +37,11 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open, publish = threading.Event(), commit.publish
-        patch.setattr(commit, "publish", lambda *args, **more: (self._open.wait(60), publish(*args, **more))[1])
+        patch.setattr(
+            commit,
+            "publish",
+            lambda *args, **more: (self._open.wait(60), publish(*args, **more))[1],
+        )
 
     def open(self) -> None:
         self._open.set()
@@ -50,7 +58,9 @@ class At(TrainerCallback):
             self._function()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = plain_trainer(tmp_path / "stock", stock=True)
     straight.train()
     gate, seen = Gate(monkeypatch), []
@@ -66,7 +76,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for step in (2, 4, 6):
         assert uc.verify(tmp_path / "run" / f"checkpoint-{step}", deep=True).ok
-        assert state_of(tmp_path / "run" / f"checkpoint-{step}") == state_of(tmp_path / "stock" / f"checkpoint-{step}")
+        assert state_of(tmp_path / "run" / f"checkpoint-{step}") == state_of(
+            tmp_path / "stock" / f"checkpoint-{step}"
+        )
     for step in (2, 4):
         resumed = trainer(tmp_path / "run")
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
@@ -83,12 +95,19 @@ class Writes(TrainerCallback):
             file.write(str(state.global_step))
 
 
-def test_files_of_callbacks_are_carried_into_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_callbacks_are_carried_into_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """They come while the checkpoint is being written. What the stock Trainer has left there half written is kept."""
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
     trainer(tmp_path, Writes()).train()
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-4-before-1", "checkpoint-6"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-4-before-1",
+        "checkpoint-6",
+    ]
     for step in (2, 4, 6):
         assert uc.verify(tmp_path / f"checkpoint-{step}", deep=True).ok
         assert (tmp_path / f"checkpoint-{step}" / "mine.txt").read_text() == str(step)
@@ -96,7 +115,9 @@ def test_files_of_callbacks_are_carried_into_checkpoints(tmp_path: Path, caplog:
     assert "checkpoint-4-before-1" in caplog.text
 
 
-def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = trainer(tmp_path, StopAt(2))
     stopped.train()
 
@@ -112,7 +133,9 @@ def test_a_save_that_fails_in_the_thread_ends_the_training_at_the_next_one(tmp_p
     assert os.listdir(tmp_path) == ["checkpoint-2"], "the last good one stays, and nothing else"
 
 
-def test_the_older_checkpoint_stays_until_the_newer_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_older_checkpoint_stays_until_the_newer_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer(tmp_path, StopAt(2), save_total_limit=1).train()
     gate, seen = Gate(monkeypatch), []
 
@@ -125,7 +148,9 @@ def test_the_older_checkpoint_stays_until_the_newer_is_there(tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["checkpoint-6"]
 
 
-def test_the_best_is_waited_for_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_waited_for_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = {**BEST, "save_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
     straight = plain_trainer(tmp_path / "stock", stock=True, **arguments)
     straight.train()
@@ -139,7 +164,9 @@ def test_the_best_is_waited_for_before_it_is_loaded(tmp_path: Path, monkeypatch:
 def test_adapters_too(tmp_path: Path) -> None:
     made = trainer(tmp_path, of=lora())
     made.train()
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*os.listdir(tmp_path / "checkpoint-6")}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        *os.listdir(tmp_path / "checkpoint-6")
+    }
     assert uc.verify(tmp_path / "checkpoint-6", deep=True).ok
 
 

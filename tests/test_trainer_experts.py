@@ -16,8 +16,15 @@ from unified_ckpt.integrations.transformers import open_hub_names
 
 def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4))
+    sizes: dict[str, Any] = {
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    )
 
 
 class Held(TrainerCallback):
@@ -28,7 +35,9 @@ class Held(TrainerCallback):
 
 
 @pytest.mark.parametrize("stopped_by_stock", [False, True])
-def test_experts_are_not_left_at_random_values_by_a_resume(tmp_path: Path, stopped_by_stock: bool) -> None:
+def test_experts_are_not_left_at_random_values_by_a_resume(
+    tmp_path: Path, stopped_by_stock: bool
+) -> None:
     """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with random experts."""
     straight = trainer(tmp_path / "straight", net=mixtral(), stock=True)
     straight.train()
@@ -44,5 +53,7 @@ def test_experts_are_not_left_at_random_values_by_a_resume(tmp_path: Path, stopp
     check_same(resumed, straight)
     with open_hub_names(tmp_path / "run" / "checkpoint-6") as source:
         experts = source["model"]["model.layers.1.block_sparse_moe.experts.3.w3.weight"][...]
-    assert torch.equal(experts, straight.model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][3, 24:])
+    assert torch.equal(
+        experts, straight.model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][3, 24:]
+    )
     assert uc.verify(tmp_path / "run" / "checkpoint-6", deep=True).ok

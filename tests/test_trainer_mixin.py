@@ -37,7 +37,13 @@ def own(out: Path, *callbacks: TrainerCallback) -> Own:
         disable_tqdm=True,
     )
     fast = uc.SaveOptions(fsync=False)
-    return Own(model=model(), args=told, train_dataset=Sequences(), callbacks=list(callbacks), save_options=fast)
+    return Own(
+        model=model(),
+        args=told,
+        train_dataset=Sequences(),
+        callbacks=list(callbacks),
+        save_options=fast,
+    )
 
 
 def test_a_class_with_the_mixin_resumes_as_the_stock_one_goes_on(tmp_path: Path) -> None:
@@ -60,7 +66,9 @@ def test_a_mixin_and_a_callback_are_one_too_many(tmp_path: Path) -> None:
 
 
 def test_a_mixin_in_the_wrong_place_says_so() -> None:
-    with pytest.raises(TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed class Late"):
+    with pytest.raises(
+        TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed class Late"
+    ):
 
         class Late(Trainer, UnifiedCheckpointMixin):
             pass

@@ -14,8 +14,8 @@ from test_trainer import StopAt, model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
-from unified_ckpt.integrations.hf_position import Pace, Place, place_of, same_place
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from unified_ckpt.integrations.transformers.data_position import Pace, Place, place_of, same_place
 
 LENGTH = 48
 
@@ -50,14 +50,24 @@ class Seen(Trainer):
 
     taken: list[int]
 
-    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *more: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
+    ) -> torch.Tensor:
         if not hasattr(self, "taken"):
             self.taken = []
         self.taken += inputs["input_ids"][:, 0].tolist()
         return super().training_step(model, inputs, *more)
 
 
-def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False, data: Any = None, of: Any = None, **more: Any) -> Seen:
+def seen(
+    out: Path,
+    *callbacks: TrainerCallback,
+    batch: int,
+    stock: bool = False,
+    data: Any = None,
+    of: Any = None,
+    **more: Any,
+) -> Seen:
     in_background = more.pop("async_save", False)
     told = TrainingArguments(
         output_dir=str(out),
@@ -67,8 +77,21 @@ def seen(out: Path, *callbacks: TrainerCallback, batch: int, stock: bool = False
         use_cpu=True,
         disable_tqdm=True,
     )
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), async_save=in_background)]
-    return Seen(model=of or model(), args=told, train_dataset=data or Numbered(), callbacks=[*ours, *callbacks])
+    ours = (
+        []
+        if stock
+        else [
+            UnifiedCheckpointCallback(
+                save_options=uc.SaveOptions(fsync=False), async_save=in_background
+            )
+        ]
+    )
+    return Seen(
+        model=of or model(),
+        args=told,
+        train_dataset=data or Numbered(),
+        callbacks=[*ours, *callbacks],
+    )
 
 
 def train(made: Seen, resume: bool = False) -> list[int]:
@@ -80,7 +103,9 @@ def train(made: Seen, resume: bool = False) -> list[int]:
 def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Three epochs of the stock Trainer."""
     taken = train(seen(tmp_path_factory.mktemp("stock"), batch=4, stock=True, save_strategy="no"))
-    assert [sorted(taken[i : i + LENGTH]) for i in range(0, 3 * LENGTH, LENGTH)] == [list(range(LENGTH))] * 3
+    assert [sorted(taken[i : i + LENGTH]) for i in range(0, 3 * LENGTH, LENGTH)] == [
+        list(range(LENGTH))
+    ] * 3
     return taken
 
 
@@ -93,7 +118,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> Path:
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 3), (12, 1)])
-def test_no_sample_is_taken_twice_or_never(stopped: Path, order: list[int], batch: int, accumulation: int) -> None:
+def test_no_sample_is_taken_twice_or_never(
+    stopped: Path, order: list[int], batch: int, accumulation: int
+) -> None:
     made = seen(stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
     assert train(made, resume=True) == order[60:]
     assert made.state.global_step == made.state.max_steps == 15 + 84 // (batch * accumulation)
@@ -134,19 +161,32 @@ def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"train_sampling_strategy": "group_by_length"}, "the order of this data loader may depend on batch size or processes"),
-        ({"data_seed": 9}, "the data is shuffled of 48 samples, seed 9; it was shuffled of 48, seed 5"),
-        ({"train_sampling_strategy": "sequential"}, "the data is in its own order of 48 samples, seed None"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "the order of this data loader may depend on batch size or processes",
+        ),
+        (
+            {"data_seed": 9},
+            "the data is shuffled of 48 samples, seed 9; it was shuffled of 48, seed 5",
+        ),
+        (
+            {"train_sampling_strategy": "sequential"},
+            "the data is in its own order of 48 samples, seed None",
+        ),
     ],
 )
-def test_an_order_that_is_another_is_told(stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str) -> None:
+def test_an_order_that_is_another_is_told(
+    stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str
+) -> None:
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         train(seen(stopped, StopAt(16), batch=6, save_strategy="no", **arguments), resume=True)
     assert said in caplog.text
 
 
 def test_ignore_data_skip_begins_the_epoch_again(stopped: Path, order: list[int]) -> None:
-    rest = train(seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True)
+    rest = train(
+        seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True
+    )
     assert rest == order[48:72]
 
 
@@ -156,8 +196,21 @@ def test_places() -> None:
     assert place_of(2 + 6 / 13, rounds_in_epoch=13, pace=pace) == Place(2, 48, 6)
     assert place_of(3.0, rounds_in_epoch=13, pace=pace) == Place(3, 0, 0)
     for rounds in (3, 7, 10_007, 1_000_003):
-        assert all(place_of(41 + k / rounds, rounds_in_epoch=rounds, pace=pace).rounds == k for k in range(0, rounds, rounds // 3))
-    saved = {"epoch": 2, "samples": 48, "pace": {"round_samples": 8, "accumulation": 2, "order": "shuffled", "seed": 1, "length": 100}}
+        assert all(
+            place_of(41 + k / rounds, rounds_in_epoch=rounds, pace=pace).rounds == k
+            for k in range(0, rounds, rounds // 3)
+        )
+    saved = {
+        "epoch": 2,
+        "samples": 48,
+        "pace": {
+            "round_samples": 8,
+            "accumulation": 2,
+            "order": "shuffled",
+            "seed": 1,
+            "length": 100,
+        },
+    }
     assert same_place(saved, Pace(3, 4, "shuffled", 1, 100)) == (Place(2, 48, 16), [])
     place, notes = same_place(saved, Pace(10, 2, "shuffled", 1, 100))
     assert place == Place(2, 40, 4)

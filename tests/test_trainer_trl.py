@@ -13,21 +13,49 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
 from test_trainer import StopAt, check_same
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, Trainer, TrainerCallback
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
 
 import unified_ckpt as uc
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 STEPS = 4
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dog", "run", "far", "from", "home", "so", "it", "slept"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "dog",
+    "run",
+    "far",
+    "from",
+    "home",
+    "so",
+    "it",
+    "slept",
+]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def config() -> LlamaConfig:
@@ -94,7 +122,9 @@ def sft_lora(out: Path, callbacks: list[TrainerCallback]) -> Trainer:
 def dpo(out: Path, callbacks: list[TrainerCallback]) -> Trainer:
     from trl import DPOConfig, DPOTrainer
 
-    pairs = [{"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)} for i in range(16)]
+    pairs = [
+        {"prompt": text(i), "chosen": text(i + 1, 3), "rejected": text(i + 2, 3)} for i in range(16)
+    ]
     return DPOTrainer(
         model=LlamaForCausalLM(config()),
         args=DPOConfig(**told(out)),
@@ -123,7 +153,9 @@ def ours() -> UnifiedCheckpointCallback:
 
 
 @pytest.mark.parametrize("make", [sft, sft_lora, dpo, reward])
-def test_resumed_is_the_stock_trainer_uninterrupted(tmp_path: Path, make: Callable[..., Trainer]) -> None:
+def test_resumed_is_the_stock_trainer_uninterrupted(
+    tmp_path: Path, make: Callable[..., Trainer]
+) -> None:
     disable_progress_bars()
     straight = make(tmp_path / "stock", [])
     straight.train()
@@ -131,7 +163,11 @@ def test_resumed_is_the_stock_trainer_uninterrupted(tmp_path: Path, make: Callab
     assert (tmp_path / "run" / "README.md").is_file(), "what TRL does at a save"
     folder = tmp_path / "run" / "checkpoint-2"
     assert uc.verify(folder, deep=True).ok
-    stock = {*os.listdir(tmp_path / "stock" / "checkpoint-2")} - {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    stock = {*os.listdir(tmp_path / "stock" / "checkpoint-2")} - {
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+    }
     assert stock <= {*os.listdir(folder)}
     resumed = make(tmp_path / "run", [ours()])
     resumed.train(resume_from_checkpoint=True)

@@ -30,10 +30,14 @@ def trained(kind: str, steps: int = 3) -> tuple[nn.Module, Optimizer]:
     return module, optimizer
 
 
-def load_quietly(path: Path, module: nn.Module, optimizer: Optimizer, **more: object) -> uc.LoadReport:
+def load_quietly(
+    path: Path, module: nn.Module, optimizer: Optimizer, **more: object
+) -> uc.LoadReport:
     """A load during which a step is an error."""
     with pytest.MonkeyPatch.context() as patch:
-        stepped = functools.wraps(type(optimizer).step)(lambda *_: pytest.fail("the optimizer was stepped"))
+        stepped = functools.wraps(type(optimizer).step)(
+            lambda *_: pytest.fail("the optimizer was stepped")
+        )
         patch.setattr(type(optimizer), "step", stepped)
         return uc.load(path, model=module, optimizer=optimizer, **more)
 
@@ -67,7 +71,9 @@ def test_state_is_named_after_its_parameter(tmp_path: Path) -> None:
     for fqn, param in module.named_parameters():
         for name in names:
             assert torch.equal(found[f"{fqn}/{name}"], optimizer.state[param][name])
-    groups = json.loads((tmp_path / "c" / "unified_checkpoint.json").read_text())["optimizer"]["groups"]
+    groups = json.loads((tmp_path / "c" / "unified_checkpoint.json").read_text())["optimizer"][
+        "groups"
+    ]
     assert [group["names"] for group in groups] == [[fqn for fqn, _ in module.named_parameters()]]
 
 
@@ -93,11 +99,19 @@ def test_state_that_is_no_tensor_goes_to_extra(tmp_path: Path) -> None:
     assert uc.open(tmp_path / "c").extra is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch lets no optimizer be capturable on the CPU")
-@pytest.mark.parametrize("how", [{"capturable": True}, {"fused": True}, {"fused": True, "capturable": True}, {"foreach": True}])
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch lets no optimizer be capturable on the CPU"
+)
+@pytest.mark.parametrize(
+    "how",
+    [{"capturable": True}, {"fused": True}, {"fused": True, "capturable": True}, {"foreach": True}],
+)
 def test_training_goes_on_bit_by_bit_on_a_device(tmp_path: Path, how: dict[str, bool]) -> None:
     module, other = model().cuda(), model().cuda()
-    optimizer, fresh = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1, device="cuda"), **how) for m in (module, other))
+    optimizer, fresh = (
+        torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1, device="cuda"), **how)
+        for m in (module, other)
+    )
     for number in range(3):
         step(module, optimizer, number)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
@@ -106,7 +120,9 @@ def test_training_goes_on_bit_by_bit_on_a_device(tmp_path: Path, how: dict[str, 
     for number in range(3, 6):
         step(module, optimizer, number)
         step(other, fresh, number)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_how_an_optimizer_runs_stays_as_it_is(tmp_path: Path) -> None:
@@ -118,7 +134,12 @@ def test_how_an_optimizer_runs_stays_as_it_is(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW(other.parameters(), lr=0.7, foreach=False)
     load_quietly(tmp_path / "c", other, fresh)
     group = fresh.param_groups[0]
-    assert (group["lr"], group["fused"], group["foreach"], group["capturable"]) == (0.1, None, False, False)
+    assert (group["lr"], group["fused"], group["foreach"], group["capturable"]) == (
+        0.1,
+        None,
+        False,
+        False,
+    )
     step(other, fresh, 3)
 
 
@@ -133,7 +154,9 @@ class Two(nn.Module):
         self.frozen.requires_grad_(False)
 
 
-def grouped(module: Two, *, first_lr: float, second_lr: float, swapped: bool = False) -> torch.optim.AdamW:
+def grouped(
+    module: Two, *, first_lr: float, second_lr: float, swapped: bool = False
+) -> torch.optim.AdamW:
     groups = [
         {"params": list(module.first.parameters()), "lr": first_lr, "weight_decay": 0.5},
         {"params": list(module.second.parameters()), "lr": second_lr, "tag": "mine"},
@@ -155,10 +178,17 @@ def test_groups_are_matched_by_name_and_not_by_position(tmp_path: Path) -> None:
     fresh = grouped(other, first_lr=7, second_lr=8, swapped=True)
     uc.load(tmp_path / "c", model=other, optimizer=fresh)
     second, first = fresh.param_groups
-    assert (first["lr"], first["weight_decay"], second["lr"], second["tag"]) == (0.1, 0.5, 0.2, "mine")
+    assert (first["lr"], first["weight_decay"], second["lr"], second["tag"]) == (
+        0.1,
+        0.5,
+        0.2,
+        "mine",
+    )
     stepped(module, optimizer)
     stepped(other, fresh)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_hyperparameters_of_the_job_are_kept_on_demand(tmp_path: Path) -> None:
@@ -167,9 +197,16 @@ def test_hyperparameters_of_the_job_are_kept_on_demand(tmp_path: Path) -> None:
     stepped(module, optimizer)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     fresh = grouped(other, first_lr=7, second_lr=8)
-    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(hyperparameters="current"))
+    uc.load(
+        tmp_path / "c",
+        model=other,
+        optimizer=fresh,
+        options=uc.LoadOptions(hyperparameters="current"),
+    )
     assert [group["lr"] for group in fresh.param_groups] == [7, 8]
-    assert torch.equal(fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"]
+    )
 
 
 def test_groups_that_join_what_was_apart(tmp_path: Path) -> None:
@@ -178,11 +215,19 @@ def test_groups_that_join_what_was_apart(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     fresh = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=9)
-    with pytest.raises(uc.MismatchError, match=r'(?s)param group of first\.weight joins parameters .* differ.*hyperparameters="current"'):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r'(?s)param group of first\.weight joins parameters .* differ.*hyperparameters="current"',
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
     assert fresh.param_groups[0]["lr"] == 9
-    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(hyperparameters="current"))
+    uc.load(
+        tmp_path / "c",
+        model=other,
+        optimizer=fresh,
+        options=uc.LoadOptions(hyperparameters="current"),
+    )
 
 
 # parameters without state
@@ -194,7 +239,9 @@ def test_frozen_parameters_are_in_the_model_only(tmp_path: Path) -> None:
     optimizer = grouped(module, first_lr=0.1, second_lr=0.2)
     stepped(module, optimizer)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
-    assert not any(name.startswith("frozen") for name in load_file(tmp_path / "c" / "optimizer.safetensors"))
+    assert not any(
+        name.startswith("frozen") for name in load_file(tmp_path / "c" / "optimizer.safetensors")
+    )
     fresh = grouped(other, first_lr=0.1, second_lr=0.2)
     uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert torch.equal(other.frozen.weight, module.frozen.weight)
@@ -234,11 +281,16 @@ def test_a_parameter_that_the_saved_optimizer_did_not_have(tmp_path: Path) -> No
     optimizer.step()
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     fresh = torch.optim.AdamW([*other.first.parameters(), *other.second.parameters()])
-    with pytest.raises(uc.MismatchError, match=r"(?s)optimizer:second\.bias: is not in the checkpoint.*optimizer:second\.weight: is not"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"(?s)optimizer:second\.bias: is not in the checkpoint.*optimizer:second\.weight: is not",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     report = uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
     assert report.missing == ("optimizer:second.bias", "optimizer:second.weight")
-    assert torch.equal(fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[other.first.weight]["exp_avg"], optimizer.state[module.first.weight]["exp_avg"]
+    )
 
 
 def test_state_that_nobody_wants_any_more(tmp_path: Path) -> None:
@@ -247,10 +299,16 @@ def test_state_that_nobody_wants_any_more(tmp_path: Path) -> None:
     stepped(module, optimizer)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     fresh = torch.optim.AdamW(other.first.parameters())
-    with pytest.raises(uc.MismatchError, match=r"optimizer:second\.weight/exp_avg: is in the checkpoint, wanted by no rank"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"optimizer:second\.weight/exp_avg: is in the checkpoint, wanted by no rank",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     report = uc.load(tmp_path / "c", model=other, optimizer=fresh, strict=False)
-    assert {name.rpartition("/")[0] for name in report.unexpected} == {"optimizer:second.bias", "optimizer:second.weight"}
+    assert {name.rpartition("/")[0] for name in report.unexpected} == {
+        "optimizer:second.bias",
+        "optimizer:second.weight",
+    }
 
 
 # forms of state
@@ -269,14 +327,20 @@ def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
     (module.head.weight**2).sum().backward()
     optimizer.step()
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
-    assert {name.rpartition("/")[0] for name in load_file(tmp_path / "c" / "optimizer.safetensors")} == {"embed.weight"}
+    assert {
+        name.rpartition("/")[0] for name in load_file(tmp_path / "c" / "optimizer.safetensors")
+    } == {"embed.weight"}
     load_quietly(tmp_path / "c", other, fresh)
-    assert torch.equal(fresh.state[other.head.weight]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[other.head.weight]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"]
+    )
     untied = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
     apart = torch.optim.AdamW(untied.parameters())
     load_quietly(tmp_path / "c", untied, apart)
     for param in untied.parameters():
-        assert torch.equal(apart.state[param]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"])
+        assert torch.equal(
+            apart.state[param]["exp_avg"], optimizer.state[module.embed.weight]["exp_avg"]
+        )
 
 
 def test_moments_that_the_next_step_cannot_read(tmp_path: Path) -> None:
@@ -284,21 +348,32 @@ def test_moments_that_the_next_step_cannot_read(tmp_path: Path) -> None:
     module = nn.Linear(40, 30).bfloat16()
     optimizer = torch.optim.AdamW(module.parameters())
     for param in module.parameters():
-        optimizer.state[param] = {"step": torch.tensor(4.0), "exp_avg": torch.randn(param.shape), "exp_avg_sq": torch.rand(param.shape)}
+        optimizer.state[param] = {
+            "step": torch.tensor(4.0),
+            "exp_avg": torch.randn(param.shape),
+            "exp_avg_sq": torch.rand(param.shape),
+        }
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     other = nn.Linear(40, 30).bfloat16()
     fresh = torch.optim.AdamW(other.parameters())
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(uc.MismatchError, match=r"bias/exp_avg: checkpoint has dtype F32, target has BF16; LoadOptions\(cast=True"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"bias/exp_avg: checkpoint has dtype F32, target has BF16; LoadOptions\(cast=True",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=fresh)
     assert same(other.state_dict(), before)
     assert not fresh.state
     uc.load(tmp_path / "c", model=other, optimizer=fresh, options=uc.LoadOptions(cast=True))
-    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"].bfloat16())
+    assert torch.equal(
+        fresh.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"].bfloat16()
+    )
     step(other, fresh, 0)
     fused = FusedAdam(other.parameters())
     uc.load(tmp_path / "c", model=other, optimizer=fused)
-    assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"])
+    assert torch.equal(
+        fused.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"]
+    )
     step(other, fused, 0)
 
 
@@ -308,17 +383,28 @@ def test_masters_that_an_optimizer_holds(tmp_path: Path, key: str) -> None:
     optimizer, fresh = (torch.optim.SGD(one.parameters(), momentum=0.9) for one in (module, other))
     for one, of in ((optimizer, module), (fresh, other)):
         for param in of.parameters():
-            one.state[param] = {"momentum_buffer": torch.rand(param.shape), key: torch.randn(param.shape)}
+            one.state[param] = {
+                "momentum_buffer": torch.rand(param.shape),
+                key: torch.randn(param.shape),
+            }
     uc.save(tmp_path / "c", model=module, optimizer=optimizer, master_weights=optimizer)
-    assert set(load_file(tmp_path / "c" / "optimizer.safetensors")) == {"weight/momentum_buffer", "bias/momentum_buffer"}
-    assert torch.equal(load_file(tmp_path / "c" / "master_weights.safetensors")["weight"], optimizer.state[module.weight][key])
+    assert set(load_file(tmp_path / "c" / "optimizer.safetensors")) == {
+        "weight/momentum_buffer",
+        "bias/momentum_buffer",
+    }
+    assert torch.equal(
+        load_file(tmp_path / "c" / "master_weights.safetensors")["weight"],
+        optimizer.state[module.weight][key],
+    )
     memory = fresh.state[other.weight][key].data_ptr()
     load_quietly(tmp_path / "c", other, fresh, master_weights=fresh)
     for ours, theirs in zip(other.parameters(), module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert same(dict(fresh.state[ours]), dict(optimizer.state[theirs]))
     assert fresh.state[other.weight][key].data_ptr() == memory
-    with pytest.raises(uc.LayoutError, match=r"master_weights: this optimizer keeps none in its state"):
+    with pytest.raises(
+        uc.LayoutError, match=r"master_weights: this optimizer keeps none in its state"
+    ):
         uc.save(tmp_path / "d", model=module, master_weights=torch.optim.SGD(module.parameters()))
 
 
@@ -332,18 +418,32 @@ def test_masters_are_never_those_of_another_step(tmp_path: Path, holder: str) ->
     jobs = []
     for _ in range(2):
         module = nn.Linear(40, 30).bfloat16()
-        first, second = (torch.optim.SGD([param], momentum=0.9) for param in (module.weight, module.bias))
+        first, second = (
+            torch.optim.SGD([param], momentum=0.9) for param in (module.weight, module.bias)
+        )
         whole = torch.optim.SGD(module.parameters(), momentum=0.9)
-        holders = {"the optimizer": [whole], "another": [torch.optim.SGD(module.parameters())], "of a list": [first, second]}[holder]
+        holders = {
+            "the optimizer": [whole],
+            "another": [torch.optim.SGD(module.parameters())],
+            "of a list": [first, second],
+        }[holder]
         for one in holders:
             for param in one.param_groups[0]["params"]:
                 one.state[param] = {"master_param": torch.randn(param.shape)}
         what = {"model": module, "optimizer": [first, second] if holder == "of a list" else whole}
-        jobs.append((module, holders, what | ({"master_weights": holders[0]} if holder == "another" else {})))
+        jobs.append(
+            (
+                module,
+                holders,
+                what | ({"master_weights": holders[0]} if holder == "another" else {}),
+            )
+        )
     (module, holders, what), (other, others, more) = jobs
     uc.save(tmp_path / "c", **what)
     with uc.open(tmp_path / "c") as opened:
-        assert torch.equal(opened["master_weights"]["weight"][...], holders[0].state[module.weight]["master_param"])
+        assert torch.equal(
+            opened["master_weights"]["weight"][...], holders[0].state[module.weight]["master_param"]
+        )
     uc.load(tmp_path / "c", **more)
     for theirs, ours in zip(module.parameters(), other.parameters(), strict=True):
         of = [
@@ -366,7 +466,9 @@ class Lazy(torch.optim.SGD):
         loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                master = self.state[param].setdefault("master_weight", param.detach().float().clone())
+                master = self.state[param].setdefault(
+                    "master_weight", param.detach().float().clone()
+                )
                 master.sub_(param.grad.float(), alpha=group["lr"])
                 param.data.copy_(master)
         return loss
@@ -375,9 +477,15 @@ class Lazy(torch.optim.SGD):
 MASTERED: dict[str, Callable[[Any], Optimizer]] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.1, master_weights=True),
     "bf16 moments": lambda params: FusedAdam(
-        params, lr=0.01, master_weights=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
+        params,
+        lr=0.01,
+        master_weights=True,
+        exp_avg_dtype=torch.bfloat16,
+        exp_avg_sq_dtype=torch.bfloat16,
     ),
-    "remainders": lambda params: FusedAdam(params, lr=0.01, master_weights=True, store_param_remainders=True),
+    "remainders": lambda params: FusedAdam(
+        params, lr=0.01, master_weights=True, store_param_remainders=True
+    ),
     "unknown class": lambda params: Lazy(params, lr=0.01),
 }
 
@@ -392,7 +500,9 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize("kind", MASTERED)
 @pytest.mark.parametrize("state", ["fresh", "warmed"])
 @pytest.mark.parametrize("given", ["nothing", "the optimizer", "its parts"])
-def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, state: str, given: str) -> None:
+def test_masters_made_at_the_first_step_are_loaded(
+    tmp_path: Path, kind: str, state: str, given: str
+) -> None:
     module, other = mixed(), mixed()
     optimizer, target = MASTERED[kind](module.parameters()), MASTERED[kind](other.parameters())
     for number in range(3):
@@ -402,7 +512,9 @@ def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, st
         step(other, target, 7 + number)
     more = {"master_weights": target} if given == "the optimizer" and kind != "remainders" else {}
     parts = ("model", "optimizer") if given == "its parts" else None
-    report = load_quietly(tmp_path / "c", other, target, **more, options=uc.LoadOptions(parts=parts))
+    report = load_quietly(
+        tmp_path / "c", other, target, **more, options=uc.LoadOptions(parts=parts)
+    )
     assert report.unused == ()
     for number in range(3, 6):
         step(module, optimizer, number)
@@ -416,7 +528,9 @@ def test_masters_made_at_the_first_step_are_loaded(tmp_path: Path, kind: str, st
 def test_masters_given_beside_those_of_the_optimizer(tmp_path: Path, state: str) -> None:
     """Only one of two masters could be stored or filled, and the next step would go on from the other."""
     module, other = mixed(), mixed()
-    optimizer, target = (FusedAdam(one.parameters(), master_weights=True) for one in (module, other))
+    optimizer, target = (
+        FusedAdam(one.parameters(), master_weights=True) for one in (module, other)
+    )
     step(module, optimizer, 0)
     masters = {name: param.detach().float() for name, param in module.named_parameters()}
     with pytest.raises(uc.LayoutError, match=r"master_weights.*; leave out master_weights="):
@@ -466,8 +580,13 @@ def test_a_wrapped_optimizer_is_the_one_that_it_steps(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     step(module, optimizer, 0)
     uc.save(tmp_path / "c", model=module, optimizer=Wrapped(optimizer))
-    with pytest.raises(uc.MismatchError, match=r"momentum_buffer of torch.optim.sgd.SGD; torch.optim.adamw.AdamW reads"):
-        uc.load(tmp_path / "c", model=other, optimizer=Wrapped(torch.optim.AdamW(other.parameters())))
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"momentum_buffer of torch.optim.sgd.SGD; torch.optim.adamw.AdamW reads",
+    ):
+        uc.load(
+            tmp_path / "c", model=other, optimizer=Wrapped(torch.optim.AdamW(other.parameters()))
+        )
     target = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     uc.load(tmp_path / "c", model=other, optimizer=Wrapped(target))
     assert same(states(other, target), states(module, optimizer))
@@ -479,7 +598,10 @@ def test_a_class_whose_state_is_not_known_before_its_first_step(tmp_path: Path) 
     step(module, optimizer, 0)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     before = states(other, Momentum(other.parameters()))
-    with pytest.raises(uc.MismatchError, match=r"AdamW, and what .*Momentum reads is not known before its first step"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"AdamW, and what .*Momentum reads is not known before its first step",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=Momentum(other.parameters()))
     assert same(states(other, Momentum(other.parameters())), before)
 
@@ -488,13 +610,19 @@ def test_a_class_whose_state_is_not_known_before_its_first_step(tmp_path: Path) 
 def test_adamw_stays_adamw_from_a_checkpoint_of_adam(tmp_path: Path, stale: bool) -> None:
     """As in torch's `load_state_dict`: how weights decay is of the class."""
     module, other = model(), model()
-    optimizer, target = torch.optim.Adam(module.parameters(), weight_decay=0.1), torch.optim.AdamW(other.parameters())
+    optimizer, target = (
+        torch.optim.Adam(module.parameters(), weight_decay=0.1),
+        torch.optim.AdamW(other.parameters()),
+    )
     step(module, optimizer, 0)
     if stale:
         step(other, target, 5)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     uc.load(tmp_path / "c", model=other, optimizer=target)
-    assert (target.param_groups[0]["decoupled_weight_decay"], target.param_groups[0]["weight_decay"]) == (True, 0.1)
+    assert (
+        target.param_groups[0]["decoupled_weight_decay"],
+        target.param_groups[0]["weight_decay"],
+    ) == (True, 0.1)
 
 
 def test_a_part_may_be_a_module_of_the_model(tmp_path: Path) -> None:
@@ -504,7 +632,9 @@ def test_a_part_may_be_a_module_of_the_model(tmp_path: Path) -> None:
     net["ema"](torch.ones(2)).sum().backward()
     optimizer.step()
     options = uc.SaveOptions(parts=("model", "optimizer"))
-    uc.save(tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net["ema"]}, options=options)
+    uc.save(
+        tmp_path / "c", model=net, optimizer=optimizer, parts={"ema": net["ema"]}, options=options
+    )
     assert uc.load(tmp_path / "c", model=net, optimizer=optimizer).unused == ()
 
 
@@ -514,7 +644,10 @@ class Apart(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
         groups = self.param_groups
-        self.param_groups_master = [{"params": [param.detach().clone().float() for param in group["params"]]} for group in groups]
+        self.param_groups_master = [
+            {"params": [param.detach().clone().float() for param in group["params"]]}
+            for group in groups
+        ]
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
@@ -544,33 +677,60 @@ def test_masters_beside_the_groups_are_stored_and_loaded(tmp_path: Path) -> None
 @pytest.mark.parametrize("hyperparameters", ["checkpoint", "current"])
 def test_a_step_count_of_a_group_is_state(tmp_path: Path, hyperparameters: Any) -> None:
     module, other = mixed(), mixed()
-    optimizer, target = MASTERED["FusedAdam"](module.parameters()), MASTERED["FusedAdam"](other.parameters())
+    optimizer, target = (
+        MASTERED["FusedAdam"](module.parameters()),
+        MASTERED["FusedAdam"](other.parameters()),
+    )
     step(module, optimizer, 0)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
-    load_quietly(tmp_path / "c", other, target, options=uc.LoadOptions(hyperparameters=hyperparameters))
+    load_quietly(
+        tmp_path / "c", other, target, options=uc.LoadOptions(hyperparameters=hyperparameters)
+    )
     step(module, optimizer, 1)
     step(other, target, 1)
     assert same(other.state_dict(), module.state_dict())
 
 
-def test_masters_without_a_place_are_refused_before_a_byte(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_masters_without_a_place_are_refused_before_a_byte(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module, other = mixed(), mixed()
-    optimizer, plain = MASTERED["FusedAdam"](module.parameters()), FusedAdam(other.parameters(), lr=0.01)
+    optimizer, plain = (
+        MASTERED["FusedAdam"](module.parameters()),
+        FusedAdam(other.parameters(), lr=0.01),
+    )
     step(module, optimizer, 0)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(uc.MismatchError, match=r"master_weights: matrix, one, scalar: .* pass master_weights=, .* float32 .*parts=\("):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"master_weights: matrix, one, scalar: .* pass master_weights=, .* float32 .*parts=\(",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=plain)
     assert same(other.state_dict(), before)
     assert not plain.state
-    report = uc.load(tmp_path / "c", model=other, optimizer=plain, options=uc.LoadOptions(parts=("model", "optimizer")))
+    report = uc.load(
+        tmp_path / "c",
+        model=other,
+        optimizer=plain,
+        options=uc.LoadOptions(parts=("model", "optimizer")),
+    )
     assert report.unused == ("master_weights",)
     assert "without master_weights, which the checkpoint holds" not in caplog.text  # chosen
-    masters = {name: torch.empty(param.shape) for name, param in other.named_parameters() if name != "vector"}
-    assert uc.load(tmp_path / "c", model=other, optimizer=plain, master_weights=masters).unused == ()
+    masters = {
+        name: torch.empty(param.shape)
+        for name, param in other.named_parameters()
+        if name != "vector"
+    }
+    assert (
+        uc.load(tmp_path / "c", model=other, optimizer=plain, master_weights=masters).unused == ()
+    )
     assert torch.equal(masters["matrix"], optimizer.state[module.matrix]["master_param"])
     full = model()
-    assert uc.load(tmp_path / "c", model=full, optimizer=torch.optim.AdamW(full.parameters())).unused == ()
+    assert (
+        uc.load(tmp_path / "c", model=full, optimizer=torch.optim.AdamW(full.parameters())).unused
+        == ()
+    )
     assert torch.equal(full.matrix, optimizer.state[module.matrix]["master_param"])
     step(full, torch.optim.AdamW(full.parameters()), 1)
 
@@ -581,7 +741,10 @@ def test_classes_with_the_same_state_go_on(tmp_path: Path, first: str, then: str
     """Moments and step count arrive, wherever the class keeps them."""
     makers = MAKERS | {"FusedAdam": lambda ps: FusedAdam(ps, lr=0.1)}
     module, other = model(), model()
-    optimizer, target = makers[first](list(module.parameters())), makers[then](list(other.parameters()))
+    optimizer, target = (
+        makers[first](list(module.parameters())),
+        makers[then](list(other.parameters())),
+    )
     for number in range(3):
         step(module, optimizer, number)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
@@ -595,7 +758,12 @@ def test_classes_with_the_same_state_go_on(tmp_path: Path, first: str, then: str
 
 
 OTHERS = {
-    "momentum is not Adam's": ("AdamW", "SGD momentum", {}, r"the checkpoint has exp_avg, exp_avg_sq, step of torch.optim.adamw.AdamW; "),
+    "momentum is not Adam's": (
+        "AdamW",
+        "SGD momentum",
+        {},
+        r"the checkpoint has exp_avg, exp_avg_sq, step of torch.optim.adamw.AdamW; ",
+    ),
     "Adam's is not momentum": (
         "SGD momentum",
         "AdamW",
@@ -614,13 +782,20 @@ OTHERS = {
         {},
         r"of torch.optim.adamw.AdamW; torch.optim.adagrad.Adagrad reads step, sum; load into",
     ),
-    "amsgrad": ("AdamW", "AdamW amsgrad", {"hyperparameters": "current"}, r"AdamW reads exp_avg, exp_avg_sq, max_exp_avg_sq, step"),
+    "amsgrad": (
+        "AdamW",
+        "AdamW amsgrad",
+        {"hyperparameters": "current"},
+        r"AdamW reads exp_avg, exp_avg_sq, max_exp_avg_sq, step",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("warmed", [False, True])
-def test_state_of_another_class_is_refused(tmp_path: Path, case: str, warmed: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_another_class_is_refused(
+    tmp_path: Path, case: str, warmed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     first, then, options, text = OTHERS[case]
     module, optimizer = trained(first)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
@@ -628,11 +803,19 @@ def test_state_of_another_class_is_refused(tmp_path: Path, case: str, warmed: bo
     target = MAKERS[then](list(other.parameters()))
     for number in range(2 * warmed):
         step(other, target, number)
-    before = copy.deepcopy((other.state_dict(), states(other, target), target.param_groups[0]["lr"]))
+    before = copy.deepcopy(
+        (other.state_dict(), states(other, target), target.param_groups[0]["lr"])
+    )
     with pytest.raises(uc.MismatchError, match=text):
         uc.load(tmp_path / "c", model=other, optimizer=target, options=uc.LoadOptions(**options))
     assert same((other.state_dict(), states(other, target), target.param_groups[0]["lr"]), before)
-    report = uc.load(tmp_path / "c", model=other, optimizer=target, strict=False, options=uc.LoadOptions(**options))
+    report = uc.load(
+        tmp_path / "c",
+        model=other,
+        optimizer=target,
+        strict=False,
+        options=uc.LoadOptions(**options),
+    )
     assert same(other.state_dict(), module.state_dict())
     assert same(states(other, target), before[1])
     assert report.wrong
@@ -640,8 +823,13 @@ def test_state_of_another_class_is_refused(tmp_path: Path, case: str, warmed: bo
     step(other, target, 9)
 
 
-@pytest.mark.parametrize(("first", "then"), [("SGD", "SGD momentum"), ("SGD momentum", "SGD fused"), ("AdamW amsgrad", "AdamW")])
-def test_a_class_reads_its_own_state_under_other_options(tmp_path: Path, first: str, then: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("SGD", "SGD momentum"), ("SGD momentum", "SGD fused"), ("AdamW amsgrad", "AdamW")],
+)
+def test_a_class_reads_its_own_state_under_other_options(
+    tmp_path: Path, first: str, then: str
+) -> None:
     module, optimizer = trained(first)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     other = model()
@@ -653,12 +841,18 @@ def test_a_class_reads_its_own_state_under_other_options(tmp_path: Path, first: 
 def test_a_parameter_of_another_shape_keeps_its_state(tmp_path: Path) -> None:
     """A larger vocabulary with strict=False: the state of the rows that were there does not fit either."""
     module, other = nn.Linear(4, 3), nn.Linear(4, 5)
-    optimizer, target = torch.optim.AdamW(module.parameters()), torch.optim.AdamW(other.parameters())
+    optimizer, target = (
+        torch.optim.AdamW(module.parameters()),
+        torch.optim.AdamW(other.parameters()),
+    )
     step(module, optimizer, 0)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     step(other, target, 0)
     before = copy.deepcopy(states(other, target))
-    with pytest.raises(uc.MismatchError, match=r"optimizer:bias/exp_avg: checkpoint has shape \(3,\), target has \(5,\)"):
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"optimizer:bias/exp_avg: checkpoint has shape \(3,\), target has \(5,\)",
+    ):
         uc.load(tmp_path / "c", model=other, optimizer=target)
     uc.load(tmp_path / "c", model=other, optimizer=target, strict=False)
     assert same(states(other, target), before)
@@ -673,18 +867,28 @@ def test_a_parameter_of_another_shape_keeps_its_state(tmp_path: Path) -> None:
 def test_scales_outside_the_state_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     module = model()
     optimizer = FusedAdam(module.parameters(), exp_avg_dtype=dtype)
-    with pytest.raises(uc.LayoutError, match="FusedAdam keeps the scales of exp_avg outside its state; use float32 or bfloat16"):
+    with pytest.raises(
+        uc.LayoutError,
+        match="FusedAdam keeps the scales of exp_avg outside its state; use float32 or bfloat16",
+    ):
         uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     assert not (tmp_path / "c").exists()
 
 
 def test_optimizers_whose_state_would_be_lost_are_refused(tmp_path: Path) -> None:
     module = model()
-    one, two = torch.optim.AdamW(module.parameters()), torch.optim.AdamW([next(module.parameters())])
-    with pytest.raises(uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"):
+    one, two = (
+        torch.optim.AdamW(module.parameters()),
+        torch.optim.AdamW([next(module.parameters())]),
+    )
+    with pytest.raises(
+        uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"
+    ):
         uc.save(tmp_path / "c", model=module, optimizer=[one, two])
     uc.save(tmp_path / "c", model=module, optimizer=one)
-    with pytest.raises(uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"):
+    with pytest.raises(
+        uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"
+    ):
         uc.load(tmp_path / "c", model=module, optimizer=[one, two])
     with pytest.raises(uc.LayoutError, match=r"optimizer: got a str, expected optimizers"):
         uc.save(tmp_path / "d", model=module, optimizer="adam")
@@ -699,7 +903,9 @@ def test_an_optimizer_that_shards_its_own_state_is_refused(tmp_path: Path) -> No
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.AdamW)
-        with pytest.raises(uc.LayoutError, match=r"ZeroRedundancyOptimizer keeps its state in a way of its own"):
+        with pytest.raises(
+            uc.LayoutError, match=r"ZeroRedundancyOptimizer keeps its state in a way of its own"
+        ):
             uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     finally:
         dist.destroy_process_group()
@@ -707,17 +913,26 @@ def test_an_optimizer_that_shards_its_own_state_is_refused(tmp_path: Path) -> No
 
 
 def test_a_model_before_its_first_forward_pass_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(uc.LayoutError, match=r"^0\.weight: has no shape before the model's first forward pass"):
+    with pytest.raises(
+        uc.LayoutError, match=r"^0\.weight: has no shape before the model's first forward pass"
+    ):
         uc.save(tmp_path / "c", model=nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_optimizer_state_as_a_dict(tmp_path: Path) -> None:
     module, optimizer = trained("AdamW")
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
-    target = {f"{fqn}/{name}": torch.zeros_like(t) for fqn, p in module.named_parameters() for name, t in optimizer.state[p].items()}
+    target = {
+        f"{fqn}/{name}": torch.zeros_like(t)
+        for fqn, p in module.named_parameters()
+        for name, t in optimizer.state[p].items()
+    }
     uc.load(tmp_path / "c", optimizer=target)
     for fqn, param in module.named_parameters():
-        assert all(torch.equal(target[f"{fqn}/{name}"], tensor) for name, tensor in optimizer.state[param].items())
+        assert all(
+            torch.equal(target[f"{fqn}/{name}"], tensor)
+            for name, tensor in optimizer.state[param].items()
+        )
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
@@ -725,7 +940,10 @@ def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
     with pytest.raises(uc.LayoutError, match=r"optimizer.*parameter"):
         uc.save(tmp_path / "c", optimizer=optimizer)
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
-    with pytest.raises(uc.LayoutError, match=r"optimizer: parameters have no names without their model; needed `model` too"):
+    with pytest.raises(
+        uc.LayoutError,
+        match=r"optimizer: parameters have no names without their model; needed `model` too",
+    ):
         uc.load(tmp_path / "c", optimizer=optimizer)
 
 

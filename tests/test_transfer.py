@@ -12,10 +12,10 @@ import torch
 from managing import check_state, flip, lose, state
 
 import unified_ckpt as uc
-from unified_ckpt.engine.transfer import Transferred, transfer
+from unified_ckpt.engine.folder.copy import Transferred, transfer
 from unified_ckpt.format import names
-from unified_ckpt.runtime.locks import removing
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.runtime.storage.locks import removing
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped
 
 NAME = "checkpoint-3"
@@ -40,7 +40,11 @@ def source(tmp_path: Path) -> Path:
         (path / "linked.json").symlink_to("config.json")
         (path / "nowhere").symlink_to("absent")
 
-    wide = {"wide": torch.randn(700, 1000), "tall": torch.randn(1000, 300), "none": torch.zeros(0, 4)}
+    wide = {
+        "wide": torch.randn(700, 1000),
+        "tall": torch.randn(1000, 300),
+        "none": torch.zeros(0, 4),
+    }
     uc.save(
         tmp_path / "local" / NAME,
         **{**state(3), "model": {**state(3)["model"], **wide}},
@@ -54,7 +58,13 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "local" / NAME
 
 
-def copy(source: Path, storage: LocalStorage, *, if_exists: str = "keep", beat: Callable[[int], object] = lambda _: None) -> Transferred:
+def copy(
+    source: Path,
+    storage: LocalStorage,
+    *,
+    if_exists: str = "keep",
+    beat: Callable[[int], object] = lambda _: None,
+) -> Transferred:
     return transfer(str(source), storage, NAME, if_exists=if_exists, fsync=True, beat=beat)
 
 
@@ -63,7 +73,11 @@ def there(tmp_path: Path) -> LocalStorage:
 
 
 def body(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def committed(root: Path) -> list[Path]:
@@ -128,7 +142,11 @@ def test_what_is_in_the_way_of_a_copy_is_renamed(source: Path, tmp_path: Path) -
 
 
 def test_whatever_file_is_damaged_it_is_not_copied_as_good(source: Path, tmp_path: Path) -> None:
-    proved = [name for name in body(source) if name.endswith((".safetensors", ".index.json")) or name == "unified_checkpoint.json"]
+    proved = [
+        name
+        for name in body(source)
+        if name.endswith((".safetensors", ".index.json")) or name == "unified_checkpoint.json"
+    ]
     assert len(proved) > 9
     for name in proved:
         whole = (source / name).read_bytes()
@@ -159,12 +177,17 @@ def same_json(damaged: bytes, whole: bytes) -> bool:
     if "weight_map" in right:
         return bool(found.get("weight_map") == right["weight_map"])
     told = ("save_id", "created", "seconds", "versions", "world_size")
-    return {k: v for k, v in found.items() if k not in told} == {k: v for k, v in right.items() if k not in told}
+    return {k: v for k, v in found.items() if k not in told} == {
+        k: v for k, v in right.items() if k not in told
+    }
 
 
 def test_a_flipped_bit_is_told_with_its_block(source: Path, tmp_path: Path) -> None:
     flip(source, "optimizer.safetensors")
-    with pytest.raises(uc.IntegrityError, match=r"optimizer.safetensors: block 0 of optimizer:w/exp_avg has CRC .* it is not copied"):
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"optimizer.safetensors: block 0 of optimizer:w/exp_avg has CRC .* it is not copied",
+    ):
         copy(source, there(tmp_path))
 
 
@@ -183,7 +206,9 @@ def test_a_file_that_is_missing(source: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "root") == []
 
 
-def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_copy_succeeds(source: Path, tmp_path: Path) -> None:
+def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_copy_succeeds(
+    source: Path, tmp_path: Path
+) -> None:
     fuse = Fuse()
     copy(source, FaultyStorage(str(tmp_path / "root"), fuse))
     count = len(fuse.operations)
@@ -193,7 +218,9 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_copy_s
         root.mkdir()
         with pytest.raises(Stopped):
             copy(source, FaultyStorage(str(root), Fuse(at)))
-        assert len(committed(root)) <= (at == count - 1), "the rename comes last, but for the folder's fsync"
+        assert len(committed(root)) <= (at == count - 1), (
+            "the rename comes last, but for the folder's fsync"
+        )
         for left in root.glob(".unified-*"):
             if not (left / "unified_checkpoint.json").exists():
                 with pytest.raises(uc.CheckpointError, match=r"unfinished|no checkpoint"):
@@ -224,7 +251,9 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "root") == []
 
 
-def test_too_little_room_is_told_before_anything_is_copied(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_told_before_anything_is_copied(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
     with pytest.raises(uc.StorageError, match="1000 bytes free; needed "):
         copy(source, there(tmp_path), beat=lambda _: pytest.fail("copied"))

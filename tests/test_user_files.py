@@ -19,17 +19,22 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine import commit
-from unified_ckpt.engine.aside import withdraw
-from unified_ckpt.engine.transfer import transfer
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import LocalStorage
+from unified_ckpt.engine.folder import commit
+from unified_ckpt.engine.folder.backup import withdraw
+from unified_ckpt.engine.folder.copy import transfer
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import Stopped, run_ranks
 
 NAME, STEP = "checkpoint-8", 8
 CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",
            "remove_empty")  # fmt: skip
-QUICK: dict[str, Any] = {"asynchronous": False, "retries": 0, "raise_after": 1, "on_preemption": False}
+QUICK: dict[str, Any] = {
+    "asynchronous": False,
+    "retries": 0,
+    "raise_after": 1,
+    "on_preemption": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,26 +56,47 @@ def attach(folder: str) -> None:
 
 
 def save(root: Path, if_exists: str) -> object:
-    return uc.save(root / "run" / NAME, **state(STEP), attach=attach, options=uc.SaveOptions(if_exists=if_exists))
+    return uc.save(
+        root / "run" / NAME,
+        **state(STEP),
+        attach=attach,
+        options=uc.SaveOptions(if_exists=if_exists),
+    )
 
 
 def save_async(root: Path, if_exists: str) -> object:
-    return uc.save_async(root / "run" / NAME, **state(STEP), attach=attach, options=uc.SaveOptions(if_exists=if_exists)).result()
+    return uc.save_async(
+        root / "run" / NAME,
+        **state(STEP),
+        attach=attach,
+        options=uc.SaveOptions(if_exists=if_exists),
+    ).result()
 
 
 def manage(root: Path, if_exists: str) -> object:
     options = uc.SaveOptions(if_exists=if_exists)
-    with uc.CheckpointManager(root / "run", options=uc.ManagerOptions(**QUICK), save_options=options) as manager:
+    with uc.CheckpointManager(
+        root / "run", options=uc.ManagerOptions(**QUICK), save_options=options
+    ) as manager:
         return manager.save(STEP, model=state(STEP)["model"], attach=attach, force=True)
 
 
 def copy(root: Path, if_exists: str) -> object:
     with LocalStorage(str(root / "run")) as storage:
-        return transfer(str(root / "source"), storage, NAME, if_exists=if_exists, fsync=True, beat=lambda _: None)
+        return transfer(
+            str(root / "source"),
+            storage,
+            NAME,
+            if_exists=if_exists,
+            fsync=True,
+            beat=lambda _: None,
+        )
 
 
 def convert(to: str) -> Callable[[Path, str], object]:
-    return lambda root, if_exists: uc.convert(root / "source", root / "run" / NAME, to=to, if_exists=if_exists)
+    return lambda root, if_exists: uc.convert(
+        root / "source", root / "run" / NAME, to=to, if_exists=if_exists
+    )
 
 
 SAVES: dict[str, Callable[[Path, str], object]] = {
@@ -113,7 +139,10 @@ SITUATIONS: dict[str, Callable[[Path], object]] = {
     "committed": committed,
     "damaged": damaged,
     "folder": Path.mkdir,
-    "weights": lambda path: (path.mkdir(), save_file({"w": torch.ones(2)}, path / "model.safetensors")),
+    "weights": lambda path: (
+        path.mkdir(),
+        save_file({"w": torch.ones(2)}, path / "model.safetensors"),
+    ),
     "run": lambda path: uc.save(path / "checkpoint-3", **state(3)),
     "file": lambda path: path.touch(),
     "link": lambda path: path.symlink_to("elsewhere"),
@@ -141,11 +170,15 @@ class User:
         """Every file is there, byte for byte, under a name that is not hidden."""
         visible = set()
         for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if not name.startswith((".unified-", ".replaced-"))]
+            folders[:] = [
+                name for name in folders if not name.startswith((".unified-", ".replaced-"))
+            ]
             for path in (Path(folder) / name for name in files):
                 if path.is_file() and path.stat().st_size < 100:
                     visible.add(path.read_bytes())
-        assert [name for body, name in self.bodies.items() if body not in visible] == [], f"{when}: lost"
+        assert [name for body, name in self.bodies.items() if body not in visible] == [], (
+            f"{when}: lost"
+        )
 
 
 @contextmanager
@@ -184,18 +217,42 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
     """One case; returns what was drawn, in words."""
     shutil.copytree(start, root)
     who, situation = draw.choice(list(SAVES)), draw.choice(list(SITUATIONS))
-    if_exists, exchange = draw.choice(["error", "keep", "keep_complete", "replace"]), draw.random() < 0.7
+    if_exists, exchange = (
+        draw.choice(["error", "keep", "keep_complete", "replace"]),
+        draw.random() < 0.7,
+    )
     target, user = root / "run" / NAME, User(root)
     SITUATIONS[situation](target)
-    around = ["notes.txt", f"run/{NAME}-before-1", f"run/{NAME}-best/w.bin", "run/data/x.csv", ".hidden"]
-    inside = [f"run/{NAME}/{name}" for name in ("notes.txt", "src/a.py", "config.json", "model.safetensors", "digests/probe")]
-    for name in draw.sample(around, draw.randint(0, 3)) + (draw.sample(inside, 2) if situation in ("folder", "run") else []):
+    around = [
+        "notes.txt",
+        f"run/{NAME}-before-1",
+        f"run/{NAME}-best/w.bin",
+        "run/data/x.csv",
+        ".hidden",
+    ]
+    inside = [
+        f"run/{NAME}/{name}"
+        for name in ("notes.txt", "src/a.py", "config.json", "model.safetensors", "digests/probe")
+    ]
+    for name in draw.sample(around, draw.randint(0, 3)) + (
+        draw.sample(inside, 2) if situation in ("folder", "run") else []
+    ):
         user.write(name)
     if situation in OURS:
         user.write(f"run/{NAME}/mine.txt")
     if situation == "file":
         user.write(f"run/{NAME}")
-    late = [f"run/{NAME}/{name}" for name in ("late.txt", "config.json", "model.safetensors", "logs/a.txt", "logs/b/c.txt", "eval.json/x")]
+    late = [
+        f"run/{NAME}/{name}"
+        for name in (
+            "late.txt",
+            "config.json",
+            "model.safetensors",
+            "logs/a.txt",
+            "logs/b/c.txt",
+            "eval.json/x",
+        )
+    ]
 
     def appear() -> None:
         for name in draw.sample(late, draw.randint(1, 4)):
@@ -224,7 +281,17 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
         assert isinstance(error, uc.StorageError), text
         assert not done, f"{text}: nothing is changed before the refusal"
     with suppress(SystemExit):
-        main(["prune", str(root / "run"), "--keep-latest", "1", "--leftovers", "--older-than-hours", "0"])
+        main(
+            [
+                "prune",
+                str(root / "run"),
+                "--keep-latest",
+                "1",
+                "--leftovers",
+                "--older-than-hours",
+                "0",
+            ]
+        )
     user.check(f"{text}: pruned")
     with suppress(uc.CheckpointError):
         SAVES[who](root, if_exists)
@@ -245,7 +312,9 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("there", ["nothing", "committed", "damaged", "folder"])
-def test_withdraw_keeps_files_that_came_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool) -> None:
+def test_withdraw_keeps_files_that_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool
+) -> None:
     """Of several machines one cannot commit: the others take their folders back, in which files have appeared."""
     user, target = User(tmp_path), tmp_path / NAME
     SITUATIONS[there](target)
@@ -256,7 +325,9 @@ def test_withdraw_keeps_files_that_came_meanwhile(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(LocalStorage, "exchange", lambda *_: False)
     with LocalStorage(str(tmp_path)) as storage:
         goal = commit.Target(NAME, "replace", step_name=True)
-        construction = commit.begin(storage, NAME, save_id=None, present=commit.check_way(storage, goal))
+        construction = commit.begin(
+            storage, NAME, save_id=None, present=commit.check_way(storage, goal)
+        )
         storage.put(f"{construction.folder}/config.json", b"new", fsync=False)
         published = commit.publish(storage, construction, goal, fsync=True)
         user.write(f"{NAME}/late.txt")
@@ -271,7 +342,11 @@ def test_withdraw_keeps_files_that_came_meanwhile(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("who", ["save", "save_async", "manager", "copy", "convert"])
 @pytest.mark.parametrize("operation", ["remove_file", "remove_folder"])
 def test_cleaning_up_that_fails_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str, operation: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    who: str,
+    operation: str,
 ) -> None:
     """As after `chattr +i` on an old file. What is left is no checkpoint, and `prune` clears it away."""
     uc.save(tmp_path / "source", **state(STEP))
@@ -291,7 +366,9 @@ def test_cleaning_up_that_fails_is_a_warning(
     assert str(left) in caplog.text
     monkeypatch.undo()
     shutil.move(tmp_path / "run" / NAME, tmp_path / "elsewhere")
-    with uc.CheckpointManager(tmp_path / "run", options=uc.ManagerOptions(**QUICK, keep_latest=1)) as manager:
+    with uc.CheckpointManager(
+        tmp_path / "run", options=uc.ManagerOptions(**QUICK, keep_latest=1)
+    ) as manager:
         assert manager.steps() == []
         assert manager.restore(model={"w": torch.zeros(3)}) is None
         manager.save(9, model={"w": torch.ones(3)}, force=True)
@@ -300,7 +377,9 @@ def test_cleaning_up_that_fails_is_a_warning(
 
 @pytest.mark.parametrize("who", ["save", "save_async", "manager"])
 @pytest.mark.parametrize("body", ["mine", "{}"])
-def test_a_file_of_a_taken_name_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture, who: str, body: str) -> None:
+def test_a_file_of_a_taken_name_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, who: str, body: str
+) -> None:
     """It appears during the save, as the trainer's own file does; one that is equal is no clash."""
 
     def attach_both(folder: str) -> None:
@@ -315,7 +394,9 @@ def test_a_file_of_a_taken_name_is_kept(tmp_path: Path, caplog: pytest.LogCaptur
     error: Exception | None = None
     try:
         if who == "manager":
-            with uc.CheckpointManager(tmp_path / "run", options=uc.ManagerOptions(**QUICK)) as manager:
+            with uc.CheckpointManager(
+                tmp_path / "run", options=uc.ManagerOptions(**QUICK)
+            ) as manager:
                 manager.save(what.pop("step"), force=True, **what)
         elif who == "save":
             uc.save(target, **what)
@@ -342,7 +423,9 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
         shutil.rmtree(tmp_path / f"checkpoint-{STEP + 1}", ignore_errors=True)
         (tmp_path / NAME).mkdir()
         (tmp_path / NAME / "optimizer.pt").write_bytes(b"half")
-        with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK, keep_latest=1)) as manager:
+        with uc.CheckpointManager(
+            tmp_path, options=uc.ManagerOptions(**QUICK, keep_latest=1)
+        ) as manager:
             manager.save(STEP, force=True, model=state(STEP)["model"])
             manager.save(STEP + 1, force=True, model=state(STEP + 1)["model"])
             assert [one.step for one in manager.steps()] == [STEP + 1]
@@ -350,22 +433,44 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
             assert report is not None
             assert report.step == STEP + 1
         assert f"kept as {tmp_path}/{NAME}-before-{number}" in caplog.text
-    assert main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--keep-latest", "1", "--older-than-hours", "0"]) == 0
+    assert (
+        main(
+            [
+                "prune",
+                str(tmp_path),
+                "--incomplete",
+                "--leftovers",
+                "--keep-latest",
+                "1",
+                "--older-than-hours",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert main(["list", str(tmp_path)]) == 0
     assert "before" not in capsys.readouterr().out
     found = {path.name: os.listdir(path) for path in tmp_path.glob("*before*")}
     assert found == {f"{NAME}-before-{n}": ["optimizer.pt"] for n in (1, 2)}
 
 
-def test_a_step_that_a_crash_left_under_its_kept_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_a_crash_left_under_its_kept_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where names cannot be exchanged, a crash between two renames leaves the step without its own: `restore` names it."""
     uc.save(tmp_path / f"{NAME}-before-1", model=state(STEP)["model"], step=STEP)
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
         assert manager.restore(model={"w": torch.zeros(3)}) is None
-        assert f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of a checkpoint there" in caplog.text
+        assert (
+            f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of a checkpoint there"
+            in caplog.text
+        )
         manager.save(STEP, force=True, model=state(STEP)["model"])
         assert manager.restore(model={"w": torch.zeros(3)}) is not None
-    assert main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--older-than-hours", "0"]) == 0
+    assert (
+        main(["prune", str(tmp_path), "--incomplete", "--leftovers", "--older-than-hours", "0"])
+        == 0
+    )
     assert (tmp_path / f"{NAME}-before-1" / "unified_checkpoint.json").exists()
 
 
@@ -379,13 +484,17 @@ def test_no_file_of_the_user_disappears(
 
 
 @pytest.mark.long
-def test_no_file_of_the_user_disappears_in_thousands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_the_user_disappears_in_thousands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_cases(4000, 7, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("machines", [[0, 0], [0, 1]])
-def test_what_one_rank_sees_in_the_way_all_refuse(tmp_path: Path, machines: list[int], background: bool) -> None:
+def test_what_one_rank_sees_in_the_way_all_refuse(
+    tmp_path: Path, machines: list[int], background: bool
+) -> None:
     """The second save of a layout, which plans nothing; the saves before and after it are fine."""
     layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}}, shapes={"w": (8, 3)})
     mine = folder_of(tmp_path, machines[1]).with_name("mine")
@@ -397,11 +506,21 @@ def test_what_one_rank_sees_in_the_way_all_refuse(tmp_path: Path, machines: list
 
             def save_as(name: str) -> object:
                 path = folder_of(tmp_path, machines[comm.rank]).with_name(name)
-                what: dict[str, Any] = {"model": {"w": torch.ones(4, 3)}, "layout": layout, "options": SAVE}
-                return made.save_async(path, **what).result(60) if background else made.save(path, **what)
+                what: dict[str, Any] = {
+                    "model": {"w": torch.ones(4, 3)},
+                    "layout": layout,
+                    "options": SAVE,
+                }
+                return (
+                    made.save_async(path, **what).result(60)
+                    if background
+                    else made.save(path, **what)
+                )
 
             save_as("first")
-            with pytest.raises(uc.StorageError, match=r"rank [01]: .*mine: holds other files \(notes.txt\)") as refusal:
+            with pytest.raises(
+                uc.StorageError, match=r"rank [01]: .*mine: holds other files \(notes.txt\)"
+            ) as refusal:
                 save_as("mine")
             save_as("last")
             return str(refusal.value)

@@ -11,15 +11,15 @@ from machines import folder_of, save_all
 from refusals import same_error
 
 import unified_ckpt as uc
-from unified_ckpt.engine.assembled import Assembled, Fragment, assembly
-from unified_ckpt.engine.source import Said
-from unified_ckpt.engine.view import SourceView
+from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.format.renames import Renames, Rule
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
-from unified_ckpt.views.renaming import renamed
-from unified_ckpt.views.woven import PANEL_NBYTES
+from unified_ckpt.views.derived_storage import PANEL_NBYTES
+from unified_ckpt.views.rename_rules import renamed
+from unified_ckpt.views.shards import Assembled, Fragment, assembly
 
 QUICK = uc.SaveOptions(fsync=False)
 TURN = '[[rules]]\nmatch = "w"\nto = "v"\nsteps = [{permute = [1, 0]}]\n'
@@ -34,7 +34,10 @@ def through(path: Path, rules: str) -> uc.LoadOptions:
 def test_any_ranks_load_slices_of_what_is_made(tmp_path: Path, rule: dict[str, int]) -> None:
     w = torch.randn(1200, 700)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
-    options, layout = through(tmp_path / "r.toml", TURN), uc.Layout(mesh={"dp": 2, "tp": 2}, rules={"v": rule})
+    options, layout = (
+        through(tmp_path / "r.toml", TURN),
+        uc.Layout(mesh={"dp": 2, "tp": 2}, rules={"v": rule}),
+    )
 
     def act(comm: Comm) -> None:
         expected = w.T.chunk(2, rule["tp"])[comm.rank % 2] if rule else w.T
@@ -50,7 +53,9 @@ def test_rules_that_one_rank_lacks_are_an_error_on_all(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model={"w": torch.ones(3, 2)}, options=QUICK)
     options = [
         through(tmp_path / "r.toml", TURN),
-        uc.LoadOptions(source=uc.SourceOptions(rename=str(tmp_path / "none.toml")), timeout_seconds=30),
+        uc.LoadOptions(
+            source=uc.SourceOptions(rename=str(tmp_path / "none.toml")), timeout_seconds=30
+        ),
     ]
     targets = [torch.zeros(2, 3) for _ in options]
 
@@ -67,11 +72,17 @@ def test_a_checkpoint_on_several_machines(tmp_path: Path) -> None:
     layout = uc.Layout(mesh={"tp": 2}, rules={"w": {"tp": 0}})
     save_all(tmp_path, [0, 1], lambda rank: {"w": w.chunk(2)[rank].clone()}, layout=layout)
     target = torch.zeros(900, 400)
-    uc.load([folder_of(tmp_path, 0), folder_of(tmp_path, 1)], model={"v": target}, options=through(tmp_path / "r.toml", TURN))
+    uc.load(
+        [folder_of(tmp_path, 0), folder_of(tmp_path, 1)],
+        model={"v": target},
+        options=through(tmp_path / "r.toml", TURN),
+    )
     assert torch.equal(target, w.T)
 
 
-@pytest.mark.parametrize("rules", [TURN, TURN.replace("permute = [1, 0]", "reshape = [-1]")], ids=["made", "in place"])
+@pytest.mark.parametrize(
+    "rules", [TURN, TURN.replace("permute = [1, 0]", "reshape = [-1]")], ids=["made", "in place"]
+)
 def test_damage_is_found_through_a_view(tmp_path: Path, rules: str) -> None:
     uc.save(tmp_path / "c", model={"w": torch.randn(600, 700)}, options=QUICK)
     file = next((tmp_path / "c").glob("model*.safetensors"))
@@ -92,12 +103,17 @@ def test_views_on_views_keep_their_files_apart() -> None:
     """Each view has files of its own, called by names that the one under it may have too."""
     tensors = {name: torch.randn(4, 6) for name in "ab"}
     made = {
-        ("model", name): assembly(torch.float32, (4, 6), [Fragment(uc.core.geometry.whole((4, 6)), lambda t=t: t, name)])
+        ("model", name): assembly(
+            torch.float32, (4, 6), [Fragment(uc.core.geometry.whole((4, 6)), lambda t=t: t, name)]
+        )
         for name, t in tensors.items()
     }
     source = Assembled("folder", made, format="test", said=Said())
     swap = Renames(
-        rules=(Rule(match=("a",), to="b", steps=({"permute": (1, 0)},)), Rule(match=("b",), to="a", steps=({"permute": (1, 0)},)))
+        rules=(
+            Rule(match=("a",), to="b", steps=({"permute": (1, 0)},)),
+            Rule(match=("b",), to="a", steps=({"permute": (1, 0)},)),
+        )
     )
     view = renamed(renamed(renamed(source, swap), Renames()), swap)
     target = {name: torch.zeros(4, 6) for name in "ab"}
@@ -107,7 +123,9 @@ def test_views_on_views_keep_their_files_apart() -> None:
         renamed(source, Renames(rules=(Rule(match=("a", "b"), concat=1, to="a"),))),
         Renames(rules=(Rule(match=("a",), split={"dim": 1}, to=("a", "b")),)),
     )
-    assert all(torch.equal(SourceView(both)["model"][name][1:3], tensors[name][1:3]) for name in "ab")
+    assert all(
+        torch.equal(SourceView(both)["model"][name][1:3], tensors[name][1:3]) for name in "ab"
+    )
 
 
 def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
@@ -115,10 +133,17 @@ def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
     w = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
     through(tmp_path / "r.toml", TURN)
-    with uc.open(tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "r.toml"))) as opened:
+    with uc.open(
+        tmp_path / "c", options=uc.SourceOptions(rename=str(tmp_path / "r.toml"))
+    ) as opened:
         catalog = opened.source.catalog([("model", "v")])
         at, expected = catalog.locations["model", "v"], w.T.contiguous().numpy().tobytes()
-        for start, count in [(0, 9), (len(expected) - 5, 5), (PANEL_NBYTES - 6, 13), (4001, 100_000)]:
+        for start, count in [
+            (0, 9),
+            (len(expected) - 5, 5),
+            (PANEL_NBYTES - 6, 13),
+            (4001, 100_000),
+        ]:
             found = bytearray(count)
             catalog.storage.read_at(at.file, at.start + start, memoryview(found))
             assert bytes(found) == expected[start : start + count]
@@ -152,9 +177,19 @@ def test_a_checkpoint_that_is_open_is_loaded_as_the_options_ask(tmp_path: Path) 
 
 def test_an_optimizer_without_state_stays_one(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3, bias=False)
-    uc.save(tmp_path / "c", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), options=QUICK)
+    uc.save(
+        tmp_path / "c",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        options=QUICK,
+    )
     other = torch.nn.ParameterDict({"v": torch.zeros(2, 3)})
     fresh = torch.optim.SGD(other.parameters(), lr=0.1)
-    uc.load(tmp_path / "c", model=other, optimizer=fresh, options=through(tmp_path / "r.toml", TURN.replace('"w"', '"weight"')))
+    uc.load(
+        tmp_path / "c",
+        model=other,
+        optimizer=fresh,
+        options=through(tmp_path / "r.toml", TURN.replace('"w"', '"weight"')),
+    )
     assert torch.equal(other["v"], model.weight.T)
     assert fresh.param_groups[0]["lr"] == 0.5

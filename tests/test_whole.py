@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 from oracles import where
 
 import unified_ckpt as uc
-from unified_ckpt.core.geometry import Box, intersect
-from unified_ckpt.core.islands import FRAGMENTS, fragment_name
-from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.inventory import Inventory, classify
-from unified_ckpt.engine.whole import Whole, choose, decode_whole, gaps, put_together
+from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.sharding.boxes import Box, intersect
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.nodes.coverage import Whole, choose, decode_whole, gaps, put_together
+from unified_ckpt.engine.nodes.inventory import Inventory, classify
 
 Stored = Mapping[str, Mapping[str, TensorSpec]]
 
 
-def inventory(stored: Stored, *, number: int = 0, count: int = 1, lost: tuple[str, ...] = (), save_id: str = "a" * 16) -> Inventory:
+def inventory(
+    stored: Stored,
+    *,
+    number: int = 0,
+    count: int = 1,
+    lost: tuple[str, ...] = (),
+    save_id: str = "a" * 16,
+) -> Inventory:
     listing, spans = classify(stored)
     return Inventory(
         root=f"/{number}", machine=number, volume="", save_id=save_id, created="2026-01-01T00:00:00+00:00", count=count, number=number,
@@ -54,7 +61,9 @@ def stored_of(held: Held) -> Stored:
             if box.shape == spec.shape:
                 found.setdefault(part, {})[fqn] = spec
             else:
-                found.setdefault(part + FRAGMENTS, {})[fragment_name(fqn, box, spec.shape)] = TensorSpec(spec.dtype, box.shape)
+                found.setdefault(part + FRAGMENTS, {})[fragment_name(fqn, box, spec.shape)] = (
+                    TensorSpec(spec.dtype, box.shape)
+                )
     return found
 
 
@@ -76,14 +85,18 @@ def saves(draw: st.DrawFn) -> list[Held]:
         for key in draw(st.sets(st.sampled_from(sorted(SPECS)))):
             shape = SPECS[key].shape
             if shape not in before or draw(st.booleans()):
-                before[shape] = list(dict.fromkeys(draw(st.lists(boxes_of(shape), min_size=1, max_size=3))))
+                before[shape] = list(
+                    dict.fromkeys(draw(st.lists(boxes_of(shape), min_size=1, max_size=3)))
+                )
             held[key] = before[shape]
         found.append(held)
     return found
 
 
 def whole_of(save: Sequence[Held]) -> Whole:
-    return put_together([inventory(stored_of(held), number=i, count=len(save)) for i, held in enumerate(save)])
+    return put_together(
+        [inventory(stored_of(held), number=i, count=len(save)) for i, held in enumerate(save)]
+    )
 
 
 def same(one: Whole, other: Whole) -> bool:
@@ -96,7 +109,13 @@ def same(one: Whole, other: Whole) -> bool:
 
 @given(saves(), st.data())
 @settings(max_examples=400)
-@example([{("model", "w"): [Box((0, 0), (3, 4))], ("model", "v"): [Box((0, 0), (3, 4))]}, {("model", "w"): [Box((3, 0), (3, 4))]}], None)
+@example(
+    [
+        {("model", "w"): [Box((0, 0), (3, 4))], ("model", "v"): [Box((0, 0), (3, 4))]},
+        {("model", "w"): [Box((3, 0), (3, 4))]},
+    ],
+    None,
+)
 def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | None) -> None:
     found = whole_of(save)
     assert found.specs == {key: SPECS[key] for held in save for key in held}
@@ -109,21 +128,34 @@ def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | N
                 mask[where(box)] = True
         some = [text for text in told if text.startswith(f"{key[0]}:{key[1]}: nobody has [")]
         assert len(some) == (not mask.all()), key
-        holders = {(box, i, box.shape != spec.shape) for i, held in enumerate(save) for box in held.get(key, ())}
+        holders = {
+            (box, i, box.shape != spec.shape)
+            for i, held in enumerate(save)
+            for box in held.get(key, ())
+        }
         assert {one for i in range(len(save)) for one in found.family(key).of_folder(i)} == holders
         if data is not None and spec.shape and spec.shape[0]:
             low = data.draw(st.integers(0, spec.shape[0] - 1))
-            window = Box((low, *(0,) * (len(spec.shape) - 1)), (data.draw(st.integers(1, spec.shape[0] - low)), *spec.shape[1:]))
+            window = Box(
+                (low, *(0,) * (len(spec.shape) - 1)),
+                (data.draw(st.integers(1, spec.shape[0] - low)), *spec.shape[1:]),
+            )
             crossing = found.family(key).crossing(low, low + window.shape[0])
-            assert set(crossing) == {one for one in holders if intersect(one[0], window) is not None}
+            assert set(crossing) == {
+                one for one in holders if intersect(one[0], window) is not None
+            }
     for i, held in enumerate(save):
-        assert sorted(found.stored_in(i)) == sorted((part, name) for part, tensors in stored_of(held).items() for name in tensors)
+        assert sorted(found.stored_in(i)) == sorted(
+            (part, name) for part, tensors in stored_of(held).items() for name in tensors
+        )
 
 
 def test_tensors_that_are_held_alike_are_one_family() -> None:
     """Coverage is proved once for it, and its boxes are told once."""
     rows = [[Box((low, 0), (3, 4))] for low in (0, 3)]
-    found = whole_of([{key: boxes for key in SPECS if SPECS[key].shape == (6, 4)} for boxes in rows])
+    found = whole_of(
+        [{key: boxes for key in SPECS if SPECS[key].shape == (6, 4)} for boxes in rows]
+    )
     assert len(found.specs) == 4
     assert len(found.families) == 1
     assert found.families[0].boxes.tolist() == [[0, 1, 0, 0, 3, 4], [1, 1, 3, 0, 3, 4]]
@@ -133,10 +165,19 @@ def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_t
     def nbytes(machines: int, layers: int) -> int:
         shape = (machines, 4)
         stored = [
-            {"model_fragments": {fragment_name(f"l{n}", Box((m, 0), (1, 4)), shape): TensorSpec("F32", (1, 4)) for n in range(layers)}}
+            {
+                "model_fragments": {
+                    fragment_name(f"l{n}", Box((m, 0), (1, 4)), shape): TensorSpec("F32", (1, 4))
+                    for n in range(layers)
+                }
+            }
             for m in range(machines)
         ]
-        return len(put_together([inventory(one, number=m, count=machines) for m, one in enumerate(stored)]).encode())
+        return len(
+            put_together(
+                [inventory(one, number=m, count=machines) for m, one in enumerate(stored)]
+            ).encode()
+        )
 
     assert nbytes(200, 50) - nbytes(100, 50) <= nbytes(200, 1) - nbytes(100, 1) + 20
 
@@ -158,7 +199,10 @@ HALVES = [{("model", "w"): [Box((low, 0), (3, 4))]} for low in (0, 3)]
 
 def save_of(save_id: str, created: str, folders: Sequence[int]) -> list[Inventory]:
     totals = {"model": [1, 96]}
-    made = [inventory(stored_of(HALVES[i]), number=i, count=2, save_id=save_id, lost=(f"{i}: is bad",)) for i in folders]
+    made = [
+        inventory(stored_of(HALVES[i]), number=i, count=2, save_id=save_id, lost=(f"{i}: is bad",))
+        for i in folders
+    ]
     return [replace(one, created=created, totals=totals) for one in made]
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from unified_ckpt.errors import RankError
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.meeting import Meeting
-from unified_ckpt.runtime.staging import Window
-from unified_ckpt.runtime.windows import Windows
+from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.shared_memory import Window
+from unified_ckpt.runtime.exchange.windows import Windows
 
 WORLD, TILE = 3, 8192
 
@@ -22,7 +22,9 @@ class Ranks:
     """Ranks as threads, each with its windows."""
 
     def __init__(self) -> None:
-        self.elsewhere = _mapped()  # of other tests, whose errors may still hold frames that hold views
+        self.elsewhere = (
+            _mapped()
+        )  # of other tests, whose errors may still hold frames that hold views
         store = dist.HashStore()
         self.comms = [Comm(store, rank=rank, ranks=range(WORLD)) for rank in range(WORLD)]
         self.windows = [Windows() for _ in range(WORLD)]
@@ -30,7 +32,9 @@ class Ranks:
     def ready(self, *, tile_nbytes: int, partners: dict[int, set[int]]) -> list[dict[int, Window]]:
         def act(rank: int) -> dict[int, Window]:
             meeting = self.comms[rank].meet("save", same=False, timeout_seconds=20)
-            found = self.windows[rank].ready(meeting, tile_nbytes=tile_nbytes, partners=partners.get(rank, set()))
+            found = self.windows[rank].ready(
+                meeting, tile_nbytes=tile_nbytes, partners=partners.get(rank, set())
+            )
             meeting.agree("ready")
             return found
 

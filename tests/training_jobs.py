@@ -17,7 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-PRECISIONS = ("fp32", "bf16", "optimizer_masters", "lazy_masters", "fused_masters", "remainders", "master_dict", "model_dtype")
+PRECISIONS = (
+    "fp32",
+    "bf16",
+    "optimizer_masters",
+    "lazy_masters",
+    "fused_masters",
+    "remainders",
+    "master_dict",
+    "model_dtype",
+)
 TRAITS = ("frozen", "buffers", "integers", "mixed", "tied", "shared", "ema")
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master_param"  # the state name that Apex and TransformerEngine use
@@ -41,7 +50,11 @@ class Net(nn.Module):
         self.embed = nn.Embedding(6, 4, dtype=dtype)
         self.first = nn.Linear(4, 4, dtype=dtype)
         self.second = self.first if "shared" in spec.traits else nn.Linear(4, 4, dtype=dtype)
-        norm = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype] if "mixed" in spec.traits else dtype
+        norm = (
+            {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
+            if "mixed" in spec.traits
+            else dtype
+        )
         self.norm = nn.Parameter(torch.ones(4, dtype=norm))
         self.head = nn.Linear(4, 6, bias=False, dtype=dtype)
         if "tied" in spec.traits:
@@ -77,13 +90,22 @@ class MasterAdam(Optimizer):
                     state[MASTER] = param.detach().float()
                 master = state[MASTER] if param.dtype in LOW else param
                 if "exp_avg" not in state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+                    state |= {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(master),
+                        "exp_avg_sq": torch.zeros_like(master),
+                    }
                 _adam(master, param.grad.float(), state, group)
                 if master is not param:
                     param.copy_(master)
 
 
-def _adam(weight: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], group: Mapping[str, Any]) -> None:
+def _adam(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    group: Mapping[str, Any],
+) -> None:
     state["step"].add_(1)
     beta1, beta2 = group["betas"]
     state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -97,9 +119,15 @@ class DictAdam:
     def __init__(self, model: nn.Module) -> None:
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.params = params
-        self.masters = {name: param.detach().float() for name, param in params.items() if param.dtype in LOW}
+        self.masters = {
+            name: param.detach().float() for name, param in params.items() if param.dtype in LOW
+        }
         weights = {name: self.masters.get(name, param.detach()) for name, param in params.items()}
-        self.moments = {f"{name}/{key}": torch.zeros_like(w) for name, w in weights.items() for key in ("exp_avg", "exp_avg_sq")}
+        self.moments = {
+            f"{name}/{key}": torch.zeros_like(w)
+            for name, w in weights.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
         self.moments |= {f"{name}/step": torch.tensor(0.0) for name in params}
 
     @torch.no_grad()
@@ -107,7 +135,9 @@ class DictAdam:
         """One step of Adam on the masters, rounded into the parameters."""
         group = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
         for name, param in self.params.items():
-            state = {key: self.moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            state = {
+                key: self.moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+            }
             assert param.grad is not None
             _adam(self.masters.get(name, param), param.grad.float(), state, group)
             if name in self.masters:
@@ -122,7 +152,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "eager masters": MasterAdam,
     "lazy masters": lambda params: MasterAdam(params, lazy=True),
     "FusedAdam": lambda params: FusedAdam(params, master_weights=True),
-    "FusedAdam remainders": lambda params: FusedAdam(params, master_weights=True, store_param_remainders=True),
+    "FusedAdam remainders": lambda params: FusedAdam(
+        params, master_weights=True, store_param_remainders=True
+    ),
 }
 USUAL = {
     "optimizer_masters": "eager masters",
@@ -141,15 +173,26 @@ class Job:
     """A training job. `optimizer`: a key of OPTIMIZERS, the usual one of its precision where None. `shard`: applied to the model."""
 
     def __init__(
-        self, spec: JobSpec, *, seed: int, optimizer: str | None = None, shard: Callable[[nn.Module], nn.Module] = lambda model: model
+        self,
+        spec: JobSpec,
+        *,
+        seed: int,
+        optimizer: str | None = None,
+        shard: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         torch.manual_seed(seed)
         self.spec, self.model = spec, shard(Net(spec))
         params = [param for param in self.model.parameters() if param.requires_grad]
-        self.loop = DictAdam(self.model) if spec.precision == "master_dict" and optimizer is None else None
+        self.loop = (
+            DictAdam(self.model) if spec.precision == "master_dict" and optimizer is None else None
+        )
         self.kind = optimizer or USUAL.get(spec.precision, "AdamW")
         self.optimizer = None if self.loop else OPTIMIZERS[self.kind](params)
-        self.ema = {name: param.detach().float().clone() for name, param in self.model.named_parameters()} if "ema" in spec.traits else {}
+        self.ema = (
+            {name: param.detach().float().clone() for name, param in self.model.named_parameters()}
+            if "ema" in spec.traits
+            else {}
+        )
 
     @torch.no_grad()
     def train(self, steps: range) -> None:
@@ -184,7 +227,10 @@ class Job:
 
     def targets(self) -> dict[str, Any]:
         """The arguments of a save or a load."""
-        found: dict[str, Any] = {"model": self.model, "optimizer": self.loop.moments if self.loop else self.optimizer}
+        found: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.loop.moments if self.loop else self.optimizer,
+        }
         if self.loop is not None:
             found["master_weights"] = self.loop.masters
         return found | ({"parts": {"ema": self.ema}} if self.ema else {})
@@ -194,22 +240,34 @@ class Job:
         if self.loop is not None:
             return set(self.loop.masters)
         state = self.optimizer.state
-        return {name for name, param in self.model.named_parameters() if _is_master(param, state.get(param, {}))}
+        return {
+            name
+            for name, param in self.model.named_parameters()
+            if _is_master(param, state.get(param, {}))
+        }
 
     def has_optimizer_state(self) -> bool:
         """Whether there is a moment that a checkpoint could lose."""
-        return self.loop is not None or any("exp_avg" in state for state in self.optimizer.state.values())
+        return self.loop is not None or any(
+            "exp_avg" in state for state in self.optimizer.state.values()
+        )
 
     def state(self) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
         """Every value that decides how the run goes on, copied, by a name that tells what it is."""
-        values: dict[str, torch.Tensor] = {f"model:{name}": tensor for name, tensor in self.model.state_dict().items()}
+        values: dict[str, torch.Tensor] = {
+            f"model:{name}": tensor for name, tensor in self.model.state_dict().items()
+        }
         values |= {f"ema:{name}": tensor for name, tensor in self.ema.items()}
         if self.loop is not None:
             values |= {f"optimizer:{name}": tensor for name, tensor in self.loop.moments.items()}
-            values |= {f"optimizer:{name}/{MASTER}": tensor for name, tensor in self.loop.masters.items()}
+            values |= {
+                f"optimizer:{name}/{MASTER}": tensor for name, tensor in self.loop.masters.items()
+            }
         for name, param in self.model.named_parameters() if self.optimizer else ():
             state = self.optimizer.state.get(param, {})
-            values |= {f"optimizer:{name}/{key}": torch.as_tensor(value) for key, value in state.items()}
+            values |= {
+                f"optimizer:{name}/{key}": torch.as_tensor(value) for key, value in state.items()
+            }
         return {name: (tensor.dtype, _full(tensor)) for name, tensor in values.items()}
 
 
@@ -218,10 +276,17 @@ def _is_master(param: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
     return param.dtype in LOW and MASTER in state and state[MASTER].dtype == torch.float32
 
 
-def differences(one: Mapping[str, tuple[torch.dtype, torch.Tensor]], other: Mapping[str, tuple[torch.dtype, torch.Tensor]]) -> list[str]:
+def differences(
+    one: Mapping[str, tuple[torch.dtype, torch.Tensor]],
+    other: Mapping[str, tuple[torch.dtype, torch.Tensor]],
+) -> list[str]:
     """The names whose values are not the same bit for bit."""
     names = sorted({*one, *other})
-    return [name for name in names if name not in one or name not in other or not _equal(one[name], other[name])]
+    return [
+        name
+        for name in names
+        if name not in one or name not in other or not _equal(one[name], other[name])
+    ]
 
 
 def _equal(one: tuple[torch.dtype, torch.Tensor], other: tuple[torch.dtype, torch.Tensor]) -> bool:
@@ -232,7 +297,9 @@ def _equal(one: tuple[torch.dtype, torch.Tensor], other: tuple[torch.dtype, torc
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor as bytes, copied; its shape in front."""
     if isinstance(tensor, DTensor):
-        wide = tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor  # gloo gathers no int16
+        wide = (
+            tensor.to(torch.int32) if tensor.dtype == torch.int16 else tensor
+        )  # gloo gathers no int16
         tensor = wide.full_tensor().to(tensor.dtype)
     return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8)
 
@@ -241,4 +308,8 @@ def _noise(name: str, step: int, param: torch.Tensor) -> torch.Tensor:
     """A gradient; the same bits for a whole parameter and for its shards together."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
     noise = torch.randn(param.shape, generator=generator).to(param.dtype)
-    return distribute_tensor(noise, param.device_mesh, param.placements) if isinstance(param, DTensor) else noise
+    return (
+        distribute_tensor(noise, param.device_mesh, param.placements)
+        if isinstance(param, DTensor)
+        else noise
+    )

@@ -22,45 +22,51 @@ from unified_ckpt.errors import (
 
 if TYPE_CHECKING:
     from unified_ckpt.api import Checkpointer, load, open, save, save_async, verify  # noqa: A004
-    from unified_ckpt.core.layout import Layout, Strided
-    from unified_ckpt.engine.build import SaveReport
-    from unified_ckpt.engine.convert import ConvertReport
-    from unified_ckpt.engine.load import LoadReport
-    from unified_ckpt.engine.pending import PendingSave
-    from unified_ckpt.engine.prove import VerifyReport
-    from unified_ckpt.engine.repair import RepairReport, repair
+    from unified_ckpt.core.sharding.layouts import Layout, Strided
+    from unified_ckpt.engine.folder.verify import VerifyReport
+    from unified_ckpt.engine.load.load import LoadReport
+    from unified_ckpt.engine.repair.repair import RepairReport, repair
+    from unified_ckpt.engine.rewrite.convert import ConvertReport
+    from unified_ckpt.engine.save.job import SaveReport
+    from unified_ckpt.engine.save.pending import PendingSave
     from unified_ckpt.exports.convert import convert
-    from unified_ckpt.manager.foreign import from_maxtext, from_paddle
     from unified_ckpt.manager.manager import CheckpointManager
-    from unified_ckpt.options import ConvertOptions, LoadOptions, ManagerOptions, SaveOptions, SourceOptions
-    from unified_ckpt.runtime.randomness import RandomStates
-    from unified_ckpt.runtime.sampler import ElasticSampler
+    from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
+    from unified_ckpt.options import (
+        ConvertOptions,
+        LoadOptions,
+        ManagerOptions,
+        SaveOptions,
+        SourceOptions,
+    )
+    from unified_ckpt.runtime.torch_state.rng import RandomStates
+    from unified_ckpt.runtime.torch_state.sampler import ElasticSampler
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
     "Checkpointer": "api",
     "ConvertOptions": "options",
-    "ConvertReport": "engine.convert",
-    "ElasticSampler": "runtime.sampler",
-    "Layout": "core.layout",
-    "LazyTensor": "engine.view",
+    "ConvertReport": "engine.rewrite.convert",
+    "ElasticSampler": "runtime.torch_state.sampler",
+    "Layout": "core.sharding.layouts",
+    "LazyTensor": "engine.source.view",
     "LoadOptions": "options",
-    "LoadReport": "engine.load",
+    "LoadReport": "engine.load.load",
     "ManagerOptions": "options",
-    "PendingSave": "engine.pending",
-    "RandomStates": "runtime.randomness",
-    "RepairReport": "engine.repair",
+    "PendingSave": "engine.save.pending",
+    "RandomStates": "runtime.torch_state.rng",
+    "RepairReport": "engine.repair.repair",
     "SaveOptions": "options",
-    "SaveReport": "engine.build",
+    "SaveReport": "engine.save.job",
     "SourceOptions": "options",
-    "Strided": "core.layout",
-    "VerifyReport": "engine.prove",
+    "Strided": "core.sharding.layouts",
+    "VerifyReport": "engine.folder.verify",
     "convert": "exports.convert",
-    "from_maxtext": "manager.foreign",
-    "from_paddle": "manager.foreign",
+    "from_maxtext": "manager.option_aliases",
+    "from_paddle": "manager.option_aliases",
     "load": "api",
     "open": "api",
-    "repair": "engine.repair",
+    "repair": "engine.repair.repair",
     "save": "api",
     "save_async": "api",
     "verify": "api",

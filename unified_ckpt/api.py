@@ -9,33 +9,33 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from unified_ckpt.core.layout import Layout
-from unified_ckpt.engine.build import Kept, SaveReport
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.commit import StepPath
-from unified_ckpt.engine.gather import machine_numbers
-from unified_ckpt.engine.lands import Found, Land, find_land, look
-from unified_ckpt.engine.load import LoadReport
-from unified_ckpt.engine.load import load as _load
-from unified_ckpt.engine.mutual import Reports, repair_together
-from unified_ckpt.engine.pending import PendingSave, refused_lazy
-from unified_ckpt.engine.prove import VerifyReport, unopened, verify_copies
-from unified_ckpt.engine.request import Targets, What, save_request, try_load_request
-from unified_ckpt.engine.resumable import SaveRequest
-from unified_ckpt.engine.save import begin_save
-from unified_ckpt.engine.save import save as _save
-from unified_ckpt.engine.view import SourceView
+from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.folder.verify import VerifyReport, unopened, verify_copies
+from unified_ckpt.engine.load.load import LoadReport
+from unified_ckpt.engine.load.load import load as _load
+from unified_ckpt.engine.load.request import Targets, try_load_request
+from unified_ckpt.engine.nodes.discover import machine_numbers
+from unified_ckpt.engine.repair.across_nodes import Reports, repair_together
+from unified_ckpt.engine.save.job import Kept, SaveReport
+from unified_ckpt.engine.save.pending import PendingSave, refused_lazy
+from unified_ckpt.engine.save.probe_topology import Found, Land, find_land, look
+from unified_ckpt.engine.save.request import SaveRequest, What, save_request
+from unified_ckpt.engine.save.save import begin_save
+from unified_ckpt.engine.save.save import save as _save
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
-from unified_ckpt.runtime import comm as comms
-from unified_ckpt.runtime.calls import BESIDE_TRAINING, WAITED_FOR, Calls
-from unified_ckpt.runtime.collector import paused
-from unified_ckpt.runtime.modules import Model
-from unified_ckpt.runtime.optimizers import Optimizers, as_list
-from unified_ckpt.runtime.probe import machine_id
-from unified_ckpt.runtime.storage import LocalStorage, absolute, place_of
+from unified_ckpt.runtime.comm import comm as comms
+from unified_ckpt.runtime.comm.topology import machine_id
+from unified_ckpt.runtime.gc_pause import paused
+from unified_ckpt.runtime.storage.storage import LocalStorage, absolute, place_of
+from unified_ckpt.runtime.storage.write_calls import BESIDE_TRAINING, WAITED_FOR, Calls
+from unified_ckpt.runtime.torch_state.modules import Model
+from unified_ckpt.runtime.torch_state.optimizers import Optimizers, as_list
 from unified_ckpt.sources import open_any
-from unified_ckpt.sources.find import find_any, try_changed
+from unified_ckpt.sources.open import find_any, try_changed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,7 +62,9 @@ class Checkpointer:
         self._root = absolute(os.fspath(root)) if root is not None else ""
         self._group, self._options, self._machine = group, options or SaveOptions(), machine
         self._comm: comms.Comm | None = None
-        self._lands: dict[str, tuple[Found, Land | None]] = {}  # by the folder that saves are made in
+        self._lands: dict[
+            str, tuple[Found, Land | None]
+        ] = {}  # by the folder that saves are made in
         self._machines: list[int] | None = None
         self._kept = Kept()
         self._pending: PendingSave | None = None
@@ -70,7 +72,12 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -121,12 +128,31 @@ class Checkpointer:
         then as it was. Waits for an earlier `save_async`, and raises its error.
         """
         self.wait()
-        what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
+        what = What(
+            model,
+            optimizer,
+            master_weights,
+            parts,
+            extra,
+            rank_extra,
+            layout,
+            step,
+            metrics,
+            attach,
+        )
         comm, options = self._ranks(), options or self._options
         with paused:
             storage, name, request = self._request(path, what, options, WAITED_FOR)
             land = self._find_land(storage, name, request, options)
-            return _save(comm, storage, name, request, self._kept, timeout_seconds=options.timeout_seconds, land=land)
+            return _save(
+                comm,
+                storage,
+                name,
+                request,
+                self._kept,
+                timeout_seconds=options.timeout_seconds,
+                land=land,
+            )
 
     def save_async(
         self,
@@ -156,9 +182,22 @@ class Checkpointer:
         optimizer waits for it. Nothing else may change them, or call a collective of this Checkpointer, until `staged()`.
         """
         self.wait()
-        what = What(model, optimizer, master_weights, parts, extra, rank_extra, layout, step, metrics, attach)
+        what = What(
+            model,
+            optimizer,
+            master_weights,
+            parts,
+            extra,
+            rank_extra,
+            layout,
+            step,
+            metrics,
+            attach,
+        )
         with paused:
-            return self._begin(path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None)
+            return self._begin(
+                path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None
+            )
 
     def _begin(
         self,
@@ -172,12 +211,23 @@ class Checkpointer:
     ) -> PendingSave:
         options = options or self._options
         storage, name, request = self._request(path, what, options, BESIDE_TRAINING)
-        steppers = list({id(one): one for one in (*as_list(what.optimizer), *as_list(what.master_weights))}.values()) if lazy else []
+        steppers = (
+            list(
+                {
+                    id(one): one
+                    for one in (*as_list(what.optimizer), *as_list(what.master_weights))
+                }.values()
+            )
+            if lazy
+            else []
+        )
         if lazy and isinstance(request, SaveRequest):
             request = refused_lazy(steppers) or request
         comm, timeout = self._ranks(), options.timeout_seconds
         land = self._find_land(storage, name, request, options)
-        staged = begin_save(comm, storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land)
+        staged = begin_save(
+            comm, storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land
+        )
         self._pending = PendingSave(after_commit=after_commit, at_end=at_end)
         self._pending.start(staged, lazy=steppers)
         return self._pending
@@ -185,7 +235,11 @@ class Checkpointer:
     def idle(self) -> bool:
         """Whether no rank has a save in flight; the same answer on every rank, all of which call. Waits for none."""
         busy = self._pending is not None and not self._pending.done()
-        return not self._ranks().meet("idle", same=False, timeout_seconds=self._options.timeout_seconds, busy=busy).any_busy
+        return (
+            not self._ranks()
+            .meet("idle", same=False, timeout_seconds=self._options.timeout_seconds, busy=busy)
+            .any_busy
+        )
 
     def wait(self) -> None:
         """Returns once no save is in flight. Raises the error of the one that was, if it has not been told yet."""
@@ -198,7 +252,9 @@ class Checkpointer:
     @property
     def staging_nbytes(self) -> int:
         """Host memory held for snapshots and for what ranks put together."""
-        return self._kept.buffers.nbytes + self._kept.windows.nbytes + self._kept.load_windows.nbytes
+        return (
+            self._kept.buffers.nbytes + self._kept.windows.nbytes + self._kept.load_windows.nbytes
+        )
 
     def load(
         self,
@@ -230,34 +286,75 @@ class Checkpointer:
         self.wait()
         options = options or LoadOptions()
         comm, timeout = self._ranks(), options.timeout_seconds
-        paths = [] if isinstance(path, SourceView) else [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        where = f"an opened checkpoint ({path.format})" if isinstance(path, SourceView) else ", ".join(os.fspath(one) for one in paths)
-        with ExitStack() as owned:  # to the end: others may read this machine's folder as long as this rank reads theirs
+        paths = (
+            []
+            if isinstance(path, SourceView)
+            else [path]
+            if isinstance(path, (str, os.PathLike))
+            else list(path)
+        )
+        where = (
+            f"an opened checkpoint ({path.format})"
+            if isinstance(path, SourceView)
+            else ", ".join(os.fspath(one) for one in paths)
+        )
+        with (
+            ExitStack() as owned
+        ):  # to the end: others may read this machine's folder as long as this rank reads theirs
             machines = self._find_machines(f"load of {where}", timeout)
-            given = try_changed(path.source, options.source) if isinstance(path, SourceView) else None
-            source = given or find_any(comm, where, [self._resolve(one) for one in paths], machines, owned, options)
+            given = (
+                try_changed(path.source, options.source) if isinstance(path, SourceView) else None
+            )
+            source = given or find_any(
+                comm, where, [self._resolve(one) for one in paths], machines, owned, options
+            )
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
             with paused:
                 request = try_load_request(comm, source, targets, strict=strict, options=options)
-            return _load(comm, where, request, self._kept.load_windows, timeout_seconds=timeout, machines=machines)
+            return _load(
+                comm,
+                where,
+                request,
+                self._kept.load_windows,
+                timeout_seconds=timeout,
+                machines=machines,
+            )
 
     def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:
         """Collective at the first load. The machine of each rank."""
         if self._machines is None:
             comm, name = self._ranks(), self._machine or machine_id()
-            self._machines = machine_numbers(comm, what, name, timeout_seconds=timeout_seconds) if comm.world > 1 else [0]
+            self._machines = (
+                machine_numbers(comm, what, name, timeout_seconds=timeout_seconds)
+                if comm.world > 1
+                else [0]
+            )
         return self._machines
 
-    def _request(self, path: Path, what: What, options: SaveOptions, how: Calls) -> tuple[LocalStorage, str, SaveRequest | Exception]:
+    def _request(
+        self, path: Path, what: What, options: SaveOptions, how: Calls
+    ) -> tuple[LocalStorage, str, SaveRequest | Exception]:
         """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
         storage, name = LocalStorage("/"), ""
         try:
             storage, name = self._place(path, how)
-            return storage, name, replace(save_request(self._ranks(), what, options), step_name=isinstance(path, StepPath))
+            return (
+                storage,
+                name,
+                replace(
+                    save_request(self._ranks(), what, options), step_name=isinstance(path, StepPath)
+                ),
+            )
         except Exception as error:
             return storage, name, error
 
-    def _find_land(self, storage: LocalStorage, name: str, request: SaveRequest | Exception, options: SaveOptions) -> Land | None:
+    def _find_land(
+        self,
+        storage: LocalStorage,
+        name: str,
+        request: SaveRequest | Exception,
+        options: SaveOptions,
+    ) -> Land | None:
         """Collective at the first save to a folder. The ranks that see it with this one, None where all do, on one machine."""
         comm, timeout = self._ranks(), options.timeout_seconds
         if comm.world == 1:
@@ -268,10 +365,18 @@ class Checkpointer:
             with meeting.phase("machines"):
                 if isinstance(request, Exception):
                     raise request
-                found = look(meeting, storage, self._machine or machine_id(), block_nbytes=options.write_alignment)
+                found = look(
+                    meeting,
+                    storage,
+                    self._machine or machine_id(),
+                    block_nbytes=options.write_alignment,
+                )
             with meeting.phase("land"):
                 alike = [land for known, land in self._lands.values() if known == found]
-                self._lands[storage.root] = found, alike[0] if alike else find_land(comm, found, timeout_seconds=timeout)
+                self._lands[storage.root] = (
+                    found,
+                    alike[0] if alike else find_land(comm, found, timeout_seconds=timeout),
+                )
         return self._lands[storage.root][1]
 
     def _ranks(self) -> comms.Comm:
@@ -290,7 +395,12 @@ class Checkpointer:
         """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls, and gets the reports of all machines."""
         self.wait()
         found, timeout = self._resolve(path), self._options.timeout_seconds
-        return repair_together(self._ranks(), found, self._find_machines(f"repair of {found}", timeout), timeout_seconds=timeout)
+        return repair_together(
+            self._ranks(),
+            found,
+            self._find_machines(f"repair of {found}", timeout),
+            timeout_seconds=timeout,
+        )
 
 
 def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
@@ -302,17 +412,30 @@ def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> 
 def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> PendingSave:
     """One-shot form of `Checkpointer.save_async`. Its buffers go with the save: for more than one, a Checkpointer keeps them."""
     checkpointer = Checkpointer(group=group)
-    options, lazy, after_commit = what.pop("options", None), what.pop("lazy", False), what.pop("after_commit", None)
+    options, lazy, after_commit = (
+        what.pop("options", None),
+        what.pop("lazy", False),
+        what.pop("after_commit", None),
+    )
     try:
         request = What(**what)
-        return checkpointer._begin(path, request, options=options, lazy=lazy, after_commit=after_commit, at_end=checkpointer._release)
+        return checkpointer._begin(
+            path,
+            request,
+            options=options,
+            lazy=lazy,
+            after_commit=after_commit,
+            at_end=checkpointer._release,
+        )
     except BaseException:
         if checkpointer._pending is None:  # else its end does it
             checkpointer._release()
         raise
 
 
-def load(path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup | None = None, **what: Any) -> LoadReport:
+def load(
+    path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup | None = None, **what: Any
+) -> LoadReport:
     """One-shot form of `Checkpointer.load`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **what)
@@ -326,7 +449,9 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
     return SourceView(open_any(os.fspath(path), options or SourceOptions()))
 
 
-def verify(path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None) -> VerifyReport:
+def verify(
+    path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
+) -> VerifyReport:
     """Checks that every byte is there: files, sizes, headers; with `deep` every digest. Problems are in the report.
 
     Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.

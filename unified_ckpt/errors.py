@@ -44,7 +44,14 @@ class MismatchError(CheckpointError):
     tensor whose shape or dtype differs.
     """
 
-    def __init__(self, message: str, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), wrong: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        wrong: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)

@@ -55,7 +55,11 @@ class SaveOptions(_Options):
 
 def unless_chosen(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
     """The options with this `if_exists`, where they do not say one themselves."""
-    return options if "if_exists" in options.model_fields_set else options.model_copy(update={"if_exists": if_exists})
+    return (
+        options
+        if "if_exists" in options.model_fields_set
+        else options.model_copy(update={"if_exists": if_exists})
+    )
 
 
 class SourceOptions(_Options):
@@ -196,13 +200,19 @@ class ManagerOptions(_Options):
     @model_validator(mode="after")
     def _check(self) -> ManagerOptions:
         if self.load_parameters_path and self.load_full_state_path:
-            raise ValueError("At most one of load_parameters_path or load_full_state_path should be set.")
+            raise ValueError(
+                "At most one of load_parameters_path or load_full_state_path should be set."
+            )
         if (self.load_parameters_path or self.load_full_state_path) and not self.enabled:
             raise ValueError("You must set enable_checkpointing=True to load a checkpoint.")
         if self.keep_best is not None and self.best_metric is None:
-            raise ValueError("keep_best needs best_metric: the name of a metric that is passed to save")
+            raise ValueError(
+                "keep_best needs best_metric: the name of a metric that is passed to save"
+            )
         if self.lazy and not self.asynchronous:
             raise ValueError("lazy is a way to save in the background; needed asynchronous=True")
         if (self.local_directory is None) != (self.local_interval_steps is None):
-            raise ValueError("local_directory and local_interval_steps are two tiers together; needed both, or neither")
+            raise ValueError(
+                "local_directory and local_interval_steps are two tiers together; needed both, or neither"
+            )
         return self

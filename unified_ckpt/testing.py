@@ -21,20 +21,23 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from unified_ckpt.api import Checkpointer
-from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.lines import SMALL_NBYTES
-from unified_ckpt.core.sharding import Cut, Sharding, TensorSpec
-from unified_ckpt.core.tables import Key, Row, short
-from unified_ckpt.runtime.comm import Comm
-from unified_ckpt.runtime.storage import Buffer, LocalStorage
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES
+from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.text import short
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 _Result = TypeVar("_Result")
 
 # ranks
 
 
-def try_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0) -> list[_Result | BaseException]:
+def try_ranks(
+    world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
+) -> list[_Result | BaseException]:
     """What `act` returned or raised on each of `world` ranks, which are threads over one store.
 
     TimeoutError with the stacks of the ranks that hang.
@@ -48,7 +51,10 @@ def try_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: fl
         except BaseException as error:  # told to the caller
             found[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in ranks]
+    threads = [
+        threading.Thread(target=one, args=(rank,), name=f"rank-{rank}", daemon=True)
+        for rank in ranks
+    ]
     deadline = time.monotonic() + timeout_seconds
     for thread in threads:
         thread.start()
@@ -57,12 +63,19 @@ def try_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: fl
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if hung:
         frames = sys._current_frames()
-        stacks = (f"rank {r}:\n{''.join(traceback.format_stack(frames.get(threads[r].ident or 0)))}" for r in hung)
-        raise TimeoutError(f"rank(s) {short(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}")
+        stacks = (
+            f"rank {r}:\n{''.join(traceback.format_stack(frames.get(threads[r].ident or 0)))}"
+            for r in hung
+        )
+        raise TimeoutError(
+            f"rank(s) {short(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}"
+        )
     return found
 
 
-def run_ranks(world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0) -> list[_Result]:
+def run_ranks(
+    world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
+) -> list[_Result]:
     """What `act` returns on each rank. An ExceptionGroup with the errors of all that raise; the error itself where all raise one."""
     results: list[_Result] = []
     errors: dict[int, BaseException] = {}
@@ -248,7 +261,10 @@ def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Sizes of up to three mesh dims, of one coordinate too, as often small as large."""
     sizes = range(1, max_world + 1)
     every = [
-        mesh for count in (1, 2, 3) for mesh in product(sizes, repeat=count) if prod(mesh) <= max_world and mesh.count(1) < max(count, 2)
+        mesh
+        for count in (1, 2, 3)
+        for mesh in product(sizes, repeat=count)
+        if prod(mesh) <= max_world and mesh.count(1) < max(count, 2)
     ]
     return st.sampled_from(every)
 
@@ -259,14 +275,29 @@ def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
     dtype = draw(st.sampled_from(sorted(TORCH_DTYPES)))
     if draw(st.integers(0, 2)) == 0:
         smallest = 1 if dtype == "F4" else 0  # F4 is packed along a dim
-        return TensorSpec(dtype, tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16]), min_size=smallest, max_size=3))))
-    others = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 12, 40, 100]), min_size=draw(st.sampled_from([0, 1, 2])), max_size=2))
+        return TensorSpec(
+            dtype,
+            tuple(
+                draw(
+                    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16]), min_size=smallest, max_size=3)
+                )
+            ),
+        )
+    others = draw(
+        st.lists(
+            st.sampled_from([1, 2, 3, 5, 8, 12, 40, 100]),
+            min_size=draw(st.sampled_from([0, 1, 2])),
+            max_size=2,
+        )
+    )
     count = draw(st.integers(SMALL_NBYTES, max_nbytes)) // itemsize(dtype)
     return TensorSpec(dtype, tuple(draw(st.permutations([*others, -(-count // prod(others))]))))
 
 
 @st.composite
-def shardings(draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]) -> Sharding:
+def shardings(
+    draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]
+) -> Sharding:
     """A rule over a row-major mesh: dims cut once or several times, evenly or not, in sections, padded. `ranks`: as in `Sharding`."""
     cuts = tuple(_cuts(draw, shape, mesh))
     return Sharding(cuts, ranks if cuts else ())
@@ -293,7 +324,9 @@ def _cuts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) -> Itera
 
 
 @st.composite
-def arrangements(draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool) -> Arrangement:
+def arrangements(
+    draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool
+) -> Arrangement:
     """Each tensor on all ranks, on some coordinates of the mesh dims that do not cut it (pipeline stages, experts), or on a mesh of its
     own. F4 is held whole. Not `complete`: some are held by any ranks at all, as a load may want them.
     """
@@ -308,7 +341,11 @@ def arrangements(draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], 
         if kind in ("permuted", "own mesh"):
             members = tuple(draw(st.permutations(range(world)))[: prod(own)])
         listed = members if kind in ("permuted", "own mesh") else ()
-        rule = Sharding() if spec.dtype == "F4" else draw(shardings(shape=spec.shape, mesh=own, ranks=listed))
+        rule = (
+            Sharding()
+            if spec.dtype == "F4"
+            else draw(shardings(shape=spec.shape, mesh=own, ranks=listed))
+        )
         if kind == "some":
             members = _stage(draw, rule, mesh)
         if not complete and draw(st.integers(0, 5)) == 0:
@@ -319,9 +356,15 @@ def arrangements(draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], 
 
 def _stage(draw: st.DrawFn, rule: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
     """The ranks at some coordinates of a mesh dim that does not cut."""
-    free = [i for i in range(len(mesh)) if prod(mesh[i + 1 :]) not in {cut.stride for cut in rule.cuts} and mesh[i] > 1]
+    free = [
+        i
+        for i in range(len(mesh))
+        if prod(mesh[i + 1 :]) not in {cut.stride for cut in rule.cuts} and mesh[i] > 1
+    ]
     if not free:
         return tuple(range(prod(mesh)))
     i = draw(st.sampled_from(free))
     kept = draw(st.sets(st.integers(0, mesh[i] - 1), min_size=1))
-    return tuple(rank for rank in range(prod(mesh)) if rank // prod(mesh[i + 1 :]) % mesh[i] in kept)
+    return tuple(
+        rank for rank in range(prod(mesh)) if rank // prod(mesh[i + 1 :]) % mesh[i] in kept
+    )

@@ -26,17 +26,31 @@ arguments = parser.parse_args()
 
 accelerator = Accelerator(
     cpu=arguments.cpu,
-    project_config=ProjectConfiguration(arguments.run, automatic_checkpoint_naming=True, total_limit=2),
+    project_config=ProjectConfiguration(
+        arguments.run, automatic_checkpoint_naming=True, total_limit=2
+    ),
     # with these two the position in the data is saved, and found again on another number of processes
-    dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0),
+    dataloader_config=DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=0
+    ),
     step_scheduler_with_optimizer=False,  # else a scheduler steps once for each process
 )
 set_seed(0)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4))
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 data = [(torch.arange(32) * (i + 1)) % 256 for i in range(SEQUENCES)]
-loader = torch.utils.data.DataLoader(data, batch_size=STEP_SEQUENCES // accelerator.num_processes, shuffle=True)
+loader = torch.utils.data.DataLoader(
+    data, batch_size=STEP_SEQUENCES // accelerator.num_processes, shuffle=True
+)
 model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
 
 

@@ -32,13 +32,21 @@ class Arithmetic(torch.utils.data.Dataset):
 
 def make_model(lora: bool) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     model = LlamaForCausalLM(config)
     if not lora:
         return model
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def main() -> None:
@@ -65,7 +73,9 @@ def main() -> None:
         train_dataset=Arithmetic(),
         callbacks=[UnifiedCheckpointCallback(async_save=True)],
     )
-    trainer.train(resume_from_checkpoint=bool(glob.glob(os.path.join(options.output, "checkpoint-*"))))
+    trainer.train(
+        resume_from_checkpoint=bool(glob.glob(os.path.join(options.output, "checkpoint-*")))
+    )
     print(f"step {trainer.state.global_step}, loss {trainer.state.log_history[-2]['loss']}")
 
 

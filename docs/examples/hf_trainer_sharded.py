@@ -11,7 +11,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -24,11 +30,20 @@ dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 start = os.path.join(folder, "start")  # stands for any model folder, or a name on the hub
 if dist.get_rank() == 0 and not os.path.isdir(start):
-    config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     LlamaForCausalLM(config).save_pretrained(start)
 dist.barrier()
 
-data = [{"input_ids": torch.arange(i, i + 32) % 256, "labels": torch.arange(i, i + 32) % 256} for i in range(320)]
+data = [
+    {"input_ids": torch.arange(i, i + 32) % 256, "labels": torch.arange(i, i + 32) % 256}
+    for i in range(320)
+]
 arguments = TrainingArguments(
     output_dir=folder,
     max_steps=steps,
@@ -40,8 +55,15 @@ arguments = TrainingArguments(
     report_to=[],
     use_cpu=device == "cpu",
 )
-model = AutoModelForCausalLM.from_pretrained(start, distributed_config=DistributedConfig(fsdp_size=world))
-trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[UnifiedCheckpointCallback(save_only_model=False)])
+model = AutoModelForCausalLM.from_pretrained(
+    start, distributed_config=DistributedConfig(fsdp_size=world)
+)
+trainer = Trainer(
+    model=model,
+    args=arguments,
+    train_dataset=data,
+    callbacks=[UnifiedCheckpointCallback(save_only_model=False)],
+)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) is not None)
 
 if dist.get_rank() == 0:  # no step in between: what the ranks have written opens as it is

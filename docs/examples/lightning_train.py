@@ -33,7 +33,9 @@ class Regression(pl.LightningModule):
         if mesh is None or isinstance(self.up.weight, torch.distributed.tensor.DTensor):
             return
         if mesh["tensor_parallel"].size() > 1:
-            parallelize_module(self, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                self, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
         if mesh["data_parallel"].size() > 1:
             for layer in (self.up, self.down):
                 fully_shard(layer, mesh=mesh["data_parallel"])
@@ -48,7 +50,9 @@ class Regression(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
         inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+        return DataLoader(
+            TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True
+        )
 
 
 def main() -> None:
@@ -70,13 +74,20 @@ def main() -> None:
         devices=world,
         accelerator="cpu",  # "gpu" where there are some
         callbacks=[
-            ModelCheckpoint(dirpath=arguments.run, filename="{step}", every_n_train_steps=5, save_last="link"),
+            ModelCheckpoint(
+                dirpath=arguments.run, filename="{step}", every_n_train_steps=5, save_last="link"
+            ),
             UnifiedCheckpointCallback(),
         ],
     )
     trainer.fit(Regression(), ckpt_path="last")
     if trainer.is_global_zero:
-        print("step", trainer.global_step, "loss", float(trainer.callback_metrics.get("loss", torch.nan)))
+        print(
+            "step",
+            trainer.global_step,
+            "loss",
+            float(trainer.callback_metrics.get("loss", torch.nan)),
+        )
 
 
 if __name__ == "__main__":

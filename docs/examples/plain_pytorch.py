@@ -34,7 +34,9 @@ class Sums(Dataset):
 
 def build(dropout, world, device, fsdp):
     torch.manual_seed(0)  # the same weights on every rank
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1)).to(device)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1)).to(
+        device
+    )
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     if world > 1 and fsdp:
         mesh = init_device_mesh(device.type, (world,))
@@ -46,7 +48,9 @@ def build(dropout, world, device, fsdp):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="where the checkpoints go")
     parser.add_argument("--until", type=int, required=True, help="the last step of this run")
     parser.add_argument("--fsdp", action="store_true", help="shard the parameters; else DDP")
@@ -55,7 +59,11 @@ def main(arguments=None):
     given = parser.parse_args(arguments)
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
@@ -66,7 +74,9 @@ def main(arguments=None):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     dataset = Sums()
     sampler = uc.ElasticSampler(dataset, seed=1)
-    loader = DataLoader(dataset, batch_size=GLOBAL_BATCH // world, sampler=sampler, num_workers=given.workers)
+    loader = DataLoader(
+        dataset, batch_size=GLOBAL_BATCH // world, sampler=sampler, num_workers=given.workers
+    )
     torch.manual_seed(rank)  # other dropout on each rank
 
     state = {
@@ -76,22 +86,31 @@ def main(arguments=None):
         "extra": {"scheduler": scheduler, "sampler": sampler},
         "rank_extra": {"random": uc.RandomStates()},
     }
-    with uc.CheckpointManager(given.run, options=uc.ManagerOptions(interval_steps=5, keep_latest=2)) as manager:
+    with uc.CheckpointManager(
+        given.run, options=uc.ManagerOptions(interval_steps=5, keep_latest=2)
+    ) as manager:
         report = manager.restore(**state)  # None: nothing there, start fresh
         step = report.step if report else 0
         while step < given.until and not manager.should_stop:
-            for indices, x, y in sampler.batches(loader):  # from where the data was left, to the end of the epoch
+            for indices, x, y in sampler.batches(
+                loader
+            ):  # from where the data was left, to the end of the epoch
                 step += 1
                 loss = (model(x.to(device)).squeeze(1) - y.to(device)).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
-                average.update_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
+                average.update_parameters(
+                    model.module if isinstance(model, DistributedDataParallel) else model
+                )
                 mean = loss.detach()
                 if world > 1:
                     dist.all_reduce(mean)
-                print(f"step {step} rank {rank} loss {float(mean) / world!r} samples {indices.tolist()}", flush=True)
+                print(
+                    f"step {step} rank {rank} loss {float(mean) / world!r} samples {indices.tolist()}",
+                    flush=True,
+                )
                 manager.save(step, **state)  # when it is time to
                 if step == given.until or manager.should_stop:
                     break

@@ -27,7 +27,9 @@ def serve(rank: int, port: int, prefix: str, root: Path, local: Path | None, out
     say_to(output, seconds=90)
     try:
         mesh = join(rank, WORLD, port, prefix)
-        manager = uc.CheckpointManager(root, options=options(local), save_options=uc.SaveOptions(timeout_seconds=10))
+        manager = uc.CheckpointManager(
+            root, options=options(local), save_options=uc.SaveOptions(timeout_seconds=10)
+        )
         resume_and_save(manager, mesh, rank, last_step=float("inf"))
     except BaseException:
         traceback.print_exc()
@@ -39,12 +41,21 @@ def lose_store(rank: int, port: int, root: Path, watching: bool, output: Path) -
     """Rank 0 serves the store and is killed once a step is saved; rank 1 goes on."""
     say_to(output, seconds=90)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+    )
     mesh = init_device_mesh("cpu", (WORLD,))
     given = uc.ManagerOptions(
-        interval_steps=10**9 if watching else 1, on_preemption=watching, notice_seconds=0.001, asynchronous=False, retries=0, raise_after=1
+        interval_steps=10**9 if watching else 1,
+        on_preemption=watching,
+        notice_seconds=0.001,
+        asynchronous=False,
+        retries=0,
+        raise_after=1,
     )
-    manager = uc.CheckpointManager(root, options=given, save_options=uc.SaveOptions(timeout_seconds=20))
+    manager = uc.CheckpointManager(
+        root, options=given, save_options=uc.SaveOptions(timeout_seconds=20)
+    )
     model, states = state(mesh, 1)
     manager.save(1, model=model, optimizer=states, force=True)
     dist.barrier()

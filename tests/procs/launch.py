@@ -16,13 +16,25 @@ import warm  # noqa: E402
 def environment() -> dict[str, str]:
     """The workers' environment: this checkout first on the path, one thread each."""
     path = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
     """Run a script of this folder in `world` processes; what it said. Raise with the full output if it fails or lasts too long."""
     rank = warm.python(HERE / script, environment())
-    command = [*warm.module("torch.distributed.run", environment()), "--standalone", "--nproc-per-node", str(world), "--no-python"]
+    command = [
+        *warm.module("torch.distributed.run", environment()),
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "--no-python",
+    ]
     # each worker dumps its stacks and ends itself a little before we lose patience: see `worker.start`
     limit = {"WORKER_TIMEOUT_SECONDS": str(timeout_seconds - 10)}
     child = subprocess.Popen(
@@ -43,7 +55,9 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
             child.kill()
             output = "(torchrun did not stop)"
         if isinstance(error, subprocess.TimeoutExpired):
-            raise RuntimeError(f"{script} on {world} ranks ran past {timeout_seconds} s\n{output}") from None
+            raise RuntimeError(
+                f"{script} on {world} ranks ran past {timeout_seconds} s\n{output}"
+            ) from None
         raise
     if child.returncode:
         raise RuntimeError(f"{script} on {world} ranks ended with {child.returncode}\n{output}")

@@ -121,7 +121,9 @@ class Dense(Layer):
         super().__init__()
         self.mix = nn.Linear(DIM, HIDDEN)
         self.out = nn.Linear(HIDDEN, DIM, bias=False)
-        self.gain = nn.Parameter(torch.zeros(3))  # fewer elements than ranks: some local shards are empty
+        self.gain = nn.Parameter(
+            torch.zeros(3)
+        )  # fewer elements than ranks: some local shards are empty
 
     def inner(self, h: Tensor) -> Tensor:
         return self.total(self.out(torch.tanh(self.mix(self.copied(h))))) * (1 + self.gain.mean())
@@ -148,7 +150,9 @@ class Spread(Layer):
     def inner(self, h: Tensor) -> Tensor:
         weights = self.copied(torch.softmax(self.router(h), -1))
         h = self.copied(h)
-        return self.total(sum(expert(h) * weights[..., int(i), None] for i, expert in self.experts.items()))
+        return self.total(
+            sum(expert(h) * weights[..., int(i), None] for i, expert in self.experts.items())
+        )
 
 
 class Fused(Layer):
@@ -162,7 +166,9 @@ class Fused(Layer):
         self.held = range(EXPERTS)
 
     def inner(self, h: Tensor) -> Tensor:
-        weights = self.copied(torch.softmax(self.router(h), -1))[..., self.held.start : self.held.stop]
+        weights = self.copied(torch.softmax(self.router(h), -1))[
+            ..., self.held.start : self.held.stop
+        ]
         a = torch.relu(torch.einsum("btd,efd->btef", self.copied(h), local(self.ups)))
         return self.total(torch.einsum("btef,edf,bte->btd", a, local(self.downs), weights))
 
@@ -196,7 +202,9 @@ class Net(nn.Module):
             x = self.embed(x)
         for layer in self.layers.values():
             x = layer(x)
-        return self.head(self.norm(x)) * 1.0 if self.last else x  # FSDP2 warns if what it returns is a view
+        return (
+            self.head(self.norm(x)) * 1.0 if self.last else x
+        )  # FSDP2 warns if what it returns is a view
 
 
 Fill = Callable[[str, torch.Size, torch.dtype], Tensor]
@@ -206,7 +214,9 @@ def formula(name: str, shape: torch.Size, dtype: torch.dtype = torch.float32) ->
     """The dense contents of a tensor, from its name alone: the reference that no code under test has touched."""
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if dtype.is_floating_point:
-        return torch.randn(shape, generator=draw, dtype=dtype) * (max(shape[-1], 1) ** -0.5 if shape else 1.0)
+        return torch.randn(shape, generator=draw, dtype=dtype) * (
+            max(shape[-1], 1) ** -0.5 if shape else 1.0
+        )
     return torch.randint(0, 2 if dtype == torch.bool else 1000, shape, generator=draw).to(dtype)
 
 
@@ -267,9 +277,13 @@ class Built:
 def build(row: str, *, tied: bool, fill: Fill) -> Built:
     """The model of this layout, its dense tensors filled by `fill` before torch's wrappers cut them."""
     dims = ROWS[row]
-    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
+    mesh = (
+        init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
+    )
     stages, owners = _stages(dims)
-    mine = mesh.get_local_rank(next(d for d in dims if d in ("pp", "vpp"))) if len(owners) > 1 else 0
+    mine = (
+        mesh.get_local_rank(next(d for d in dims if d in ("pp", "vpp"))) if len(owners) > 1 else 0
+    )
     built = Built(row, tied, mesh, [], [], owners, _layout(dims), {})
     for stage, owner in zip(stages, owners, strict=True):
         if owner != mine:
@@ -287,7 +301,9 @@ def build(row: str, *, tied: bool, fill: Fill) -> Built:
 def build_with_oracle(row: str, *, tied: bool) -> Built:
     """A model of this layout that knows where its elements belong; its contents are the positions."""
     built = build(row, tied=tied, fill=positions)
-    built.where = {name: local(p.detach()).clone().long().flatten() for name, p, _ in built.parameters()}
+    built.where = {
+        name: local(p.detach()).clone().long().flatten() for name, p, _ in built.parameters()
+    }
     return built
 
 
@@ -377,20 +393,31 @@ def _expert_parallel(net: Net, mesh: DeviceMesh) -> None:
             layer.group = mesh.get_group()
 
 
-LR = {True: 1e-2, False: 3e-3}  # of matrices, and of the rest: two param groups that a load must not mix up
+LR = {
+    True: 1e-2,
+    False: 3e-3,
+}  # of matrices, and of the rest: two param groups that a load must not mix up
 WEIGHT_DECAY = {True: 0.1, False: 0.0}
 
 
 def _adamw(module: nn.Module) -> torch.optim.AdamW:
     """Two groups; the frozen biases are in the second one and never get any state."""
     groups = [
-        {"params": [p for p in module.parameters() if (p.ndim > 1) == big], "lr": LR[big], "weight_decay": WEIGHT_DECAY[big]}
+        {
+            "params": [p for p in module.parameters() if (p.ndim > 1) == big],
+            "lr": LR[big],
+            "weight_decay": WEIGHT_DECAY[big],
+        }
         for big in (True, False)
     ]
     return torch.optim.AdamW(groups, eps=1e-5, foreach=False)
 
 
-def set_everything(built: Built, dense: Callable[[str, torch.Size, torch.dtype], Tensor], step: Callable[[str], float]) -> None:
+def set_everything(
+    built: Built,
+    dense: Callable[[str, torch.Size, torch.dtype], Tensor],
+    step: Callable[[str], float],
+) -> None:
     """Give the model and its AdamW state these dense contents, each rank its own elements."""
     with torch.no_grad():
         for name, parameter, optimizer in built.parameters():
@@ -408,10 +435,14 @@ def set_everything(built: Built, dense: Callable[[str, torch.Size, torch.dtype],
             buffer.copy_(dense(name, buffer.shape, buffer.dtype))
 
 
-def _picker(built: Built, name: str, parameter: nn.Parameter, dense: Fill) -> Callable[[str], Tensor]:
+def _picker(
+    built: Built, name: str, parameter: nn.Parameter, dense: Fill
+) -> Callable[[str], Tensor]:
     found = cut_of(name) if built.layout is not None else None
     shape = parameter.shape if found is None else torch.Size(found[1])
-    return lambda key: dense(key, shape, parameter.dtype).flatten()[built.where[name]].view(local(parameter).shape)
+    return lambda key: (
+        dense(key, shape, parameter.dtype).flatten()[built.where[name]].view(local(parameter).shape)
+    )
 
 
 def formula_step(name: str) -> float:
@@ -421,17 +452,25 @@ def formula_step(name: str) -> float:
 def dense_formula(*, tied: bool) -> dict[str, Tensor]:
     """The whole reference state, by the names that a checkpoint gives it."""
     net = Net(range(len(KINDS)), tied=tied)
-    dense = {name: formula(name, tensor.shape, tensor.dtype) for name, tensor in net.state_dict(keep_vars=True).items()}
+    dense = {
+        name: formula(name, tensor.shape, tensor.dtype)
+        for name, tensor in net.state_dict(keep_vars=True).items()
+    }
     for name, parameter in net.named_parameters():
         if parameter.requires_grad:
             dense[f"{name}/step"] = torch.tensor(formula_step(name))
-            dense |= {f"{name}/{state}": formula(f"{name}/{state}", parameter.shape) for state in ("exp_avg", "exp_avg_sq")}
+            dense |= {
+                f"{name}/{state}": formula(f"{name}/{state}", parameter.shape)
+                for state in ("exp_avg", "exp_avg_sq")
+            }
     if tied:
         del dense["head.weight"]
     return dense
 
 
-def compare(built: Built, dense: Callable[[str], Tensor | None], *, hyperparameters: bool = True) -> list[str]:
+def compare(
+    built: Built, dense: Callable[[str], Tensor | None], *, hyperparameters: bool = True
+) -> list[str]:
     """What differs, bit for bit, between this rank's state and the dense one. `dense(key)` is None where nothing must exist."""
     wrong: list[str] = []
 
@@ -442,8 +481,13 @@ def compare(built: Built, dense: Callable[[str], Tensor | None], *, hyperparamet
         if where is not None:
             want = want.flatten()[where].view(have.shape)
         if have.dtype != want.dtype or have.shape != want.shape:
-            wrong.append(f"{key}: {have.dtype}{tuple(have.shape)}, the reference is {want.dtype}{tuple(want.shape)}")
-        elif not torch.equal(have.contiguous().flatten().view(torch.uint8), want.contiguous().flatten().view(torch.uint8)):
+            wrong.append(
+                f"{key}: {have.dtype}{tuple(have.shape)}, the reference is {want.dtype}{tuple(want.shape)}"
+            )
+        elif not torch.equal(
+            have.contiguous().flatten().view(torch.uint8),
+            want.contiguous().flatten().view(torch.uint8),
+        ):
             wrong.append(f"{key}: {int((have != want).sum())} of {have.numel()} elements differ")
 
     for name, parameter, optimizer in built.parameters():
@@ -457,11 +501,22 @@ def compare(built: Built, dense: Callable[[str], Tensor | None], *, hyperparamet
         for leaf, tensor in state.items():
             if leaf != "step" and type(tensor) is not type(parameter.data):
                 wrong.append(f"{key}/{leaf}: is a {type(tensor).__name__}")
-            same(f"{key}/{leaf}", local(tensor), dense(f"{key}/{leaf}"), None if leaf == "step" else where)
+            same(
+                f"{key}/{leaf}",
+                local(tensor),
+                dense(f"{key}/{leaf}"),
+                None if leaf == "step" else where,
+            )
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         big = parameter.ndim > 1
-        if hyperparameters and (group["lr"], group["weight_decay"], group["eps"]) != (LR[big], WEIGHT_DECAY[big], 1e-5):
-            wrong.append(f"{key}: its group has lr {group['lr']}, weight decay {group['weight_decay']}, eps {group['eps']}")
+        if hyperparameters and (group["lr"], group["weight_decay"], group["eps"]) != (
+            LR[big],
+            WEIGHT_DECAY[big],
+            1e-5,
+        ):
+            wrong.append(
+                f"{key}: its group has lr {group['lr']}, weight decay {group['weight_decay']}, eps {group['eps']}"
+            )
     for name, buffer in built.buffers():
         same(name, buffer, dense(name), None)
     return wrong
@@ -489,14 +544,18 @@ def train_step(built: Built, step: int) -> float:
 
     Two batches take turns, so that the loss falls and a lost optimizer state shows.
     """
-    tokens = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step % 2))
+    tokens = torch.randint(
+        0, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step % 2)
+    )
     number, count = built.coordinate("ddp", "rep", "fsdp")
     tokens = tokens.chunk(count)[number]
     loss = _forward_backward(built, tokens)
     for optimizer in built.optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    pair = torch.tensor([0.0 if loss is None else loss.item(), 0.0 if loss is None else 1.0], dtype=torch.float64)
+    pair = torch.tensor(
+        [0.0 if loss is None else loss.item(), 0.0 if loss is None else 1.0], dtype=torch.float64
+    )
     if dist.is_initialized():
         dist.all_reduce(pair)
     return float(pair[0] / pair[1])
@@ -513,7 +572,9 @@ def settle(built: Built) -> None:
     group = built.mesh.get_group("tp")
     with torch.no_grad():
         for _, parameter, optimizer in built.parameters():
-            if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            if isinstance(parameter, DTensor) and "tp" in (
+                parameter.device_mesh.mesh_dim_names or ()
+            ):
                 continue
             for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
                 dist.broadcast(local(tensor), group_src=0, group=group)
@@ -522,7 +583,11 @@ def settle(built: Built) -> None:
 def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
     """Forward and backward through all chunks, with the neighbours' sends where the model is a pipeline."""
     mine, _ = built.coordinate("pp", "vpp")
-    group = built.mesh.get_group(next(d for d in ROWS[built.row] if d in ("pp", "vpp"))) if len(built.owners) > 1 else None
+    group = (
+        built.mesh.get_group(next(d for d in ROWS[built.row] if d in ("pp", "vpp")))
+        if len(built.owners) > 1
+        else None
+    )
 
     def peer(chunk: int) -> int | None:
         if not 0 <= chunk < len(built.owners) or built.owners[chunk] == mine:

@@ -9,7 +9,12 @@ from typing import Any
 from launch import torchrun
 from layouts import ROWS, WORLDS, world_of
 
-SECONDS = {1: 100, 2: 150, 4: 200, 8: 280}  # below pytest's own limit, which shows nothing of the workers
+SECONDS = {
+    1: 100,
+    2: 150,
+    4: 200,
+    8: 280,
+}  # below pytest's own limit, which shows nothing of the workers
 
 
 class Matrix:
@@ -19,7 +24,9 @@ class Matrix:
         self.root = root
         self._ended: dict[tuple[str, int, str], RuntimeError | None] = {}
 
-    def _once(self, script: str, world: int, tag: str, *arguments: object, timeout_seconds: float) -> None:
+    def _once(
+        self, script: str, world: int, tag: str, *arguments: object, timeout_seconds: float
+    ) -> None:
         launch = script, world, tag
         if launch not in self._ended:
             try:
@@ -33,7 +40,11 @@ class Matrix:
     def saved(self, world: int) -> list[str]:
         """Save in all layouts of this world size. Returns what the ranks found wrong."""
         self._once("worker_save.py", world, "", timeout_seconds=SECONDS[world])
-        return [text for rank in range(world) for text in json.loads((self.root / f"save-{world}-{rank}.json").read_text())]
+        return [
+            text
+            for rank in range(world)
+            for text in json.loads((self.root / f"save-{world}-{rank}.json").read_text())
+        ]
 
     def loaded(self, world: int, *, sources: tuple[int, ...] = WORLDS) -> list[dict[str, Any]]:
         """Load every folder saved by these world sizes in all layouts of `world`. Returns one entry per case and rank."""
@@ -42,7 +53,11 @@ class Matrix:
         tag = "-".join(map(str, sources))
         rows = [row for row in ROWS if world_of(row) in sources]
         self._once("worker_load.py", world, tag, tag, *rows, timeout_seconds=SECONDS[world])
-        return [case for rank in range(world) for case in json.loads((self.root / f"load-{world}-{rank}-{tag}.json").read_text())]
+        return [
+            case
+            for rank in range(world)
+            for case in json.loads((self.root / f"load-{world}-{rank}-{tag}.json").read_text())
+        ]
 
     def losses(self, row: str) -> dict[str, list[float]]:
         wrong = [text for text in self.saved(world_of(row)) if text.startswith(f"trained/{row}:")]

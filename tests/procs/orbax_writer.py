@@ -37,14 +37,22 @@ def on_devices(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
     dims = [dim for dim, size in enumerate(leaf.shape) if size % len(jax.devices()) == 0 and size]
-    spec = PartitionSpec(*["fsdp" if dims and dim == dims[-1] else None for dim in range(leaf.ndim)])
-    return jax.make_array_from_callback(leaf.shape, NamedSharding(MESH, spec), lambda index: leaf[index])
+    spec = PartitionSpec(
+        *["fsdp" if dims and dim == dims[-1] else None for dim in range(leaf.ndim)]
+    )
+    return jax.make_array_from_callback(
+        leaf.shape, NamedSharding(MESH, spec), lambda index: leaf[index]
+    )
 
 
 def adam(tree: Any) -> Any:
     """{"adam": (count, mu, nu)} anywhere is optax's state."""
     if isinstance(tree, dict):
-        return ScaleByAdamState(*map(adam, tree["adam"])) if set(tree) == {"adam"} else {key: adam(value) for key, value in tree.items()}
+        return (
+            ScaleByAdamState(*map(adam, tree["adam"]))
+            if set(tree) == {"adam"}
+            else {key: adam(value) for key, value in tree.items()}
+        )
     return type(tree)(map(adam, tree)) if isinstance(tree, list | tuple) else tree
 
 
@@ -59,12 +67,20 @@ def write(job: dict[str, Any]) -> None:
         ocp.PyTreeCheckpointer(use_ocdbt=job["ocdbt"], use_zarr3=job["zarr3"]).save(path, tree)
     else:
         made = ocp.PyTreeCheckpointHandler(use_ocdbt=job["ocdbt"], use_zarr3=job["zarr3"])
-        with ocp.CheckpointManager(path, item_handlers={"items": made, "meta": ocp.JsonCheckpointHandler()}) as manager:
+        with ocp.CheckpointManager(
+            path, item_handlers={"items": made, "meta": ocp.JsonCheckpointHandler()}
+        ) as manager:
             for step in job["steps"]:
-                items = {"items": ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=job.get("file_nbytes"))}
+                items = {
+                    "items": ocp.args.PyTreeSave(
+                        tree, ocdbt_target_data_file_size=job.get("file_nbytes")
+                    )
+                }
                 if "meta" in job:
                     items["meta"] = ocp.args.JsonSave(job["meta"])
-                manager.save(step, args=ocp.args.Composite(**items), custom_metadata=job.get("custom"))
+                manager.save(
+                    step, args=ocp.args.Composite(**items), custom_metadata=job.get("custom")
+                )
             manager.wait_until_finished()
 
 

@@ -27,13 +27,25 @@ RESUMED_WRONG, REFUSED = 70, 71  # exit codes
 
 def contents(name: str, step: int) -> Tensor:
     shape = SHAPES[name.removesuffix("/exp_avg")]
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape) + step * 7919 + len(name)
+    return (
+        torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+        + step * 7919
+        + len(name)
+    )
 
 
 def state(mesh: DeviceMesh, step: int) -> tuple[dict[str, DTensor], dict[str, DTensor]]:
     cuts = {"rows": Shard(0), "columns": Shard(1), "small": Replicate()}
-    model = {name: distribute_tensor(contents(name, step), mesh, [cut], src_data_rank=None) for name, cut in cuts.items()}
-    states = {f"{n}/exp_avg": distribute_tensor(contents(f"{n}/exp_avg", step), mesh, [c], src_data_rank=None) for n, c in cuts.items()}
+    model = {
+        name: distribute_tensor(contents(name, step), mesh, [cut], src_data_rank=None)
+        for name, cut in cuts.items()
+    }
+    states = {
+        f"{n}/exp_avg": distribute_tensor(
+            contents(f"{n}/exp_avg", step), mesh, [c], src_data_rank=None
+        )
+        for n, c in cuts.items()
+    }
     return model, states
 
 
@@ -49,20 +61,30 @@ def say_to(output: Path, *, seconds: float) -> None:
 def join(rank: int, world: int, port: int, prefix: str) -> DeviceMesh:
     """All ranks of one life, through a store that none of them serves."""
     torch.set_num_threads(1)
-    store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    store = dist.PrefixStore(
+        prefix, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+    )
     return init_device_mesh("cpu", (world,))
 
 
-def check_resumed(mesh: DeviceMesh, step: int, model: dict[str, DTensor], states: dict[str, DTensor]) -> None:
+def check_resumed(
+    mesh: DeviceMesh, step: int, model: dict[str, DTensor], states: dict[str, DTensor]
+) -> None:
     """Ends the process unless every element is that of the step."""
     right = state(mesh, step)
-    for have, want in zip((*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True):
+    for have, want in zip(
+        (*model.values(), *states.values()), (*right[0].values(), *right[1].values()), strict=True
+    ):
         if not torch.equal(have.to_local(), want.to_local()):
             os._exit(RESUMED_WRONG)
 
 
-def resume_and_save(manager: uc.CheckpointManager, mesh: DeviceMesh, rank: int, *, last_step: float) -> None:
+def resume_and_save(
+    manager: uc.CheckpointManager, mesh: DeviceMesh, rank: int, *, last_step: float
+) -> None:
     """From the newest step on, a save in the background at every step; every tensor changes as soon as the call returns."""
     model, states = state(mesh, 0)
     report = manager.restore(model=model, optimizer=states)
@@ -85,7 +107,16 @@ def newest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def serve(rank: int, world: int, port: int, prefix: str, root: Path, fixed: bool, background: bool, output: Path) -> None:
+def serve(
+    rank: int,
+    world: int,
+    port: int,
+    prefix: str,
+    root: Path,
+    fixed: bool,
+    background: bool,
+    output: Path,
+) -> None:
     """`fixed`: always the same folder, replaced by each save; else one folder per step."""
     say_to(output, seconds=60)
     try:
@@ -108,7 +139,14 @@ def serve(rank: int, world: int, port: int, prefix: str, root: Path, fixed: bool
         os._exit(1)
 
 
-def save_on(mesh: DeviceMesh, step: int, root: Path, fixed: bool, background: bool, checkpointer: uc.Checkpointer) -> None:
+def save_on(
+    mesh: DeviceMesh,
+    step: int,
+    root: Path,
+    fixed: bool,
+    background: bool,
+    checkpointer: uc.Checkpointer,
+) -> None:
     """For ever. In the background, every tensor changes as soon as the call returns."""
     while True:
         step += 1

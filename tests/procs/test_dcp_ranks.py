@@ -18,5 +18,8 @@ def test_sharded_folders_are_loaded_in_other_layouts(tmp_path: Path) -> None:
     uc.load(tmp_path / "dcp", model=model, optimizer=optimizer)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, whole[f"model:{name}"])
-        assert all(torch.equal(value, whole[f"optimizer:{name}/{key}"]) for key, value in optimizer.state[parameter].items())
+        assert all(
+            torch.equal(value, whole[f"optimizer:{name}/{key}"])
+            for key, value in optimizer.state[parameter].items()
+        )
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -18,8 +18,12 @@ def test_batch_norm_under_ddp_is_saved_as_rank_0_has_it(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     with uc.open(tmp_path / "masters") as source:
-        assert torch.equal(source["master_weights"]["1.running_mean"][...], expected["1.running_mean"])
-        assert torch.equal(source["model"]["1.running_mean"][...], expected["1.running_mean"].bfloat16())
+        assert torch.equal(
+            source["master_weights"]["1.running_mean"][...], expected["1.running_mean"]
+        )
+        assert torch.equal(
+            source["model"]["1.running_mean"][...], expected["1.running_mean"].bfloat16()
+        )
     with uc.open(tmp_path / "without") as source:
         found = {name: tensor[...] for name, tensor in source["model_without_masters"].items()}
         assert source.parts == ("master_weights", "model_without_masters", "optimizer")

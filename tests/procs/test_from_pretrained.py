@@ -10,7 +10,16 @@ from launch import torchrun
 
 pytest.importorskip("transformers")
 
-CASES = ("llama", "llama_fsdp2", "llama_tied_fsdp2", "llama_tp2", "qwen2_fsdp2", "qwen3_tp2", "mixtral", "mixtral_fsdp2")
+CASES = (
+    "llama",
+    "llama_fsdp2",
+    "llama_tied_fsdp2",
+    "llama_tp2",
+    "qwen2_fsdp2",
+    "qwen3_tp2",
+    "mixtral",
+    "mixtral_fsdp2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,5 +33,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_stock_transformers_and_a_resume_read_the_folder(opened: dict[str, list[str]], case: str) -> None:
+def test_stock_transformers_and_a_resume_read_the_folder(
+    opened: dict[str, list[str]], case: str
+) -> None:
     assert not opened[case], "\n".join(opened[case])

@@ -16,7 +16,9 @@ from launch import HERE, environment
 
 import unified_ckpt as uc
 
-pytestmark = pytest.mark.slow  # a process of its own: the client reads its settings when it is imported
+pytestmark = (
+    pytest.mark.slow
+)  # a process of its own: the client reads its settings when it is imported
 
 
 class Hub(ThreadingHTTPServer):
@@ -38,15 +40,27 @@ class _Request(BaseHTTPRequestHandler):
         nbytes = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(nbytes) if nbytes else self._read_chunks()
         if self.path.startswith("/api/repos/create"):
-            self._answer({"url": f"http://{self.headers['Host']}/me/run", "name": "me/run", "id": "me/run"})
+            self._answer(
+                {"url": f"http://{self.headers['Host']}/me/run", "name": "me/run", "id": "me/run"}
+            )
         elif "/preupload/" in self.path:
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
             self._answer({"files": files})
         elif "/commit/" in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
             files = [one["value"] for one in lines if one["key"] == "file"]
-            self.server.commits.append({one["path"]: base64.b64decode(one["content"]) for one in files})
-            self._answer({"commitUrl": f"http://{self.headers['Host']}/me/run/commit/1", "commitOid": "1" * 40})
+            self.server.commits.append(
+                {one["path"]: base64.b64decode(one["content"]) for one in files}
+            )
+            self._answer(
+                {
+                    "commitUrl": f"http://{self.headers['Host']}/me/run/commit/1",
+                    "commitOid": "1" * 40,
+                }
+            )
         elif self.path.startswith("/api/validate-yaml"):
             self._answer({"errors": [], "warnings": []})
         else:
@@ -82,18 +96,33 @@ def hub() -> Iterator[Hub]:
 
 
 def test_a_checkpoint_on_the_hub_is_whole(tmp_path: Path, hub: Hub) -> None:
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
+    settings = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "hf_x",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     command = [sys.executable, str(HERE / "worker_hub.py"), str(tmp_path / "run")]
     ended = subprocess.run(
-        command, env=environment() | settings, capture_output=True, text=True, timeout=180, check=False, errors="replace"
+        command,
+        env=environment() | settings,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        errors="replace",
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert hub.unknown == []
-    assert [one.name for one in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"], "the older one went when it had been sent"
+    assert [one.name for one in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"], (
+        "the older one went when it had been sent"
+    )
     models = [one for one in hub.commits if "model.safetensors" in one]
     assert len(models) == 2, "the weights of each save, at the top"
     for step in (2, 4):
-        (found,) = [one for one in hub.commits if f"checkpoint-{step}/unified_checkpoint.json" in one]
+        (found,) = [
+            one for one in hub.commits if f"checkpoint-{step}/unified_checkpoint.json" in one
+        ]
         for name, content in found.items():
             (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "hub" / name).write_bytes(content)

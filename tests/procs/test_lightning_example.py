@@ -16,9 +16,21 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "lightning_train.py"
 
 def start(folder: Path, world: int, *arguments: str) -> tuple[int, float]:
     """The step and the loss that it prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        if world > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(EXAMPLE), "run", *arguments]
-    ended = subprocess.run(command, check=False, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200)
+    ended = subprocess.run(
+        command,
+        check=False,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = re.search(r"step (\d+) loss (\S+)", ended.stdout)
     assert found, ended.stdout + ended.stderr

@@ -20,7 +20,11 @@ Ranks = list[dict[str, Any]]
 def launch(root: Path, world: int, *runs: tuple[str, str, dict[str, Any]]) -> list[Ranks]:
     told = root / f"told-{world}-{len(list(root.iterdir()))}"
     torchrun(
-        world, "worker_lightning.py", told, json.dumps([[kind, str(root / out), asked] for kind, out, asked in runs]), timeout_seconds=200
+        world,
+        "worker_lightning.py",
+        told,
+        json.dumps([[kind, str(root / out), asked] for kind, out, asked in runs]),
+        timeout_seconds=200,
     )
     found: list[Ranks] = torch.load(told)
     return found
@@ -31,12 +35,15 @@ def check_same(resumed: Ranks, whole: Ranks, *, batches: int) -> None:
         assert len(rank["losses"]) == batches
         assert rank["losses"] == straight["losses"][-batches:]
         assert rank["seen"] == straight["seen"][-batches:]
-    assert all(torch.equal(tensor, whole[0]["weights"][name]) for name, tensor in resumed[0]["weights"].items())
+    assert all(
+        torch.equal(tensor, whole[0]["weights"][name])
+        for name, tensor in resumed[0]["weights"].items()
+    )
 
 
 def proofs(path: str) -> dict[tuple[str, str], list[int]]:
     """Digests of all tensors: equal for equal bytes, whatever the layout."""
-    from unified_ckpt.engine.checkpoint import open_path
+    from unified_ckpt.engine.folder.reader import open_path
 
     folder = open_path(path, hold=True)
     names = [(part, name) for part in folder.parts for name in folder.names(part)]
@@ -52,7 +59,14 @@ def test_ddp_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         tmp_path,
         2,
         ("ddp", "whole", {"trainer": named}),
-        *[("ddp", f"resumed-{step}", {"ckpt_path": str(tmp_path / "whole" / f"step={step}-own=0.ckpt")}) for step in (1, 2, 3)],
+        *[
+            (
+                "ddp",
+                f"resumed-{step}",
+                {"ckpt_path": str(tmp_path / "whole" / f"step={step}-own=0.ckpt")},
+            )
+            for step in (1, 2, 3)
+        ],
     )
     for step, ranks in enumerate(resumed, 1):
         check_same(ranks, whole, batches=4 - step)
@@ -74,14 +88,27 @@ def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: 
         ("ddp", "ddp", {"trainer": {**EVERY, "max_steps": 2}, "net": EVEN}),
     )
     check_same(resumed, whole, batches=3)
-    seen = {sample for ranks in stopped for rank in ranks for batch in rank["seen"] for sample in batch}
+    seen = {
+        sample for ranks in stopped for rank in ranks for batch in rank["seen"] for sample in batch
+    }
     assert len(seen) == 8
     for world, kinds in ((1, ("1x1",)), (4, ("4x1", "2x2", "1x4"))):
         runs: list[tuple[str, str, dict[str, Any]]] = []
         for kind in (*kinds, "ddp"):
-            saved = {"ckpt_path": str(tmp_path / ("ddp" if kind == "ddp" else "2x1") / "step=2.ckpt"), "net": EVEN}
+            saved = {
+                "ckpt_path": str(tmp_path / ("ddp" if kind == "ddp" else "2x1") / "step=2.ckpt"),
+                "net": EVEN,
+            }
             runs.append(
-                (kind, "at-once", {**saved, "trainer": {"max_epochs": -1, "max_steps": 2}, "save": str(tmp_path / f"{world}-{kind}")})
+                (
+                    kind,
+                    "at-once",
+                    {
+                        **saved,
+                        "trainer": {"max_epochs": -1, "max_steps": 2},
+                        "save": str(tmp_path / f"{world}-{kind}"),
+                    },
+                )
             )
             if kind in ("ddp", kinds[0]):
                 runs.append((kind, "on", {**saved, "trainer": {"max_epochs": 1}}))
@@ -94,7 +121,9 @@ def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: 
 
 
 @pytest.mark.slow
-def test_fsdp2_with_tensor_parallelism_goes_on_and_a_smaller_mesh_takes_over(tmp_path: Path) -> None:
+def test_fsdp2_with_tensor_parallelism_goes_on_and_a_smaller_mesh_takes_over(
+    tmp_path: Path,
+) -> None:
     whole, even, resumed = launch(
         tmp_path,
         4,

@@ -32,7 +32,9 @@ class Run:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def steps(self, where: str) -> set[int]:
-        return {int(path.name.rpartition("-")[2]) for path in (self.top / where).glob("checkpoint-*")}
+        return {
+            int(path.name.rpartition("-")[2]) for path in (self.top / where).glob("checkpoint-*")
+        }
 
     def newest(self) -> int:
         """The newest step that is on all machines, or in the root."""
@@ -51,7 +53,11 @@ class Run:
         for rank in ranks:
             rank.start()
         deadline, to_root = time.monotonic() + 100, draw.random() < 0.5
-        while len(self.resumed()) == already or self.newest() <= before + 1 or (to_root and self.steps("root") == merged):
+        while (
+            len(self.resumed()) == already
+            or self.newest() <= before + 1
+            or (to_root and self.steps("root") == merged)
+        ):
             assert all(rank.is_alive() for rank in ranks), self.said()
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.002)
@@ -68,7 +74,10 @@ class Run:
         self.lives += 1
         command = [sys.executable, str(HERE / "tiers_worker.py")]
         arguments = (self.store.port, f"life-{self.lives}", self.top, last_step, self.output)
-        ranks = [subprocess.Popen([*command, *map(str, (rank, *arguments))], env=environment()) for rank in range(WORLD)]
+        ranks = [
+            subprocess.Popen([*command, *map(str, (rank, *arguments))], env=environment())
+            for rank in range(WORLD)
+        ]
         assert [rank.wait(100) for rank in ranks] == [0] * WORLD, self.said()
         return self.resumed()[-1]
 
@@ -78,12 +87,16 @@ class Run:
 
 
 @pytest.mark.parametrize("moments", [range(3), pytest.param(range(3, 40), marks=pytest.mark.long)])
-def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(tmp_path: Path, spawn: Spawn, moments: range) -> None:
+def test_all_are_killed_at_some_moments_and_go_on_from_the_newest_step(
+    tmp_path: Path, spawn: Spawn, moments: range
+) -> None:
     run = Run(tmp_path, spawn)
     for moment in moments:
         before = run.newest()
         resumed = run.live(random.Random(moment))
-        assert before <= resumed <= before + 1, "one more where the kill came between the renames of two machines"
+        assert before <= resumed <= before + 1, (
+            "one more where the kill came between the renames of two machines"
+        )
         run.check()
     assert run.steps("root")
     shutil.rmtree(tmp_path / "local-1")

@@ -24,7 +24,11 @@ class Run:
     """Lives of one run, and the store that outlives them."""
 
     def __init__(self, top: Path, spawn: Spawn, *, tiers: bool) -> None:
-        self.root, self.local, self.output = top / "run", top / "local" if tiers else None, top / "output.txt"
+        self.root, self.local, self.output = (
+            top / "run",
+            top / "local" if tiers else None,
+            top / "output.txt",
+        )
         self.spawn, self.lives = spawn, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -32,7 +36,12 @@ class Run:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def folders(self) -> list[Path]:
-        return [path for root in (self.root, self.local) if root is not None for path in root.glob("checkpoint-*")]
+        return [
+            path
+            for root in (self.root, self.local)
+            if root is not None
+            for path in root.glob("checkpoint-*")
+        ]
 
     def newest(self) -> int:
         return max((int(path.name.rpartition("-")[2]) for path in self.folders()), default=0)
@@ -73,7 +82,9 @@ def check_left(run: Run) -> None:
 def live_through(run: Run, moments: range) -> None:
     for moment in moments:
         before = run.newest()
-        assert run.live(random.Random(moment)) == before, "each life goes on from the newest committed step, bitwise"
+        assert run.live(random.Random(moment)) == before, (
+            "each life goes on from the newest committed step, bitwise"
+        )
         check_left(run)
 
 
@@ -88,7 +99,9 @@ def test_killed_at_100_moments(tmp_path: Path, spawn: Spawn, part: int, tiers: b
     live_through(Run(tmp_path, spawn, tiers=tiers), range(100 + 10 * part, 110 + 10 * part))
 
 
-def test_killed_while_copying_it_goes_on_from_local_and_without_that_from_the_root(tmp_path: Path, spawn: Spawn) -> None:
+def test_killed_while_copying_it_goes_on_from_local_and_without_that_from_the_root(
+    tmp_path: Path, spawn: Spawn
+) -> None:
     run = Run(tmp_path, spawn, tiers=True)
     live_through(run, range(5))
     assert run.local is not None
@@ -98,17 +111,24 @@ def test_killed_while_copying_it_goes_on_from_local_and_without_that_from_the_ro
     newest = run.newest()
     assert newest >= max(there)
     shutil.rmtree(run.local)
-    assert run.live(random.Random(99)) == max(there), "the local disk is lost: the newest one in the root"
+    assert run.live(random.Random(99)) == max(there), (
+        "the local disk is lost: the newest one in the root"
+    )
     check_left(run)
 
 
 @pytest.mark.parametrize("watching", [False, True])
-def test_a_store_server_that_has_died_is_a_rank_error(tmp_path: Path, spawn: Spawn, watching: bool) -> None:
+def test_a_store_server_that_has_died_is_a_rank_error(
+    tmp_path: Path, spawn: Spawn, watching: bool
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     output = tmp_path / "output.txt"
-    ranks = [spawn.Process(target=lose_store, args=(rank, port, tmp_path / "run", watching, output)) for rank in range(WORLD)]
+    ranks = [
+        spawn.Process(target=lose_store, args=(rank, port, tmp_path / "run", watching, output))
+        for rank in range(WORLD)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:

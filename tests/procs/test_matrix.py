@@ -17,8 +17,12 @@ ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)]
 
 
 @pytest.mark.parametrize("row", ALL)
-def test_the_folder_holds_the_dense_state_and_no_trace_of_the_layout(matrix: Matrix, row: str) -> None:
-    wrong = [text for text in matrix.saved(world_of(row)) if text.split("/")[1].startswith(f"{row}:")]
+def test_the_folder_holds_the_dense_state_and_no_trace_of_the_layout(
+    matrix: Matrix, row: str
+) -> None:
+    wrong = [
+        text for text in matrix.saved(world_of(row)) if text.split("/")[1].startswith(f"{row}:")
+    ]
     assert not wrong, "\n".join(wrong)
     matrix.saved(1)
     have, want = read_merged(matrix.root / "formula" / row), dense_formula(tied=True)
@@ -30,15 +34,21 @@ def test_the_folder_holds_the_dense_state_and_no_trace_of_the_layout(matrix: Mat
     for key, tensor in want.items():
         torch.testing.assert_close(have[key], tensor, rtol=0, atol=0, msg=key)
     assert uc.verify(matrix.root / "formula" / row, deep=True).problems == ()
-    digests, plain = (load_file(matrix.root / "formula" / name / "digests.safetensors") for name in (row, "plain"))
-    assert all(torch.equal(digests[key], plain[key]) for key in plain), "digests depend on who wrote what"
+    digests, plain = (
+        load_file(matrix.root / "formula" / name / "digests.safetensors") for name in (row, "plain")
+    )
+    assert all(torch.equal(digests[key], plain[key]) for key in plain), (
+        "digests depend on who wrote what"
+    )
 
 
 def failures(cases: list[dict[str, object]], **wanted: str) -> str:
     chosen = [case for case in cases if all(case[key] == value for key, value in wanted.items())]
     assert chosen, f"no case with {wanted} was run"
     return "\n".join(
-        f"{case['kind']}/{case['source']} -> {case['target']}, rank {case['rank']}: {text}" for case in chosen for text in case["wrong"]
+        f"{case['kind']}/{case['source']} -> {case['target']}, rank {case['rank']}: {text}"
+        for case in chosen
+        for text in case["wrong"]
     )
 
 

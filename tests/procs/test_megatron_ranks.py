@@ -25,8 +25,13 @@ def test_a_job_under_another_parallelism_goes_on(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path / "hub")
     torch.manual_seed(0)
-    shapes = {name: one.shape for name, one in transformers.LlamaForCausalLM(config).state_dict().items()}
-    hub = {key: {name: torch.randn(shape) for name, shape in shapes.items()} for key in ("param", "exp_avg", "exp_avg_sq")}
+    shapes = {
+        name: one.shape for name, one in transformers.LlamaForCausalLM(config).state_dict().items()
+    }
+    hub = {
+        key: {name: torch.randn(shape) for name, shape in shapes.items()}
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    }
     torch.save(hub, tmp_path / "hub.pt")
     write(tmp_path / "job", job, hub)
     torchrun(2, "worker_megatron.py", tmp_path, timeout_seconds=180)

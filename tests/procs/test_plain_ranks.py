@@ -22,11 +22,15 @@ def run(world: int, *arguments: object) -> dict[int, tuple[float, set[int]]]:
         said = torchrun(world, str(SCRIPT), *arguments, timeout_seconds=120)
     else:
         command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-        ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        ended = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        )
         said = ended.stdout
         assert ended.returncode == 0, said + ended.stderr
     found: dict[int, tuple[float, set[int]]] = {}
-    lines = re.compile(r"step (\d+) rank \d loss ([\d.e+-]+) samples (\[[\d, ]+\])")  # those of two ranks may run together
+    lines = re.compile(
+        r"step (\d+) rank \d loss ([\d.e+-]+) samples (\[[\d, ]+\])"
+    )  # those of two ranks may run together
     for step, loss, samples in lines.findall(said):
         known, seen = found.get(int(step), (float(loss), set()))
         assert known == float(loss)
@@ -37,8 +41,13 @@ def run(world: int, *arguments: object) -> dict[int, tuple[float, set[int]]]:
 
 def test_on_as_many_ranks_bit_by_bit(tmp_path: Path) -> None:
     straight = run(2, tmp_path / "straight", "--until", 10)
-    assert run(2, tmp_path / "run", "--until", 4) | run(2, tmp_path / "run", "--until", 10) == straight
-    digests = [Path(tmp_path, name, "checkpoint-10", "digests.safetensors").read_bytes() for name in ("straight", "run")]
+    assert (
+        run(2, tmp_path / "run", "--until", 4) | run(2, tmp_path / "run", "--until", 10) == straight
+    )
+    digests = [
+        Path(tmp_path, name, "checkpoint-10", "digests.safetensors").read_bytes()
+        for name in ("straight", "run")
+    ]
     assert digests[0] == digests[1], "every tensor, the optimizer's and the average's too"
 
 
@@ -48,8 +57,14 @@ def test_on_two_ranks_then_one_then_two(tmp_path: Path) -> None:
     lives = run(2, tmp_path / "run", "--until", 4, "--dropout", 0, "--fsdp")
     lives |= run(1, tmp_path / "run", "--until", EPOCH + 3, "--dropout", 0)
     lives |= run(2, tmp_path / "run", "--until", 2 * EPOCH + 4, "--dropout", 0)
-    assert {step: samples for step, (_, samples) in lives.items()} == {step: samples for step, (_, samples) in straight.items()}
-    assert [lives[step][0] for step in sorted(lives)] == pytest.approx([straight[step][0] for step in sorted(straight)], rel=1e-3)
+    assert {step: samples for step, (_, samples) in lives.items()} == {
+        step: samples for step, (_, samples) in straight.items()
+    }
+    assert [lives[step][0] for step in sorted(lives)] == pytest.approx(
+        [straight[step][0] for step in sorted(straight)], rel=1e-3
+    )
     for epoch in range(2):
         steps = range(1 + epoch * EPOCH, 1 + (epoch + 1) * EPOCH)
-        assert sorted(sample for step in steps for sample in lives[step][1]) == list(range(52)), "each sample once"
+        assert sorted(sample for step in steps for sample in lives[step][1]) == list(range(52)), (
+            "each sample once"
+        )

@@ -10,7 +10,9 @@ from launch import torchrun
 import unified_ckpt as uc
 
 
-def test_sigterm_to_one_rank_stops_all_after_a_common_step_with_a_good_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_stops_all_after_a_common_step_with_a_good_checkpoint(
+    tmp_path: Path,
+) -> None:
     torchrun(2, "worker_manager.py", tmp_path, timeout_seconds=120)
     stops = [json.loads((tmp_path / f"stops-{rank}.json").read_text()) for rank in range(2)]
     assert stops[0] == stops[1]

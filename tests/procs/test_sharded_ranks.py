@@ -24,7 +24,15 @@ def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_other_ways_to_shard_and_what_a_trainer_does_besides(tmp_path: Path) -> None:
-    run(tmp_path, 2, "same:fsdp=2", "same:dp_replicate=2", "same:accelerate:llama:accumulate", "stock:accelerate", "refusals:-")
+    run(
+        tmp_path,
+        2,
+        "same:fsdp=2",
+        "same:dp_replicate=2",
+        "same:accelerate:llama:accumulate",
+        "stock:accelerate",
+        "refusals:-",
+    )
     run(tmp_path, 2, "best:accelerate", "alone:accelerate", "best:fsdp=2", "alone:fsdp=2")
 
 
@@ -36,16 +44,28 @@ def test_errors_that_users_make_are_told_on_every_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_layouts_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     run(tmp_path, 1, "same:plain")
-    run(tmp_path, 2, "into:accelerate:plain", "into:tp=2:plain", "same:tp=2", "into:fsdp=2:tp=2", "into:accelerate:tp=2")
+    run(
+        tmp_path,
+        2,
+        "into:accelerate:plain",
+        "into:tp=2:plain",
+        "same:tp=2",
+        "into:fsdp=2:tp=2",
+        "into:accelerate:tp=2",
+    )
     run(tmp_path, 4, "into:accelerate:tp=2", "into:fsdp=2,dp_replicate=2:tp=2", "same:tp=2,fsdp=2")
     run(tmp_path, 2, "into:tp=2:tp=2,fsdp=2", "into:accelerate:tp=2,fsdp=2")
     run(tmp_path, 1, "into:plain:tp=2", "into:plain:tp=2,fsdp=2")
 
 
 @pytest.mark.slow
-def test_checkpoints_of_the_stock_trainer_go_on_in_layouts_that_it_cannot_load(tmp_path: Path) -> None:
+def test_checkpoints_of_the_stock_trainer_go_on_in_layouts_that_it_cannot_load(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, 1, "stock_stop:plain")
-    run(tmp_path, 2, "stock_into:accelerate:plain", "stock_into:tp=2:plain", "stock_stop:accelerate")
+    run(
+        tmp_path, 2, "stock_into:accelerate:plain", "stock_into:tp=2:plain", "stock_stop:accelerate"
+    )
     run(tmp_path, 1, "stock_into:plain:accelerate")
 
 
@@ -58,8 +78,21 @@ def test_adapters_under_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_experts_over_ranks(tmp_path: Path) -> None:
     """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups differs between the layouts."""
-    run(tmp_path, 2, "same:accelerate:mixtral", "same:tp=2:mixtral", "same:fsdp=2,ep=2:mixtral", "hub:accelerate", "hub:tp=2,ep=2")
-    run(tmp_path, 2, "into:tp=2,ep=2:accelerate-mixtral:mixtral", "into:accelerate:fsdp=2,ep=2-mixtral:mixtral")
+    run(
+        tmp_path,
+        2,
+        "same:accelerate:mixtral",
+        "same:tp=2:mixtral",
+        "same:fsdp=2,ep=2:mixtral",
+        "hub:accelerate",
+        "hub:tp=2,ep=2",
+    )
+    run(
+        tmp_path,
+        2,
+        "into:tp=2,ep=2:accelerate-mixtral:mixtral",
+        "into:accelerate:fsdp=2,ep=2-mixtral:mixtral",
+    )
     run(tmp_path, 1, "into:plain:tp=2-mixtral:mixtral")
 
 

@@ -38,7 +38,9 @@ def spawn() -> Iterator[Spawn]:
 class Scene:
     """The store that outlives the killed, and where they save."""
 
-    def __init__(self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False) -> None:
+    def __init__(
+        self, root: Path, spawn: Spawn, *, world: int = WORLD, background: bool = False
+    ) -> None:
         self.world, self.background = world, background
         self.root = root / "run"
         self.root.mkdir()
@@ -49,8 +51,18 @@ class Scene:
 
     def start(self, *, fixed: bool) -> list[multiprocessing.process.BaseProcess]:
         self.rounds += 1
-        arguments = (self.world, self.store.port, f"round-{self.rounds}", self.root, fixed, self.background, self.output)
-        ranks = [self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(self.world)]
+        arguments = (
+            self.world,
+            self.store.port,
+            f"round-{self.rounds}",
+            self.root,
+            fixed,
+            self.background,
+            self.output,
+        )
+        ranks = [
+            self.spawn.Process(target=serve, args=(rank, *arguments)) for rank in range(self.world)
+        ]
         for rank in ranks:
             rank.start()
         return ranks
@@ -72,11 +84,15 @@ def check_whole(folder: Path) -> int:
     assert uc.verify(folder, deep=True).problems == ()
     step = step_of(folder)
     for name, tensor in read_merged(folder).items():
-        assert torch.equal(tensor, contents(name, step)), f"{folder.name}: {name} is not that of step {step}"
+        assert torch.equal(tensor, contents(name, step)), (
+            f"{folder.name}: {name} is not that of step {step}"
+        )
     return step
 
 
-def wait_until_saving(scene: Scene, ranks: list[multiprocessing.process.BaseProcess], *, after: int, fixed: bool) -> None:
+def wait_until_saving(
+    scene: Scene, ranks: list[multiprocessing.process.BaseProcess], *, after: int, fixed: bool
+) -> None:
     deadline = time.monotonic() + 60
     while scene.newest_step(fixed=fixed) <= after:
         assert all(rank.is_alive() for rank in ranks), scene.said()
@@ -84,7 +100,9 @@ def wait_until_saving(scene: Scene, ranks: list[multiprocessing.process.BaseProc
         time.sleep(0.002)
 
 
-def kill_at_some_moment(scene: Scene, draw: random.Random, *, fixed: bool, only: int | None) -> bool:
+def kill_at_some_moment(
+    scene: Scene, draw: random.Random, *, fixed: bool, only: int | None
+) -> bool:
     """One life: resume, save, save … and SIGKILL. Returns whether it left an unfinished save behind."""
     before = scene.newest_step(fixed=fixed)
     older = set(scene.root.glob(".unified-*"))
@@ -97,9 +115,13 @@ def kill_at_some_moment(scene: Scene, draw: random.Random, *, fixed: bool, only:
             rank.kill()
     for number, rank in enumerate(ranks):
         rank.join(30)
-        assert rank.exitcode is not None, f"rank {number} hangs although another one is dead\n{scene.said()}"
+        assert rank.exitcode is not None, (
+            f"rank {number} hangs although another one is dead\n{scene.said()}"
+        )
         expected = -9 if only in (None, number) else REFUSED
-        assert rank.exitcode == expected, f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.said()}"
+        assert rank.exitcode == expected, (
+            f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.said()}"
+        )
     folders = [scene.root / "latest"] if fixed else list(scene.root.glob("checkpoint-*"))
     steps = sorted(check_whole(folder) for folder in folders)
     assert steps[-1] >= reached, "the last good checkpoint is gone"
@@ -129,6 +151,8 @@ def test_10_moments(tmp_path: Path, spawn: Spawn) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 2, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "part", [0, 2, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 3, 4))]
+)
 def test_50_moments(tmp_path: Path, spawn: Spawn, part: int) -> None:
     live_through(Scene(tmp_path, spawn), range(100 + 10 * part, 110 + 10 * part))

@@ -42,7 +42,10 @@ def test_each_is_read_as_it_was_in_memory(root: Path, name: str) -> None:
         assert source.format == kind
         found = {key: view[...] for part in source.parts for key, view in source[part].items()}
         assert found.keys() == needed.keys()
-        assert all(torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype for key, tensor in needed.items())
+        assert all(
+            torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype
+            for key, tensor in needed.items()
+        )
         named = [name for group in source.source.said().groups for name in group["names"]]
         assert sorted(named) == sorted({key.rpartition("/")[0] for key in needed if "/" in key})
 
@@ -74,11 +77,15 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("folder", "file", "text"), MISSING)
-def test_a_missing_file_is_told(root: Path, tmp_path: Path, folder: str, file: str, text: str) -> None:
+def test_a_missing_file_is_told(
+    root: Path, tmp_path: Path, folder: str, file: str, text: str
+) -> None:
     shutil.copytree(root / folder, tmp_path / folder)
     os.remove(tmp_path / folder / file)
     model = {
-        name: torch.zeros_like(one) for name, one in torch.load(root / f"{folder.removesuffix('.ckpt')}.pt").items() if "/" not in name
+        name: torch.zeros_like(one)
+        for name, one in torch.load(root / f"{folder.removesuffix('.ckpt')}.pt").items()
+        if "/" not in name
     }
     with pytest.raises((uc.IncompleteError, uc.MismatchError), match=text):
         uc.load(tmp_path / folder, model=model)
@@ -94,7 +101,12 @@ def test_shards_without_where_they_lie_are_refused(root: Path, tmp_path: Path) -
     _edit_header(path, lambda metadata: metadata.update(DCP_SHARDING_INFO='{"embed.weight": 3}'))
     with pytest.raises(uc.FormatError, match=r"is not what torch\.distributed\.checkpoint writes"):
         uc.open(tmp_path / "c")
-    _edit_header(path, lambda metadata: metadata.update(DCP_SHARDING_INFO='{"embed.weight": {"saved_offsets": [40, 0]}}'))
+    _edit_header(
+        path,
+        lambda metadata: metadata.update(
+            DCP_SHARDING_INFO='{"embed.weight": {"saved_offsets": [40, 0]}}'
+        ),
+    )
     with pytest.raises((uc.FormatError, uc.IncompleteError), match=r"overlap|nothing holds"):
         uc.open(tmp_path / "c")
 
@@ -126,7 +138,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("folder", "file"), HOSTILE)
-def test_hostile_pickles_are_refused_by_name_and_not_run(root: Path, tmp_path: Path, folder: str, file: str) -> None:
+def test_hostile_pickles_are_refused_by_name_and_not_run(
+    root: Path, tmp_path: Path, folder: str, file: str
+) -> None:
     shutil.copytree(root / folder, tmp_path / folder)
     torch.save({"x": Hostile(tmp_path / "mark")}, tmp_path / folder / file)
     with pytest.raises(uc.FormatError, match=r"posix\.system"):

@@ -12,9 +12,13 @@ from launch import torchrun
 pytestmark = pytest.mark.slow  # a minute
 
 
-def run(root: Path, name: str, world: int, *arguments: object) -> tuple[dict[str, torch.Tensor], list[float]]:
+def run(
+    root: Path, name: str, world: int, *arguments: object
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     told = root / f"{name}-{world}-{len(arguments)}.pt"
-    torchrun(world, "worker_trainer.py", root / name, "--told", told, *arguments, timeout_seconds=120)
+    torchrun(
+        world, "worker_trainer.py", root / name, "--told", told, *arguments, timeout_seconds=120
+    )
     found: tuple[dict[str, torch.Tensor], list[float]] = torch.load(told)
     return found
 

@@ -20,7 +20,9 @@ def test_in_the_same_layout_the_losses_are_the_same_bits(matrix: Matrix, row: st
 @pytest.mark.parametrize("row", ALL)
 def test_the_layout_itself_gives_the_losses_of_the_dense_run(matrix: Matrix, row: str) -> None:
     losses, dense = matrix.losses(row), matrix.losses("plain")
-    assert losses["before"] + losses["after"] == pytest.approx(dense["before"] + dense["after"], rel=TOLERANCE)
+    assert losses["before"] + losses["after"] == pytest.approx(
+        dense["before"] + dense["after"], rel=TOLERANCE
+    )
 
 
 def test_the_loss_moves_enough_for_these_tests_to_mean_something(matrix: Matrix) -> None:
@@ -31,7 +33,11 @@ def test_the_loss_moves_enough_for_these_tests_to_mean_something(matrix: Matrix)
 @pytest.mark.parametrize("target", DEFAULT)
 def test_after_a_reshard_the_losses_are_those_of_the_dense_run(matrix: Matrix, target: str) -> None:
     dense = matrix.losses("plain")
-    cases = [case for case in matrix.loaded(world_of(target)) if case["target"] == target and case["losses"]]
+    cases = [
+        case
+        for case in matrix.loaded(world_of(target))
+        if case["target"] == target and case["losses"]
+    ]
     assert {case["source"] for case in cases} - {target}
     for case in cases:
         assert case["losses"] == pytest.approx(dense["after"], rel=TOLERANCE), case["source"]

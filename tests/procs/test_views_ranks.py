@@ -49,7 +49,9 @@ def renamed(tensors: dict[str, torch.Tensor], ending: str) -> dict[str, torch.Te
     """What the rules say, by hand."""
     found = {f"out.weight{ending}": tensors["head"].reshape(5, 2, 7).transpose(1, 2).reshape(5, 14)}
     for i in range(3):
-        found[f"layers.{i}.weight{ending}"] = torch.cat([tensors[f"h.{i}.gate"].T, tensors[f"h.{i}.up"].T])
+        found[f"layers.{i}.weight{ending}"] = torch.cat(
+            [tensors[f"h.{i}.gate"].T, tensors[f"h.{i}.up"].T]
+        )
         found[f"layers.{i}.bias{ending}"] = tensors[f"h.{i}.bias"]
     return found
 
@@ -59,14 +61,21 @@ def test_ranks_go_on_through_rules_and_convert_by_them(tmp_path: Path) -> None:
     model = Apart()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
-        sum((parameter * torch.randn(parameter.shape)).square().sum() for parameter in model.parameters()).backward()
+        sum(
+            (parameter * torch.randn(parameter.shape)).square().sum()
+            for parameter in model.parameters()
+        ).backward()
         optimizer.step()
     weights, state = get_state_dict(model, optimizer)
     with warnings.catch_warnings(action="ignore"):  # one process
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "old", no_dist=True)
+        dcp.save(
+            {"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "old", no_dist=True
+        )
     whole = renamed(dict(model.state_dict()), "")
     for key in ("exp_avg", "exp_avg_sq"):
-        whole |= renamed({name: optimizer.state[p][key] for name, p in model.named_parameters()}, f"/{key}")
+        whole |= renamed(
+            {name: optimizer.state[p][key] for name, p in model.named_parameters()}, f"/{key}"
+        )
     whole |= {f"{name}/step": torch.tensor(2.0) for name in renamed(dict(model.state_dict()), "")}
     torch.save(whole, tmp_path / "whole.pt")
     (tmp_path / "rules.toml").write_text(RULES)

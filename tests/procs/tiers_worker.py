@@ -26,10 +26,16 @@ def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: 
     logging.basicConfig(level=logging.WARNING)
     try:
         machine, mesh = rank // PER_MACHINE, join(rank, WORLD, port, prefix)
-        tier = {"local_directory": str(top / f"local-{machine}"), "local_interval_steps": 1, "keep_latest_local": 2}
+        tier = {
+            "local_directory": str(top / f"local-{machine}"),
+            "local_interval_steps": 1,
+            "keep_latest_local": 2,
+        }
         options = uc.ManagerOptions(interval_steps=4, keep_latest=2, on_preemption=False, **tier)
         saving = uc.SaveOptions(timeout_seconds=20)
-        manager = uc.CheckpointManager(top / "root", options=options, save_options=saving, machine=f"machine {machine}")
+        manager = uc.CheckpointManager(
+            top / "root", options=options, save_options=saving, machine=f"machine {machine}"
+        )
         resume_and_save(manager, mesh, rank, last_step=last_step)
     except BaseException:
         traceback.print_exc()
@@ -38,4 +44,11 @@ def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: 
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
+    serve(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        Path(sys.argv[4]),
+        int(sys.argv[5]),
+        Path(sys.argv[6]),
+    )

@@ -35,7 +35,17 @@ _clients: dict[tuple[str, ...], list[str]] = {}
 def python(script: Path, env: Mapping[str, str]) -> list[str]:
     """What to put in place of `[sys.executable, script]`. `env`: of its imports, if it is the first of its kind."""
     said = script.read_text()
-    return [*_client([name for name in IMPORTS if re.search(rf"^\s*(from|import) {name}\b", said, re.MULTILINE)], env), str(script)]
+    return [
+        *_client(
+            [
+                name
+                for name in IMPORTS
+                if re.search(rf"^\s*(from|import) {name}\b", said, re.MULTILINE)
+            ],
+            env,
+        ),
+        str(script),
+    ]
 
 
 def module(name: str, env: Mapping[str, str]) -> list[str]:
@@ -70,7 +80,11 @@ def _server(modules: Sequence[str], env: Mapping[str, str]) -> str:
     atexit.register(end)
     deadline = time.monotonic() + START_SECONDS
     while not path.exists():
-        assert server.poll() is None, f"a warm server of {modules} has ended with {server.returncode}"
-        assert time.monotonic() < deadline, f"a warm server of {modules} has not started in {START_SECONDS} s"
+        assert server.poll() is None, (
+            f"a warm server of {modules} has ended with {server.returncode}"
+        )
+        assert time.monotonic() < deadline, (
+            f"a warm server of {modules} has not started in {START_SECONDS} s"
+        )
         time.sleep(0.01)
     return str(path)

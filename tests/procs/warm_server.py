@@ -85,7 +85,10 @@ def start() -> dict[str, Any]:
     path, *modules = sys.argv[1:]
     for name in modules:
         importlib.import_module(name)
-    threads = {Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")[1:]}
+    threads = {
+        Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+        for thread in os.listdir("/proc/self/task")[1:]
+    }
     if threads - {"jemalloc_bg_thd"}:  # which starts anew in a process that is forked
         raise SystemExit(f"{modules}: left threads, which a fork does not take along: {threads}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -23,7 +23,9 @@ def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
     its release aborts a process whose interpreter is gone ("terminate called without an active exception", pytorch/pytorch#179291).
     """
     faulthandler.enable()
-    faulthandler.dump_traceback_later(float(os.environ.get("WORKER_TIMEOUT_SECONDS", "300")), exit=True)
+    faulthandler.dump_traceback_later(
+        float(os.environ.get("WORKER_TIMEOUT_SECONDS", "300")), exit=True
+    )
     warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -37,7 +37,11 @@ STOP, EPOCHS, STEP_SAMPLES = 4, 2, 8  # of 6 steps an epoch
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16, bias=False), nn.Dropout(0.1)
+        self.up, self.down, self.drop = (
+            nn.Linear(16, 64),
+            nn.Linear(64, 16, bias=False),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(self.up(x).relu()))
@@ -78,7 +82,10 @@ def made_accelerator(kind: str, project: Path | None) -> Accelerator:
     arguments: dict[str, Any] = {}
     if "fsdp" in kind:
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, reshard_after_forward=True
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+            reshard_after_forward=True,
         )
     if "tp" in kind:
         arguments["parallelism_config"] = ParallelismConfig(tp_size=2, dp_shard_size=world // 2)
@@ -86,10 +93,16 @@ def made_accelerator(kind: str, project: Path | None) -> Accelerator:
     if kind != "ddp" and world > 1:
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     if project is not None:
-        arguments["project_config"] = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=2)
-    loading = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5)
+        arguments["project_config"] = ProjectConfiguration(
+            str(project), automatic_checkpoint_naming=True, total_limit=2
+        )
+    loading = DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5
+    )
     # by itself Accelerate steps a scheduler once for each process, so that the rate would be another in another world
-    return Accelerator(cpu=True, dataloader_config=loading, step_scheduler_with_optimizer=False, **arguments)
+    return Accelerator(
+        cpu=True, dataloader_config=loading, step_scheduler_with_optimizer=False, **arguments
+    )
 
 
 class Job:
@@ -109,9 +122,15 @@ class Job:
             ranks //= 2
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        loader = torch.utils.data.DataLoader(Tokens(), batch_size=STEP_SAMPLES // ranks, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(model, optimizer, scheduler, loader)
-        torch.manual_seed(seed + 1 + self.accelerator.process_index * ranks // self.accelerator.num_processes)
+        loader = torch.utils.data.DataLoader(
+            Tokens(), batch_size=STEP_SAMPLES // ranks, shuffle=True
+        )
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        torch.manual_seed(
+            seed + 1 + self.accelerator.process_index * ranks // self.accelerator.num_processes
+        )
         self.losses: list[float] = []
 
     def run(self, *, start: int = 0, stop: int = 6 * EPOCHS, saving: bool = False) -> Job:
@@ -134,13 +153,21 @@ class Job:
         found = {}
         for name, param in self.accelerator.unwrap_model(self.model).named_parameters():
             found[name] = param
-            found |= {f"{name}/{key}": value for key, value in self.optimizer.optimizer.state[param].items()}
-        return {name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for name, one in found.items()}
+            found |= {
+                f"{name}/{key}": value
+                for key, value in self.optimizer.optimizer.state[param].items()
+            }
+        return {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
+            for name, one in found.items()
+        }
 
 
 def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: str) -> None:
     assert found.keys() == wanted.keys(), what
-    assert [name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])] == [], what
+    assert [
+        name for name, tensor in found.items() if not torch.equal(tensor, wanted[name])
+    ] == [], what
 
 
 def quiet(kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -185,7 +212,10 @@ def check_errors_reach_all(root: Path, kind: str) -> None:
     attach(job.accelerator, save_options=uc.SaveOptions(fsync=False))
     job.accelerator.register_for_checkpointing(Fails())
     job.accelerator.save_state(root / "fails")
-    for path, said in ((root / "fails", "ValueError: no good"), (root / "nothing", "is not there; needed a checkpoint folder")):
+    for path, said in (
+        (root / "fails", "ValueError: no good"),
+        (root / "nothing", "is not there; needed a checkpoint folder"),
+    ):
         with pytest.raises(uc.CheckpointError, match=said):
             job.accelerator.load_state(path)
 
@@ -195,14 +225,20 @@ def load(root: Path, kind: str, other: str) -> None:
     state, losses = quiet(kind, root / other)
     check_same(state, saved, f"{kind} from {other}")
     torch.testing.assert_close(
-        torch.tensor(losses), torch.tensor(wanted), rtol=1e-4, atol=1e-5, msg=lambda text: f"{kind} from {other}: {text}"
+        torch.tensor(losses),
+        torch.tensor(wanted),
+        rtol=1e-4,
+        atol=1e-5,
+        msg=lambda text: f"{kind} from {other}: {text}",
     )
 
 
 def go(root: Path) -> None:
     job, start = Job("ddp", seed=0, project=root), 0
     if list(root.glob("checkpoints/checkpoint_*")):
-        start = (load_state(job.accelerator).step or 0) + 1  # the first save, after one step, is number 0
+        start = (
+            load_state(job.accelerator).step or 0
+        ) + 1  # the first save, after one step, is number 0
     job.run(start=start, saving=True)
     if dist.get_rank() == 0:
         torch.save(job.whole(), root / "end.pt")

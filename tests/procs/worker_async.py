@@ -41,7 +41,11 @@ def build(layout: str, world: int) -> Net:
     torch.manual_seed(0)
     net = Net()
     if world > 1 and layout == "tp":
-        parallelize_module(net, init_device_mesh("cpu", (world,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            net,
+            init_device_mesh("cpu", (world,)),
+            {"up": ColwiseParallel(), "down": RowwiseParallel()},
+        )
     if world > 1 and layout == "fsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
     return net
@@ -64,13 +68,20 @@ def gathered(net: Net, optimizers: list[torch.optim.Optimizer]) -> dict[str, Ten
     found = {name: full(tensor) for name, tensor in net.state_dict().items()}
     for optimizer in optimizers:
         for parameter, states in optimizer.state.items():
-            found |= {f"{names[parameter]}/{state}": full(tensor) for state, tensor in states.items()}
+            found |= {
+                f"{names[parameter]}/{state}": full(tensor) for state, tensor in states.items()
+            }
     return found
 
 
 def spoil(net: Net, optimizers: list[torch.optim.Optimizer]) -> None:
     """Changes every byte of this rank's in place."""
-    states = (tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values())
+    states = (
+        tensor
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for tensor in state.values()
+    )
     with torch.no_grad():
         for tensor in (*net.parameters(), *net.buffers(), *states):
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
@@ -80,7 +91,9 @@ def case(root: Path, layout: str, lazy: bool, one_shot: bool, world: int) -> lis
     net, wrong = build(layout, world), list[str]()
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(net.up.parameters(), lr=0.1, foreach=False),
-        torch.optim.SGD([*net.down.parameters(), *net.norm.parameters()], lr=0.1, momentum=0.9, foreach=False),
+        torch.optim.SGD(
+            [*net.down.parameters(), *net.norm.parameters()], lr=0.1, momentum=0.9, foreach=False
+        ),
     ]
     name = f"{layout}-{lazy}-{one_shot}"
     with uc.Checkpointer(root, options=OPTIONS) as checkpointer:
@@ -89,7 +102,11 @@ def case(root: Path, layout: str, lazy: bool, one_shot: bool, world: int) -> lis
             expected = gathered(net, optimizers)
             what = {"model": net, "optimizer": optimizers, "step": step, "lazy": lazy}
             path = root / f"{name}-{step}"
-            pending = uc.save_async(path, options=OPTIONS, **what) if one_shot else checkpointer.save_async(path.name, **what)
+            pending = (
+                uc.save_async(path, options=OPTIONS, **what)
+                if one_shot
+                else checkpointer.save_async(path.name, **what)
+            )
             train_step(net, optimizers, step + 50)
             if not pending.staged():
                 wrong.append(f"{path.name}: the step did not wait for the copy")
@@ -99,7 +116,11 @@ def case(root: Path, layout: str, lazy: bool, one_shot: bool, world: int) -> lis
             found = read_merged(path)
             if found.keys() != expected.keys():
                 wrong.append(f"{path.name}: {sorted(found.keys() ^ expected.keys())}")
-            wrong += [f"{path.name}: {key} differs" for key in found.keys() & expected.keys() if not torch.equal(found[key], expected[key])]
+            wrong += [
+                f"{path.name}: {key} differs"
+                for key in found.keys() & expected.keys()
+                if not torch.equal(found[key], expected[key])
+            ]
             if any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):
                 wrong.append(f"{path.name}: a hook is left")
     return wrong
@@ -130,7 +151,12 @@ def main() -> None:
     root = parser.parse_args().root
     with started() as (rank, world):
         wrong: list[str] = []
-        for layout, lazy, one_shot in (("fsdp", False, False), ("fsdp", True, False), ("tp", False, True), ("tp", True, True)):
+        for layout, lazy, one_shot in (
+            ("fsdp", False, False),
+            ("fsdp", True, False),
+            ("tp", False, True),
+            ("tp", True, True),
+        ):
             try:
                 wrong += case(root, layout, lazy, one_shot, world)
             except Exception:
@@ -139,7 +165,9 @@ def main() -> None:
         wrong += keys_of_many(root, world)
         (root / f"wrong-{rank}.json").write_text(json.dumps(wrong))
         net = build("fsdp", world)
-        uc.save_async(root / "last", model=net, step=99, parts={"big": {"w": torch.ones(4000, 2000)}})  # for the end of the process
+        uc.save_async(
+            root / "last", model=net, step=99, parts={"big": {"w": torch.ones(4000, 2000)}}
+        )  # for the end of the process
         os.environ.pop("WORKER_TIMEOUT_SECONDS", None)
 
 

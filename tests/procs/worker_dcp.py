@@ -24,7 +24,9 @@ import unified_ckpt as uc
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))  # 5 and 3 rows are cut unevenly
+    model = nn.Sequential(
+        nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+    )  # 5 and 3 rows are cut unevenly
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
@@ -35,7 +37,9 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
-        model(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        model(
+            torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        ).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     weights, state = get_state_dict(model, optimizer)
@@ -44,13 +48,18 @@ def main() -> None:
     whole = {f"model:{name}": tensor.full_tensor() for name, tensor in weights.items()}
     for name, states in state["state"].items():
         found = {f"optimizer:{name}/{key}": value for key, value in states.items()}
-        whole |= {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in found.items()}
+        whole |= {
+            key: value.full_tensor() if isinstance(value, DTensor) else value
+            for key, value in found.items()
+        }
     if dist.get_rank() == 0:
         torch.save(whole, root / "whole.pt")
 
     targets = {
         part: {
-            key.partition(":")[2]: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(tensor.dim() - 1)])
+            key.partition(":")[2]: distribute_tensor(
+                torch.zeros_like(tensor), mesh, [Shard(tensor.dim() - 1)]
+            )
             if tensor.dim()
             else torch.zeros_like(tensor)
             for key, tensor in whole.items()

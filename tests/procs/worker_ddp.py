@@ -41,16 +41,33 @@ def main() -> None:
     assert not torch.equal(means[0], means[1]), "the ranks have seen other samples"
     if rank == 0:
         torch.save(own, root / "rank0.pt")
-    save = {"model": model, "optimizer": optimizer, "options": uc.SaveOptions(check_replicas="always", fsync=False)}
+    save = {
+        "model": model,
+        "optimizer": optimizer,
+        "options": uc.SaveOptions(check_replicas="always", fsync=False),
+    }
     uc.save(root / "plain", **save)
-    uc.save_async(root / "masters", **save | {"options": uc.SaveOptions(model_dtype="bfloat16", check_replicas="always")}).result()
+    uc.save_async(
+        root / "masters",
+        **save | {"options": uc.SaveOptions(model_dtype="bfloat16", check_replicas="always")},
+    ).result()
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    masters = {name: distribute_tensor(param.detach().double(), mesh, [Shard(0)]) for name, param in model.module.named_parameters()}
+    masters = {
+        name: distribute_tensor(param.detach().double(), mesh, [Shard(0)])
+        for name, param in model.module.named_parameters()
+    }
     skip = uc.SaveOptions(parts=("master_weights", "optimizer"), fsync=False)
-    uc.save(root / "without", model=model, optimizer=optimizer, master_weights=masters, options=skip)
-    for call in (lambda: uc.save(root / "mixed", model=model, step=rank), lambda: (uc.save, uc.load)[rank](root / "plain", model=model)):
-        with pytest.raises(uc.RankError, match=r"rank\(s\) 0: .*, rank\(s\) 1: .*; expected the same"):
+    uc.save(
+        root / "without", model=model, optimizer=optimizer, master_weights=masters, options=skip
+    )
+    for call in (
+        lambda: uc.save(root / "mixed", model=model, step=rank),
+        lambda: (uc.save, uc.load)[rank](root / "plain", model=model),
+    ):
+        with pytest.raises(
+            uc.RankError, match=r"rank\(s\) 0: .*, rank\(s\) 1: .*; expected the same"
+        ):
             call()
     assert not (root / "mixed").exists()
 

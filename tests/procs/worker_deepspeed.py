@@ -25,11 +25,15 @@ from worker import started
 
 import unified_ckpt as uc
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a kernel that would be compiled first, for minutes; gloo does as well
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
+    None
+)  # a kernel that would be compiled first, for minutes; gloo does as well
 
 BF16 = {"bf16": {"enabled": True}}
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
-CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {  # by world: name -> stage, options of ZeRO, others
+CASES: dict[
+    int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]
+] = {  # by world: name -> stage, options of ZeRO, others
     2: {
         "1": (1, {}, {}),
         "1-robin": (1, {"round_robin_gradients": True}, BF16),
@@ -84,15 +88,24 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     return [
         {"params": [one for name, one in named if one.dim() > 1], "weight_decay": 0.1},
-        {"params": [one for name, one in named if one.dim() == 1 and name != "gain"], "weight_decay": 0.0},
-        {"params": [one for name, one in named if name == "gain"], "weight_decay": 0.0, "lr": 0.003},
+        {
+            "params": [one for name, one in named if one.dim() == 1 and name != "gain"],
+            "weight_decay": 0.0,
+        },
+        {
+            "params": [one for name, one in named if name == "gain"],
+            "weight_decay": 0.0,
+            "lr": 0.003,
+        },
     ]
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(0, 11, (4, 6), generator=draw)
-    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+    return nn.functional.cross_entropy(
+        model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+    )
 
 
 def train(engine: Any, first: int, count: int) -> list[float]:
@@ -110,9 +123,13 @@ def flat_groups(engine: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Ten
     optimizer = engine.optimizer
     bf16 = type(optimizer).__name__ == "BF16_Optimizer"
     flats = optimizer.bf16_groups_flat if bf16 else optimizer.bit16_groups_flat
-    masters = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    masters = (
+        optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    )
     for flat, master in zip(flats, masters, strict=True):
-        mine = {"fp32": master.detach()} | {key: one for key, one in optimizer.optimizer.state[master].items() if one.dim()}
+        mine = {"fp32": master.detach()} | {
+            key: one for key, one in optimizer.optimizer.state[master].items() if one.dim()
+        }
         yield flat, {key: gathered(one) for key, one in mine.items()}
 
 
@@ -139,7 +156,9 @@ def truth(engine: Any) -> dict[str, torch.Tensor]:
                 at = (one.data_ptr() - flat.data_ptr()) // one.element_size()
                 if at >= 0 and at + one.numel() <= flat.numel():
                     for key, value in whole.items():
-                        part = "master_weights:" + name if key == "fp32" else f"optimizer:{name}/{key}"
+                        part = (
+                            "master_weights:" + name if key == "fp32" else f"optimizer:{name}/{key}"
+                        )
                         found[part] = value[at : at + one.numel()].view(one.shape).clone()
         held = {name: one.detach().clone() for name, one in engine.module.named_parameters()}
     held |= {name: one.clone() for name, one in engine.module.named_buffers()}
@@ -153,17 +172,35 @@ def plain_losses(folder: Path, first: int, count: int, dtype: torch.dtype) -> li
     for one in model.parameters():
         one.data = one.data.to(dtype)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    masters = {name: torch.zeros_like(one, dtype=torch.float32).requires_grad_() for name, one in trained.items()}
+    masters = {
+        name: torch.zeros_like(one, dtype=torch.float32).requires_grad_()
+        for name, one in trained.items()
+    }
     optimizer = torch.optim.AdamW([{"params": [one]} for one in masters.values()])
-    state = {f"{name}/{key}": torch.zeros_like(one).detach() for name, one in masters.items() for key in ("exp_avg", "exp_avg_sq")}
+    state = {
+        f"{name}/{key}": torch.zeros_like(one).detach()
+        for name, one in masters.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
     state |= {f"{name}/step": torch.tensor(0.0) for name in masters}
     low = dtype != torch.float32
-    report = uc.load(folder, model=model, master_weights={n: one.detach() for n, one in masters.items()} if low else None, optimizer=state)
+    report = uc.load(
+        folder,
+        model=model,
+        master_weights={n: one.detach() for n, one in masters.items()} if low else None,
+        optimizer=state,
+    )
     assert report.step == first
-    options = {name: group["options"] for group in uc.open(folder).source.said().groups for name in group["names"]}
+    options = {
+        name: group["options"]
+        for group in uc.open(folder).source.said().groups
+        for name in group["names"]
+    }
     for (name, master), group in zip(masters.items(), optimizer.param_groups, strict=True):
         group |= options[name]
-        optimizer.state[master] = {key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.state[master] = {
+            key: state[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+        }
         master.data.copy_(master if low else trained[name])
     losses = []
     for step in range(first, first + count):
@@ -208,14 +245,20 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
         **more,
     }
     optimizer = torch.optim.AdamW(grouped(model), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5) if name == "2" else None
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
+    scheduler = (
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5) if name == "2" else None
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+    )
     if name in CONVERTED:
         engine.save_checkpoint(str(root / name), tag="fresh", save_latest=False)
     train(engine, 0, 3)
     engine.save_checkpoint(str(root / name), client_state={"mine": {"seen": (1, 2)}})
     if name in CONVERTED:
-        engine.save_checkpoint(str(root / name), tag="unfrozen", save_latest=False, exclude_frozen_parameters=True)
+        engine.save_checkpoint(
+            str(root / name), tag="unfrozen", save_latest=False, exclude_frozen_parameters=True
+        )
     found: dict[str, Any] = truth(engine)
     found["optimizer's class"] = type(engine.optimizer).__name__
     found["losses"] = train(engine, 3, 3)
@@ -229,12 +272,20 @@ def run(root: Path, name: str, stage: int, zero: dict[str, Any], more: dict[str,
     if dist.get_world_size() == 2 and name in RESUMED:
         dtype = torch.bfloat16 if more else torch.float32
         assert plain_losses(root / name, 3, 3, dtype) == found["losses"]
-        near = found["losses"] if dtype == torch.float32 else pytest.approx(found["losses"], rel=0.01)
+        near = (
+            found["losses"] if dtype == torch.float32 else pytest.approx(found["losses"], rel=0.01)
+        )
         assert sharded_losses(root / name, 3, 3) == near
 
 
 def convert(source: Path, target: Path) -> None:
-    sys.argv = ["ds_to_universal", "--input_folder", str(source / "global_step3"), "--output_folder", str(target)]
+    sys.argv = [
+        "ds_to_universal",
+        "--input_folder",
+        str(source / "global_step3"),
+        "--output_folder",
+        str(target),
+    ]
     sys.argv += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
@@ -243,7 +294,9 @@ def without_zero(root: Path) -> None:
     """Stage 0, whose optimizer is the caller's: one file, with its state by position."""
     model = build()
     settings = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(grouped(model), lr=0.01), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(grouped(model), lr=0.01), config=settings
+    )
     train(engine, 0, 1)
     engine.save_checkpoint(str(root / "0"))
     if dist.get_rank() == 0:
@@ -269,7 +322,9 @@ def refused(root: Path) -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     deepspeed.init_distributed("gloo")
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes with it on the CPU; DeepSpeed refuses to
+    deepspeed.get_accelerator().is_fp16_supported = lambda: (
+        True
+    )  # torch computes with it on the CPU; DeepSpeed refuses to
     for name, (stage, zero, more) in CASES[dist.get_world_size()].items():
         run(root, name, stage, zero, more)
     if dist.get_world_size() == 2:

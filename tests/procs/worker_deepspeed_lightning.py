@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worker import started
 
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a kernel that would be compiled first, for minutes
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: (
+    None
+)  # a kernel that would be compiled first, for minutes
 strategies.CUDAAccelerator = CPUAccelerator
 strategies._validate_device_index_selection = lambda *_: None
 
@@ -61,7 +63,10 @@ def main() -> None:
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(32, 5)), batch_size=4))
     trainer.save_checkpoint(root / "last.ckpt")
     if trainer.global_rank == 0:
-        torch.save({name: one.detach().clone() for name, one in model.named_parameters()}, root / "model.pt")
+        torch.save(
+            {name: one.detach().clone() for name, one in model.named_parameters()},
+            root / "model.pt",
+        )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from optimizers import FusedAdam
 
 SMALL, LARGE = 13, 18  # neither divides by 2 twice
-PADDED = uc.LoadOptions(source=uc.SourceOptions(rename=[{"match": ["emb.weight", "head.weight"], "pad": 0}]))
+PADDED = uc.LoadOptions(
+    source=uc.SourceOptions(rename=[{"match": ["emb.weight", "head.weight"], "pad": 0}])
+)
 
 
 class Model(nn.Module):
@@ -43,7 +45,10 @@ class Model(nn.Module):
 
 def sharded(model: Model) -> Model:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    plan = {"emb": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    plan = {
+        "emb": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
     parallelize_module(model, mesh["tp"], plan)
     for module in (model.emb, model.head, model):
         fully_shard(module, mesh=mesh["fsdp"])
@@ -54,7 +59,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, amsgrad=True)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int, vocabulary: int) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int, vocabulary: int
+) -> list[float]:
     losses = []
     for step in range(first, first + count):
         ids = torch.randint(0, vocabulary, (4, 5), generator=torch.Generator().manual_seed(step))
@@ -73,11 +80,15 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state[parameter].items()}
+        found |= {
+            f"{name}/{key}": whole(value) for key, value in optimizer.state[parameter].items()
+        }
     return found
 
 
-def grow_by_hand(state: dict[str, torch.Tensor], model: Model, optimizer: torch.optim.Optimizer) -> None:
+def grow_by_hand(
+    state: dict[str, torch.Tensor], model: Model, optimizer: torch.optim.Optimizer
+) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter[: len(state[name])] = state[name]
@@ -87,7 +98,11 @@ def grow_by_hand(state: dict[str, torch.Tensor], model: Model, optimizer: torch.
             optimizer.state[parameter]["step"] = state[f"{name}/step"].clone()
 
 
-def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], same: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+def check(
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    same: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not same(found[name], tensor)] == []
 
@@ -95,13 +110,22 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sam
 def masters_grow(root: Path) -> None:
     """The new rows of masters that a fresh optimizer would make at its first step are the model's."""
     small, larger = (sharded(Model(vocabulary).bfloat16()) for vocabulary in (SMALL, LARGE))
-    first, optimizer = (FusedAdam(model.parameters(), lr=0.05, master_weights=True) for model in (small, larger))
+    first, optimizer = (
+        FusedAdam(model.parameters(), lr=0.05, master_weights=True) for model in (small, larger)
+    )
     train(small, first, 0, 2, SMALL)
     uc.save(root / "m", model=small, optimizer=first)
-    saved, expected = state_of(small, first), {name: whole(parameter.detach()).clone() for name, parameter in larger.named_parameters()}
+    saved, expected = (
+        state_of(small, first),
+        {name: whole(parameter.detach()).clone() for name, parameter in larger.named_parameters()},
+    )
     for name in list(expected):
         zeros = torch.zeros_like(expected[name], dtype=torch.float32)
-        fresh = {"exp_avg": zeros.clone(), "exp_avg_sq": zeros, "master_param": expected[name].float()}
+        fresh = {
+            "exp_avg": zeros.clone(),
+            "exp_avg_sq": zeros,
+            "master_param": expected[name].float(),
+        }
         expected |= {f"{name}/{key}": value for key, value in fresh.items()}
     for name, tensor in expected.items():
         tensor[: len(saved[name])] = saved[name]
@@ -132,7 +156,11 @@ def main() -> None:
 
     losses = train(larger, optimizer, 3, 3, LARGE)
     torch.testing.assert_close(losses, train(oracle, theirs, 3, 3, LARGE), rtol=1e-12, atol=0)
-    check(state_of(larger, optimizer), state_of(oracle, theirs), lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-15))
+    check(
+        state_of(larger, optimizer),
+        state_of(oracle, theirs),
+        lambda a, b: torch.allclose(a, b, rtol=1e-9, atol=1e-15),
+    )
     masters_grow(root)
     uc.save(root / "d", model=larger, optimizer=optimizer)
     again = uc.load(root / "d", model=larger, optimizer=optimizer, options=PADDED)

@@ -33,7 +33,9 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # name -> (kind of model, layout, further configuration)
+CASES: dict[
+    str, tuple[str, str, dict[str, Any]]
+] = {  # name -> (kind of model, layout, further configuration)
     "llama": ("Llama", "single", {}),
     "llama_fsdp2": ("Llama", "fsdp", {}),
     "llama_tied_fsdp2": ("Llama", "fsdp", {"tie_word_embeddings": True}),
@@ -48,7 +50,9 @@ INPUT = torch.arange(2 * 9).view(2, 9) * 7 % 131
 
 def build(kind: str, layout: str, further: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**TINY, **{"tie_word_embeddings": False} | further)
+    config = getattr(transformers, f"{kind}Config")(
+        **TINY, **{"tie_word_embeddings": False} | further
+    )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
@@ -57,9 +61,18 @@ def build(kind: str, layout: str, further: dict[str, Any]) -> torch.nn.Module:
         fully_shard(model, mesh=mesh)
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        colwise = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        colwise = (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+        )
         plan = {f"model.layers.*.{name}": ColwiseParallel() for name in colwise}
-        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plan |= {
+            f"model.layers.*.{name}": RowwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
         parallelize_module(model, mesh["tp"], plan)
     return model
 
@@ -74,11 +87,20 @@ def train_and_save(root: Path, name: str, rank: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     model(input_ids=INPUT, labels=INPUT).loss.backward()
     for key, parameter in model.named_parameters():
-        if layout == "tp" and key.endswith(("q_norm.weight", "k_norm.weight")):  # each rank has seen its own heads only
+        if layout == "tp" and key.endswith(
+            ("q_norm.weight", "k_norm.weight")
+        ):  # each rank has seen its own heads only
             dist.all_reduce(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
-    uc.save(root / name, model=model, optimizer=optimizer, step=1, attach=model.config.save_pretrained, options=uc.SaveOptions(fsync=False))
+    uc.save(
+        root / name,
+        model=model,
+        optimizer=optimizer,
+        step=1,
+        attach=model.config.save_pretrained,
+        options=uc.SaveOptions(fsync=False),
+    )
     with torch.no_grad():
         logits = model(input_ids=INPUT).logits.clone()
     model.zero_grad()
@@ -91,7 +113,9 @@ def open_stock(root: Path, name: str) -> list[str]:
     """What is wrong with the folder of this case, in the eyes of stock transformers and of a resume."""
     kind, layout, further = CASES[name]
     expected = load_file(root / f"{name}.logits")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        root / name, output_loading_info=True
+    )
     wrong = [f"{key}: {value}" for key, value in report.items() if value]
     with torch.no_grad():
         logits = model(input_ids=INPUT).logits
@@ -105,9 +129,15 @@ def open_stock(root: Path, name: str) -> list[str]:
     for side, parameters in (("from_pretrained", model), ("resumed", resumed)):
         named = dict(parameters.named_parameters())
         if named.keys() != expected.keys() - {"logits"}:
-            wrong.append(f"{side}: parameters {sorted(named.keys() ^ (expected.keys() - {'logits'}))}")
+            wrong.append(
+                f"{side}: parameters {sorted(named.keys() ^ (expected.keys() - {'logits'}))}"
+            )
             continue
-        wrong += [f"{side}: {key} differs" for key, tensor in named.items() if not torch.equal(tensor, expected[key])]
+        wrong += [
+            f"{side}: {key} differs"
+            for key, tensor in named.items()
+            if not torch.equal(tensor, expected[key])
+        ]
     tied = further.get("tie_word_embeddings", False)
     if (model.lm_head.weight is model.model.embed_tokens.weight) != tied:
         wrong.append("tied weights came apart, or others together")

@@ -10,6 +10,11 @@ from test_trainer import trainer
 
 if __name__ == "__main__":
     made = trainer(
-        Path(sys.argv[1]), max_steps=4, save_total_limit=1, push_to_hub=True, hub_strategy="all_checkpoints", hub_always_push=True
+        Path(sys.argv[1]),
+        max_steps=4,
+        save_total_limit=1,
+        push_to_hub=True,
+        hub_strategy="all_checkpoints",
+        hub_always_push=True,
     )
     made.train()

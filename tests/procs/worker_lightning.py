@@ -24,18 +24,28 @@ def strategy(kind: str) -> Any:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
     data, tensor = map(int, kind.split("x"))
-    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo")
+    return ModelParallelStrategy(
+        data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo"
+    )
 
 
 def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
     """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the end."""
     torch.manual_seed(0)
     net = Net(sharded=kind != "ddp", **asked.get("net", {}))
-    made = trainer(out, strategy=strategy(kind), devices=int(os.environ["WORLD_SIZE"]), **asked.get("trainer", {}))
+    made = trainer(
+        out,
+        strategy=strategy(kind),
+        devices=int(os.environ["WORLD_SIZE"]),
+        **asked.get("trainer", {}),
+    )
     made.fit(net, ckpt_path=asked.get("ckpt_path"))
     if "save" in asked:
         made.save_checkpoint(asked["save"])
-    weights = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in net.state_dict().items()}
+    weights = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in net.state_dict().items()
+    }
     return {"weights": weights, "losses": net.losses, "seen": net.seen}
 
 

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from layouts import AFTER, BEFORE, ROWS, Built, build_with_oracle, compare, dense_formula, scramble, train_step, world_of
+from layouts import (
+    AFTER,
+    BEFORE,
+    ROWS,
+    Built,
+    build_with_oracle,
+    compare,
+    dense_formula,
+    scramble,
+    train_step,
+    world_of,
+)
 from merged import read_merged
 from torch import Tensor
 from worker import started
@@ -40,7 +51,9 @@ def load(folder: Path, source: str, target: Built, rank: int, world: int) -> lis
         wrong.append(f"missing {report.missing}, unexpected {report.unexpected}")
     if not equal(report.extra, EXTRA):
         wrong.append(f"extra is {report.extra}")
-    own = {"rank": rank, "draw": torch.full((rank + 1,), rank)} if world_of(source) == world else None
+    own = (
+        {"rank": rank, "draw": torch.full((rank + 1,), rank)} if world_of(source) == world else None
+    )
     if not equal(report.rank_extra, own):
         wrong.append(f"rank_extra is {report.rank_extra}")
     return wrong
@@ -54,21 +67,41 @@ def all_well(wrong: list[str]) -> bool:
     return count.item() == 0
 
 
-def case(folder: Path, source: str, target: Built, reference: dict[str, Tensor], merged: dict[str, Tensor], turn: int) -> dict[str, object]:
+def case(
+    folder: Path,
+    source: str,
+    target: Built,
+    reference: dict[str, Tensor],
+    merged: dict[str, Tensor],
+    turn: int,
+) -> dict[str, object]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    scramble(target, forget=turn % 2 == 0)  # by turns: state is created from the checkpoint, state is filled in place
+    scramble(
+        target, forget=turn % 2 == 0
+    )  # by turns: state is created from the checkpoint, state is filled in place
     wrong: list[str] = []
     losses: list[float] = []
     try:
         wrong += load(folder, source, target, rank, world)
         wrong += [f"from safetensors: {text}" for text in compare(target, merged.get)]
-        wrong += [f"from the formula: {text}" for text in compare(target, reference.get)] if reference else []
+        wrong += (
+            [f"from the formula: {text}" for text in compare(target, reference.get)]
+            if reference
+            else []
+        )
     except Exception:
         wrong.append(traceback.format_exc())
     if not target.tied and turn % 5 == 0 and all_well(wrong):  # a fifth of the pairs trains on
         losses = [train_step(target, step) for step in range(BEFORE, BEFORE + AFTER)]
     kind = "formula" if target.tied else "trained"
-    return {"kind": kind, "source": source, "target": target.row, "rank": rank, "wrong": wrong, "losses": losses}
+    return {
+        "kind": kind,
+        "source": source,
+        "target": target.row,
+        "rank": rank,
+        "wrong": wrong,
+        "losses": losses,
+    }
 
 
 def main() -> None:
@@ -86,7 +119,10 @@ def main() -> None:
             for s, source in enumerate(arguments.sources):
                 folder = root / kind / source
                 merged = read_merged(folder)
-                cases += [case(folder, source, target, reference, merged, s + t) for t, target in enumerate(targets)]
+                cases += [
+                    case(folder, source, target, reference, merged, s + t)
+                    for t, target in enumerate(targets)
+                ]
         (root / f"load-{world}-{rank}-{arguments.tag}.json").write_text(json.dumps(cases))
 
 

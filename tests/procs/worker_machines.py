@@ -32,7 +32,10 @@ _WHERE: dict[tuple[object, ...], Tensor] = {}
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(130, 2051), nn.Linear(2051, 130)  # more than a digest block each, and uneven
+        self.up, self.down = (
+            nn.Linear(130, 2051),
+            nn.Linear(2051, 130),
+        )  # more than a digest block each, and uneven
         self.norm = nn.LayerNorm(130)
         self.register_buffer("seen", torch.tensor(3))
 
@@ -63,7 +66,9 @@ def tensors(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {parameter: name for name, parameter in net.named_parameters()}
     found = dict(net.named_parameters())
     for parameter, states in optimizer.state.items():
-        found |= {f"{names[parameter]}/{key}": tensor for key, tensor in states.items() if key != "step"}
+        found |= {
+            f"{names[parameter]}/{key}": tensor for key, tensor in states.items() if key != "step"
+        }
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -76,7 +81,10 @@ def fill(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
     for name, parameter in net.named_parameters():
         states = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(step)), **states}
-        for key, tensor in ((name, parameter), *((f"{name}/{key}", tensor) for key, tensor in states.items())):
+        for key, tensor in (
+            (name, parameter),
+            *((f"{name}/{key}", tensor) for key, tensor in states.items()),
+        ):
             put(tensor, formula(key, tensor.shape, step))
     net.seen.fill_(step)
 
@@ -93,22 +101,38 @@ def part_of(tensor: DTensor, dense: Tensor) -> DTensor:
     """The dense tensor, cut as this one is: elements are found by their positions, which torch itself has spread."""
     positions = torch.arange(dense.numel(), dtype=torch.float64).reshape(dense.shape)
     spread = DTensor.from_local(
-        tensor.to_local().double() * 0, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        tensor.to_local().double() * 0,
+        tensor.device_mesh,
+        tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
     key = (tuple(tensor.shape), tuple(tensor.placements))
     if key not in _WHERE:  # once: a loop that only saves has no collectives of torch's
         _WHERE[key] = where(spread, positions)
     own = _WHERE[key]
     return DTensor.from_local(
-        dense.flatten()[own.long()].to(tensor.dtype), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        dense.flatten()[own.long()].to(tensor.dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
 def where(spread: DTensor, positions: Tensor) -> Tensor:
     """Flat positions of this rank's elements: a marker per rank, gathered by `full_tensor`, says which elements are whose."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    numbered = torch.arange(spread.to_local().numel(), dtype=torch.float64).reshape(spread.to_local().shape)
-    marked = DTensor.from_local(numbered * world + rank, spread.device_mesh, spread.placements, shape=spread.shape, stride=spread.stride())
+    numbered = torch.arange(spread.to_local().numel(), dtype=torch.float64).reshape(
+        spread.to_local().shape
+    )
+    marked = DTensor.from_local(
+        numbered * world + rank,
+        spread.device_mesh,
+        spread.placements,
+        shape=spread.shape,
+        stride=spread.stride(),
+    )
     full = marked.full_tensor().flatten()
     mine = full % world == rank
     order = torch.argsort(full[mine] // world)
@@ -125,7 +149,11 @@ def check(net: Net, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
         if not torch.equal(full, formula(name, full.shape, step)):
             wrong.append(f"{name} is not that of step {step}")
     steps = {float(states["step"]) for states in optimizer.state.values()}
-    return wrong + ([] if steps == {float(step)} else [f"optimizer steps: {steps}"]) + ([] if int(net.seen) == step else ["seen"])
+    return (
+        wrong
+        + ([] if steps == {float(step)} else [f"optimizer steps: {steps}"])
+        + ([] if int(net.seen) == step else ["seen"])
+    )
 
 
 def save(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: int) -> list[str]:
@@ -150,11 +178,15 @@ def save(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: in
     return []
 
 
-def load(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, rank: int, world: int) -> list[str]:
+def load(
+    checkpointer: uc.Checkpointer, arguments: argparse.Namespace, rank: int, world: int
+) -> list[str]:
     net = build(arguments.layout, world)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
     folders = arguments.folder.split(":")
-    report = checkpointer.load(folders if len(folders) > 1 else folders[0], model=net, optimizer=optimizer, options=LOAD)
+    report = checkpointer.load(
+        folders if len(folders) > 1 else folders[0], model=net, optimizer=optimizer, options=LOAD
+    )
     step = report.step
     wrong = check(net, optimizer, step)
     if report.extra != {"step": step} or step not in arguments.steps:
@@ -164,7 +196,9 @@ def load(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, rank: int
     return wrong
 
 
-def save_for_ever(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: int) -> list[str]:
+def save_for_ever(
+    checkpointer: uc.Checkpointer, arguments: argparse.Namespace, world: int
+) -> list[str]:
     """Until the launcher kills a machine; the others end with an error."""
     net = build(arguments.layout, world)
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
@@ -173,7 +207,13 @@ def save_for_ever(checkpointer: uc.Checkpointer, arguments: argparse.Namespace, 
         step += 1
         fill(net, optimizer, step)
         options = uc.SaveOptions(timeout_seconds=4, if_exists="replace")
-        told = {"model": net, "optimizer": optimizer, "step": step, "extra": {"step": step}, "rank_extra": (dist.get_rank(), step)}
+        told = {
+            "model": net,
+            "optimizer": optimizer,
+            "step": step,
+            "extra": {"step": step},
+            "rank_extra": (dist.get_rank(), step),
+        }
         checkpointer.save(arguments.folder, options=options, **told)
         print(f"saved {step}", flush=True)
 
@@ -184,7 +224,11 @@ def main() -> None:
     parser.add_argument("root", type=Path)
     parser.add_argument("--tag", default="out")
     parser.add_argument("--layout", default="fsdp")
-    parser.add_argument("--folders", required=True, help="of the machines, separated by commas; those of one by colons")
+    parser.add_argument(
+        "--folders",
+        required=True,
+        help="of the machines, separated by commas; those of one by colons",
+    )
     parser.add_argument("--per-machine", type=int, required=True)
     parser.add_argument("--steps", type=int, nargs="*", default=[1])
     parser.add_argument("--background", action="store_true")
@@ -198,7 +242,11 @@ def main() -> None:
         try:
             if arguments.what == "forever":
                 save_for_ever(checkpointer, arguments, world)
-            wrong = save(checkpointer, arguments, world) if arguments.what == "save" else load(checkpointer, arguments, rank, world)
+            wrong = (
+                save(checkpointer, arguments, world)
+                if arguments.what == "save"
+                else load(checkpointer, arguments, rank, world)
+            )
             checkpointer.close()
         except Exception:
             if arguments.what == "forever":

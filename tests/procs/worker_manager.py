@@ -32,7 +32,14 @@ def train(root: Path, rank: int, world: int, *, signalled_at: int, wait_seconds:
     def state(step: int) -> dict[str, dict[str, DTensor]]:
         cut = [Shard(0)]
         model = {"w": distribute_tensor(contents("w", step), mesh, cut, src_data_rank=None)}
-        return {"model": model, "optimizer": {"w/exp_avg": distribute_tensor(contents("w/exp_avg", step), mesh, cut, src_data_rank=None)}}
+        return {
+            "model": model,
+            "optimizer": {
+                "w/exp_avg": distribute_tensor(
+                    contents("w/exp_avg", step), mesh, cut, src_data_rank=None
+                )
+            },
+        }
 
     with uc.CheckpointManager(root, options=OPTIONS) as manager:
         found = state(0)
@@ -43,7 +50,9 @@ def train(root: Path, rank: int, world: int, *, signalled_at: int, wait_seconds:
             right = state(report.step)
             for kind, tensors in right.items():
                 for name, tensor in tensors.items():
-                    assert torch.equal(found[kind][name].to_local(), tensor.to_local()), f"{kind}:{name} is not of step {report.step}"
+                    assert torch.equal(found[kind][name].to_local(), tensor.to_local()), (
+                        f"{kind}:{name} is not of step {report.step}"
+                    )
         for step in range(first, first + 400):
             dist.all_reduce(torch.ones(1))
             time.sleep(wait_seconds * (1 + rank))
@@ -58,7 +67,10 @@ def train(root: Path, rank: int, world: int, *, signalled_at: int, wait_seconds:
 def main() -> None:
     root = Path(sys.argv[1])
     with started() as (rank, world):
-        stops = [train(root / "run", rank, world, signalled_at=signalled_at, wait_seconds=0.002) for signalled_at in (12, 3, 0)]
+        stops = [
+            train(root / "run", rank, world, signalled_at=signalled_at, wait_seconds=0.002)
+            for signalled_at in (12, 3, 0)
+        ]
         (root / f"stops-{rank}.json").write_text(json.dumps(stops))
 
 

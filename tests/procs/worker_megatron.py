@@ -23,8 +23,13 @@ import unified_ckpt as uc
 
 def build(root: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(root / "hub"))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)))
-    groups = [{"params": [one for one in model.parameters() if (one.dim() == 1) == norms]} for norms in (False, True)]
+    fully_shard(
+        model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    )
+    groups = [
+        {"params": [one for one in model.parameters() if (one.dim() == 1) == norms]}
+        for norms in (False, True)
+    ]
     return model, torch.optim.AdamW(groups)
 
 
@@ -42,12 +47,17 @@ def main() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(parameter.detach()), told["param"][name]), name
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(whole(optimizer.state[parameter][key]), told[key][name]), f"{name}/{key}"
+            assert torch.equal(whole(optimizer.state[parameter][key]), told[key][name]), (
+                f"{name}/{key}"
+            )
     done = uc.convert(root / "job", root / "new")
     assert done.compared == len(told["param"])
     again, fresh = build(root)
     uc.load(root / "new", model=again, optimizer=fresh)
-    assert all(torch.equal(whole(one.detach()), told["param"][name]) for name, one in again.named_parameters())
+    assert all(
+        torch.equal(whole(one.detach()), told["param"][name])
+        for name, one in again.named_parameters()
+    )
 
     # Another order of the optimizer's state, then a rank's folder less: the same error on every rank, and no hang.
     dist.barrier()
@@ -67,7 +77,10 @@ def main() -> None:
     before = [whole(one.detach()).clone() for one in again.parameters()]
     with pytest.raises(uc.IncompleteError, match=r"mp_rank_01_000"):
         uc.load(root / "job", model=again, optimizer=fresh)
-    assert all(torch.equal(whole(one.detach()), held) for one, held in zip(again.parameters(), before, strict=True))
+    assert all(
+        torch.equal(whole(one.detach()), held)
+        for one, held in zip(again.parameters(), before, strict=True)
+    )
 
 
 if __name__ == "__main__":

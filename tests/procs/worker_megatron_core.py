@@ -39,7 +39,11 @@ def on_cpu() -> None:
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = type_of(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1).replace("cuda.cuda", "cuda") if isinstance(found, str) else found
+        return (
+            found.replace("torch.", "torch.cuda.", 1).replace("cuda.cuda", "cuda")
+            if isinstance(found, str)
+            else found
+        )
 
     torch.Tensor.type = named  # type: ignore[method-assign, assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
@@ -58,7 +62,13 @@ def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str
 
     tp, pp, ep = (1, 1, 1) if alone else (job["tp"], job["pp"], job["ep"])
     vpp = job["vpp"] if job["vpp"] > 1 and not alone else None
-    ps.initialize_model_parallel(tp, pp, vpp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1 if job["experts"] else None)
+    ps.initialize_model_parallel(
+        tp,
+        pp,
+        vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1 if job["experts"] else None,
+    )
     dtype = torch.bfloat16
     config = TransformerConfig(
         num_layers=4,
@@ -93,7 +103,9 @@ def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str
         bias_activation_fusion=False,
         apply_rope_fusion=False,
     )
-    spec = get_gpt_layer_local_spec(num_experts=job["experts"] or None, qk_layernorm=job["qk_norm"], normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=job["experts"] or None, qk_layernorm=job["qk_norm"], normalization="RMSNorm"
+    )
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=job["flat"],
         grad_reduce_in_fp32=True,
@@ -116,20 +128,41 @@ def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str
             post_process=ps.is_pipeline_last_stage(ignore_virtual=vpp is None, **stage_of),
             **stage_of,
         )
-        chunks.append(DistributedDataParallel(config, ddp, model.to(dtype), disable_bucketing=stage > 0))
+        chunks.append(
+            DistributedDataParallel(config, ddp, model.to(dtype), disable_bucketing=stage > 0)
+        )
     adam = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True, params_dtype=dtype, use_distributed_optimizer=job["flat"]
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=dtype,
+        use_distributed_optimizer=job["flat"],
     )
-    described = {"chained_optim_avoid_prefix": True, "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    described = {
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+    }
     if job["flat"]:
-        described |= {"distrib_optim_sharding_type": job["sharding"], "distrib_optim_fully_reshardable_mem_efficient": True}
+        described |= {
+            "distrib_optim_sharding_type": job["sharding"],
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+        }
     return chunks, get_megatron_optimizer(adam, chunks), described
 
 
-def state(chunks: list[Any], optimizer: Any, described: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def state(
+    chunks: list[Any], optimizer: Any, described: dict[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
     names = ["model"] if len(chunks) == 1 else [f"model{n}" for n in range(len(chunks))]
-    found = {name: chunk.module.sharded_state_dict(metadata=described) for name, chunk in zip(names, chunks, strict=True)}
-    return found | {"optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=described)}
+    found = {
+        name: chunk.module.sharded_state_dict(metadata=described)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
+    return found | {
+        "optimizer": optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=described)
+    }
 
 
 def arguments(job: dict[str, Any]) -> argparse.Namespace:
@@ -180,19 +213,44 @@ def save(folder: str, job: dict[str, Any]) -> None:
         for number, chunk in enumerate(chunks):
             for place, (_, parameter) in enumerate(sorted(chunk.module.named_parameters())):
                 parameter.main_grad.copy_(
-                    0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step * 999 + number * 99 + place))
+                    0.1
+                    * torch.randn(
+                        parameter.shape,
+                        generator=torch.Generator().manual_seed(step * 999 + number * 99 + place),
+                    )
                 )
             chunk.finish_grad_sync() if job["bucket"] else chunk.start_grad_sync()
         optimizer.step()
-    torch.manual_seed(ps.get_pipeline_model_parallel_rank() * job["tp"] + ps.get_tensor_model_parallel_rank())
-    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}
-    common = {"args": arguments(job), "checkpoint_version": 3.0, "iteration": 2, "opt_param_scheduler": {"num_steps": 2}}
+    torch.manual_seed(
+        ps.get_pipeline_model_parallel_rank() * job["tp"] + ps.get_tensor_model_parallel_rank()
+    )
+    rng = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    common = {
+        "args": arguments(job),
+        "checkpoint_version": 3.0,
+        "iteration": 2,
+        "opt_param_scheduler": {"num_steps": 2},
+    }
     if job["dist"]:
         Path(folder, "dist", "iter_0000002").mkdir(parents=True, exist_ok=True)
         Path(folder, "dist", "latest_checkpointed_iteration.txt").write_text("2")
         place = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
-        rng_state = ShardedObject("rng_state", [rng], (job["pp"], job["tp"]), place, replica_id=ps.get_data_parallel_rank())
-        found = common | {"rng_state": rng_state} | state(chunks, optimizer, described, is_loading=False)
+        rng_state = ShardedObject(
+            "rng_state",
+            [rng],
+            (job["pp"], job["tp"]),
+            place,
+            replica_id=ps.get_data_parallel_rank(),
+        )
+        found = (
+            common
+            | {"rng_state": rng_state}
+            | state(chunks, optimizer, described, is_loading=False)
+        )
         dist_checkpointing.save(found, str(Path(folder, "dist", "iter_0000002")))
     name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
     name += f"_{ps.get_pipeline_model_parallel_rank():03d}" if job["pp"] > 1 else ""
@@ -204,9 +262,15 @@ def save(folder: str, job: dict[str, Any]) -> None:
         optimizer.save_parameter_state(str(into / "distrib_optim.pt"))
     if ps.get_data_parallel_rank() == 0 or ps.get_expert_data_parallel_rank() == 0:
         models = {
-            ("model" if len(chunks) == 1 else f"model{n}"): one.module.state_dict_for_save_checkpoint() for n, one in enumerate(chunks)
+            (
+                "model" if len(chunks) == 1 else f"model{n}"
+            ): one.module.state_dict_for_save_checkpoint()
+            for n, one in enumerate(chunks)
         }
-        torch.save(common | models | {"optimizer": optimizer.state_dict(), "rng_state": [rng]}, into / "model_optim_rng.pt")
+        torch.save(
+            common | models | {"optimizer": optimizer.state_dict(), "rng_state": [rng]},
+            into / "model_optim_rng.pt",
+        )
 
 
 def tell(folder: str, job: dict[str, Any]) -> None:
@@ -219,11 +283,15 @@ def tell(folder: str, job: dict[str, Any]) -> None:
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
     # torch's Adam counts for each parameter, which Megatron's own load of this state does not expect
     counted = {"step": torch.tensor(0.0)}
-    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, one, told: fill(self, one, counted | told)
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, one, told: fill(
+        self, one, counted | told
+    )
     (chunk,), optimizer, described = build(job, alone=True)
     optimizer.step()  # makes the state that is loaded into
     asked = state([chunk], optimizer, described, is_loading=True)
-    if job["experts"]:  # Megatron has one optimizer more where experts are spread, and does not load the two as one
+    if job[
+        "experts"
+    ]:  # Megatron has one optimizer more where experts are spread, and does not load the two as one
         del asked["optimizer"]
     loaded = dist_checkpointing.load(asked, str(Path(folder, "dist", "iter_0000002")))
     chunk.module.load_state_dict(loaded["model"])
@@ -237,7 +305,9 @@ def tell(folder: str, job: dict[str, Any]) -> None:
             told = of_parameter(part, parameter)
             for key, value in told.items():
                 found[key][name] = value.detach().clone().view(parameter.shape)
-    vars(moe_utils).setdefault("te_general_gemm", None)  # asked for where Transformer Engine is not installed, too
+    vars(moe_utils).setdefault(
+        "te_general_gemm", None
+    )  # asked for where Transformer Engine is not installed, too
     CudaRNGStatesTracker.fork = lambda self, *_: nullcontext()  # there is no dropout
     tokens = torch.arange(12).view(1, 12) % 50
     with torch.no_grad():
@@ -252,16 +322,33 @@ def of_parameter(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Ten
         if parameter not in optimizer.model_param_group_index_map:
             return {}
         told = optimizer._get_main_param_and_optimizer_states(parameter)
-        return {"master_weights": told["param"], "exp_avg": told["exp_avg"], "exp_avg_sq": told["exp_avg_sq"]}
+        return {
+            "master_weights": told["param"],
+            "exp_avg": told["exp_avg"],
+            "exp_avg_sq": told["exp_avg_sq"],
+        }
     state = optimizer.optimizer.state.get(parameter.main_param)
-    return {"master_weights": parameter.main_param, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]} if state else {}
+    return (
+        {
+            "master_weights": parameter.main_param,
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+        }
+        if state
+        else {}
+    )
 
 
 def main() -> None:
     on_cpu()
     what, folder, job = sys.argv[1:4]
     if what == "tell":
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="localhost",
+            MASTER_PORT=os.environ.get("MASTER_PORT", "0"),
+        )
     dist.init_process_group("gloo")
     {"save": save, "tell": tell}[what](folder, json.loads(job))
     dist.barrier()

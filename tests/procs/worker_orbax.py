@@ -24,7 +24,9 @@ from unified_ckpt.options import LoadOptions, SourceOptions
 
 def main() -> None:
     root = Path(sys.argv[1])
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(root / "config"))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(root / "config")
+    )
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -32,7 +34,10 @@ def main() -> None:
     options = LoadOptions(source=SourceOptions(config=str(root / "config")))
     report = uc.load(root / "c", model=model, optimizer=optimizer, options=options)
     assert report.step == 7
-    state, moments = load_file(root / "config" / "model.safetensors"), load_file(root / "moments.safetensors")
+    state, moments = (
+        load_file(root / "config" / "model.safetensors"),
+        load_file(root / "moments.safetensors"),
+    )
     for name, parameter in model.named_parameters():
         assert torch.equal(cast("DTensor", parameter).full_tensor(), state[name]), name
         held = optimizer.state[parameter]

@@ -22,23 +22,40 @@ import unified_ckpt as uc
 def spread(tensor: torch.Tensor, mesh: DeviceMesh, *, last: bool) -> torch.Tensor:
     """Zeros like it, cut on its first or its last dim."""
     zeros = torch.zeros_like(tensor)
-    return distribute_tensor(zeros, mesh, [Shard(tensor.dim() - 1 if last else 0)]) if tensor.dim() else zeros
+    return (
+        distribute_tensor(zeros, mesh, [Shard(tensor.dim() - 1 if last else 0)])
+        if tensor.dim()
+        else zeros
+    )
 
 
 def main() -> None:
     root, fixtures = Path(sys.argv[1]), Path(sys.argv[2])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name, last in (("tp2_nomerge", False), ("tp2_O1_rm", True), ("fused_tp2", False), ("fused_tp2", True)):
+    for name, last in (
+        ("tp2_nomerge", False),
+        ("tp2_O1_rm", True),
+        ("fused_tp2", False),
+        ("fused_tp2", True),
+    ):
         with uc.open(fixtures / name) as source:
-            whole = {part: {key: source[part][key][...] for key in source[part]} for part in source.parts}
-        cut = {part: {key: spread(tensor, mesh, last=last) for key, tensor in of.items()} for part, of in whole.items()}
+            whole = {
+                part: {key: source[part][key][...] for key in source[part]} for part in source.parts
+            }
+        cut = {
+            part: {key: spread(tensor, mesh, last=last) for key, tensor in of.items()}
+            for part, of in whole.items()
+        }
         uc.load(fixtures / name, **cut)
         for part, of in cut.items():
             for key, target in of.items():
                 found = target.full_tensor() if isinstance(target, DTensor) else target
                 assert torch.equal(found, whole[part][key]), (name, part, key)
     model = {"model.norm.weight": torch.full((32,), 7.0)}
-    with pytest.raises(uc.IncompleteError, match=r"files of some ranks are missing(.|\n)*optimizer.tp00.safetensors"):
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"files of some ranks are missing(.|\n)*optimizer.tp00.safetensors",
+    ):
         uc.load(root / "broken", model=model)
     assert torch.equal(model["model.norm.weight"], torch.full((32,), 7.0))
 

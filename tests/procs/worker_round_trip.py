@@ -25,7 +25,11 @@ with started() as (rank, _):
     root, count = Path(sys.argv[1]), int(sys.argv[2])
     for number in range(count):
         pick = random.Random(number).choice
-        case, saver, loader = draw_case(pick), pick((sharded, unsharded)), pick((sharded, unsharded))
+        case, saver, loader = (
+            draw_case(pick),
+            pick((sharded, unsharded)),
+            pick((sharded, unsharded)),
+        )
         folder = root / str(number)
         if rank == 0:
             folder.mkdir()
@@ -33,5 +37,7 @@ with started() as (rank, _):
         try:
             check(case, folder, saver=saver, loader=loader)
         except BaseException as error:
-            error.add_note(f"case {number} on rank {rank}: {case}, {saver.__name__} -> {loader.__name__}")
+            error.add_note(
+                f"case {number} on rank {rank}: {case}, {saver.__name__} -> {loader.__name__}"
+            )
             raise

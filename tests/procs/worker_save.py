@@ -33,7 +33,13 @@ from worker import started
 
 import unified_ckpt as uc
 
-EXTRA = {"betas": (0.9, 0.95), "milestones": {3: 1}, "blob": b"\x00\xff", "nan": float("inf"), "table": torch.arange(5)}
+EXTRA = {
+    "betas": (0.9, 0.95),
+    "milestones": {3: 1},
+    "blob": b"\x00\xff",
+    "nan": float("inf"),
+    "table": torch.arange(5),
+}
 
 
 def save(path: Path, built: Built, rank: int, step: int) -> None:
@@ -71,7 +77,9 @@ def save_trained(root: Path, row: str, rank: int) -> list[str]:
     report = uc.load(path, model=built.model, optimizer=built.optimizer, layout=built.layout)
     again = [train_step(built, step) for step in range(report.step, report.step + AFTER)]
     if rank == 0:
-        (root / f"losses-{row}.json").write_text(json.dumps({"before": before, "after": after, "again": again}))
+        (root / f"losses-{row}.json").write_text(
+            json.dumps({"before": before, "after": after, "again": again})
+        )
     return wrong
 
 

@@ -30,7 +30,7 @@ from test_trainer import STEPS, Sequences, StopAt, losses, model
 from test_trainer_experts import mixtral
 
 import unified_ckpt as uc
-from unified_ckpt.engine import commit
+from unified_ckpt.engine.folder import commit
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, open_model_names
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -64,7 +64,9 @@ def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
         torch.save(losses(straight), root / f"losses-{name}.pt")
     trainer(root / name, layout, StopAt(4), net=net, **arguments).train()
     keep(root / name, root / f"{name}-stopped")
-    resumed = trainer(root / name, layout, AsStored(root / name / "checkpoint-4"), net=net, **arguments)
+    resumed = trainer(
+        root / name, layout, AsStored(root / name / "checkpoint-4"), net=net, **arguments
+    )
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
     check_equal(contents(resumed.model, resumed.optimizer), needed)
@@ -79,18 +81,30 @@ def into(root: Path, layout: str, stopped: str, net: str = "llama") -> None:
     straight, found = torch.load(root / f"losses-{stopped}.pt"), losses(resumed)
     assert found[:4] == straight[:4], "the log goes on where it was"
     assert len(found) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (found, straight)
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
+        found,
+        straight,
+    )
 
 
 def best(root: Path, layout: str) -> None:
     """The best checkpoint is kept and loaded at the end; the others but the newest are removed."""
-    told = {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    told = {
+        "save_total_limit": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+    }
     made = trainer(root / f"best-{layout}", layout, **told)
     made.train()
     folder = Path(made.state.best_model_checkpoint)
     assert folder.name == "checkpoint-2", "the loss falls, and the highest is called the best"
     assert sorted(os.listdir(folder.parent)) == ["checkpoint-2", "checkpoint-6"]
-    check_equal(weights(made.model), {name: tensor for name, tensor in stored(folder).items() if "/" not in name})
+    check_equal(
+        weights(made.model),
+        {name: tensor for name, tensor in stored(folder).items() if "/" not in name},
+    )
 
 
 def alone(root: Path, layout: str) -> None:
@@ -107,7 +121,12 @@ def errors(root: Path, layout: str, stopped: str) -> None:
     run = root / f"errors-{layout}"
     keep(root / f"{stopped}-stopped", run)
     made, folder = trainer(run, layout), run / "checkpoint-4"
-    refused(made, str(run), uc.NotFoundError, "is a run's folder; needed one of its checkpoints, the newest is checkpoint-4")
+    refused(
+        made,
+        str(run),
+        uc.NotFoundError,
+        "is a run's folder; needed one of its checkpoints, the newest is checkpoint-4",
+    )
     refused(made, str(folder / "config.json"), uc.NotFoundError, "is a file")
     refused(made, str(run / "nothing"), uc.NotFoundError, "is not there")
     meet()
@@ -118,9 +137,22 @@ def errors(root: Path, layout: str, stopped: str) -> None:
         shutil.copy(folder / "trainer_state.json", run / "stock")
     meet()
     refused(made, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished, or damaged")
-    refused(trainer(run, layout), str(run / "stock"), uc.MismatchError, "holds model and no optimizer")
-    refused(trainer(run, layout, optim="sgd"), str(folder), uc.MismatchError, "the Trainer's is torch.SGD", read=True)
-    refused(trainer(run, layout, net="mixtral"), str(folder), uc.MismatchError, "is not of the Trainer's model: architectures is")
+    refused(
+        trainer(run, layout), str(run / "stock"), uc.MismatchError, "holds model and no optimizer"
+    )
+    refused(
+        trainer(run, layout, optim="sgd"),
+        str(folder),
+        uc.MismatchError,
+        "the Trainer's is torch.SGD",
+        read=True,
+    )
+    refused(
+        trainer(run, layout, net="mixtral"),
+        str(folder),
+        uc.MismatchError,
+        "is not of the Trainer's model: architectures is",
+    )
     resumed = trainer(run, layout)
     resumed.train(resume_from_checkpoint=str(folder))
     assert resumed.state.global_step == STEPS
@@ -159,7 +191,10 @@ def stock_into(root: Path, layout: str, stopped: str) -> None:
     found = losses(resumed)
     assert found[:4] == straight[:4], "the log goes on where it was"
     assert len(found) == STEPS
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (found, straight)
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
+        found,
+        straight,
+    )
     assert uc.verify(run / "checkpoint-6", deep=True).ok
 
 
@@ -171,7 +206,10 @@ def hub(root: Path, layout: str) -> None:
         assert "model.layers.0.mlp.experts.gate_up_proj" in source["model"]
         report = uc.load(source, model=made.model)
     assert report.missing == report.unexpected == ()
-    check_equal(weights(made.model), AutoModelForCausalLM.from_pretrained(root / "start-mixtral").state_dict())
+    check_equal(
+        weights(made.model),
+        AutoModelForCausalLM.from_pretrained(root / "start-mixtral").state_dict(),
+    )
 
 
 def refusals(root: Path, layout: str) -> None:
@@ -179,7 +217,9 @@ def refusals(root: Path, layout: str) -> None:
     del layout
     made = trainer(root / "refused", "accelerate", stock=True)
     made.accelerator.state.fsdp_plugin.fsdp_version = 1
-    with pytest.raises(uc.LayoutError, match=r"FSDP1 keeps flat parameters; needed fsdp_config=\{'version': 2\}"):
+    with pytest.raises(
+        uc.LayoutError, match=r"FSDP1 keeps flat parameters; needed fsdp_config=\{'version': 2\}"
+    ):
         UnifiedCheckpointCallback().attach(made)
     adapted = trainer(root / "refused", "tp=2", stock=True, peft=True)
     with pytest.raises(uc.LayoutError, match="adapters \\(PEFT\\) and is sharded at load"):
@@ -200,7 +240,9 @@ def adapters(root: Path, layout: str) -> None:
     resumed = trainer(root / f"lora-{layout}", layout, peft=True)
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight), (losses(resumed), losses(straight))
-    check_equal(contents(resumed.model, resumed.optimizer), contents(straight.model, straight.optimizer))
+    check_equal(
+        contents(resumed.model, resumed.optimizer), contents(straight.model, straight.optimizer)
+    )
     folder, needed = root / f"lora-{layout}" / "checkpoint-6", weights(resumed.model)
     assert not any(name.startswith("model") for name in os.listdir(folder)), "nothing of the base"
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "start"), folder)
@@ -215,7 +257,10 @@ def adapters_into(root: Path, layout: str, stopped: str) -> None:
     resumed.train(resume_from_checkpoint=True)
     straight, found = torch.load(root / f"losses-lora-{stopped}.pt"), losses(resumed)
     assert found[:4] == straight[:4], "the log goes on where it was"
-    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (found, straight)
+    assert all(abs(a - b) < 0.02 * b for a, b in zip(found, straight, strict=True)), (
+        found,
+        straight,
+    )
 
 
 def killed(root: Path, layout: str) -> None:
@@ -243,11 +288,28 @@ def after(root: Path, layout: str) -> None:
 
 CASES = {
     case.__name__: case
-    for case in (same, into, best, alone, errors, stock, stock_stop, stock_into, hub, adapters, adapters_into, refusals, killed, after)
+    for case in (
+        same,
+        into,
+        best,
+        alone,
+        errors,
+        stock,
+        stock_stop,
+        stock_into,
+        hub,
+        adapters,
+        adapters_into,
+        refusals,
+        killed,
+        after,
+    )
 }
 
 
-def refused(made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False) -> None:
+def refused(
+    made: Trainer, where: str | bool, kind: type[Exception], text: str, *, read: bool = False
+) -> None:
     """`read`: the error comes after the weights were loaded, and before the first step."""
     before = weights(made.model)
     with pytest.raises(kind, match=re.escape(text)):
@@ -270,11 +332,20 @@ def trainer(
     peft: bool = False,
     **arguments: Any,
 ) -> Trainer:
-    sizes = {f"{name}_size": int(size) for name, size in (one.split("=") for one in layout.split(",") if "=" in one)}
+    sizes = {
+        f"{name}_size": int(size)
+        for name, size in (one.split("=") for one in layout.split(",") if "=" in one)
+    }
     config = DistributedConfig(**sizes) if sizes else None
     shards: dict[str, Any] = {}
     if layout == "accelerate":
-        shards = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [f"{net.title()}DecoderLayer"]}}
+        shards = {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "transformer_layer_cls_to_wrap": [f"{net.title()}DecoderLayer"],
+            },
+        }
     data_parallel = config.dp_size if config is not None else WORLD
     told = TrainingArguments(
         output_dir=str(out),
@@ -289,12 +360,30 @@ def trainer(
         ddp_find_unused_parameters=False,
     )  # fmt: skip
     start = out.parent / ("start" if net == "llama" else f"start-{net}")
-    found = AutoModelForCausalLM.from_pretrained(start, **({"distributed_config": config} if config else {}))
+    found = AutoModelForCausalLM.from_pretrained(
+        start, **({"distributed_config": config} if config else {})
+    )
     if peft:
         torch.manual_seed(2)
-        found = get_peft_model(found, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), save_only_model=only_model)]
-    return Trainer(model=found, args=told, train_dataset=Sequences(), eval_dataset=Sequences(), callbacks=[*ours, *callbacks])
+        found = get_peft_model(
+            found, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
+    ours = (
+        []
+        if stock
+        else [
+            UnifiedCheckpointCallback(
+                save_options=uc.SaveOptions(fsync=False), save_only_model=only_model
+            )
+        ]
+    )
+    return Trainer(
+        model=found,
+        args=told,
+        train_dataset=Sequences(),
+        eval_dataset=Sequences(),
+        callbacks=[*ours, *callbacks],
+    )
 
 
 def accelerated() -> bool:
@@ -309,15 +398,22 @@ def accelerated() -> bool:
 
 def contents(model: torch.nn.Module, optimizer: Any) -> Tensors:
     """The whole tensors of model and optimizer, on every rank."""
-    names = {id(parameter): name for name, parameter in getattr(model, "module", model).named_parameters()}
+    names = {
+        id(parameter): name
+        for name, parameter in getattr(model, "module", model).named_parameters()
+    }
     found = weights(model)
     for parameter, state in getattr(optimizer, "optimizer", optimizer).state.items():
-        found.update({f"{names[id(parameter)]}/{key}": whole(value) for key, value in state.items()})
+        found.update(
+            {f"{names[id(parameter)]}/{key}": whole(value) for key, value in state.items()}
+        )
     return found
 
 
 def weights(model: torch.nn.Module) -> Tensors:
-    return {name: whole(tensor) for name, tensor in getattr(model, "module", model).state_dict().items()}
+    return {
+        name: whole(tensor) for name, tensor in getattr(model, "module", model).state_dict().items()
+    }
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -332,7 +428,11 @@ def check_equal(found: Tensors, needed: Tensors) -> None:
 
 def stored(folder: Path) -> Tensors:
     """What the files hold, as the safetensors package reads them."""
-    names = [name for name in os.listdir(folder) if name.startswith(("model", "optimizer")) and name.endswith(".safetensors")]
+    names = [
+        name
+        for name in os.listdir(folder)
+        if name.startswith(("model", "optimizer")) and name.endswith(".safetensors")
+    ]
     return {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
 
 
@@ -371,7 +471,9 @@ class Opens(TrainerCallback):
     def on_save(self, args: Any, state: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         needed = weights(model)
         if RANK == 0:
-            found = AutoModelForCausalLM.from_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            found = AutoModelForCausalLM.from_pretrained(
+                Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            )
             check_equal(found.state_dict(), needed)
 
 

@@ -57,13 +57,20 @@ def accelerate(root: Path) -> None:
     leave(root, "full", job.whole())
     weights = get_model_state_dict(job.model)
     files = {name: 1 + number % 2 for number, name in enumerate(weights)}
-    dcp.save(weights, storage_writer=HuggingFaceStorageWriter(str(root / "hfdcp"), save_distributed=True, fqn_to_index_mapping=files))
+    dcp.save(
+        weights,
+        storage_writer=HuggingFaceStorageWriter(
+            str(root / "hfdcp"), save_distributed=True, fqn_to_index_mapping=files
+        ),
+    )
     leave(root, "hfdcp", {name: tensor for name, tensor in job.whole().items() if "/" not in name})
 
 
 def lightning(root: Path) -> None:
     torch.manual_seed(0)
-    made = worker_lightning.trainer(root, strategy=worker_lightning.strategy("2x1"), devices=2, stock=True, max_epochs=1)
+    made = worker_lightning.trainer(
+        root, strategy=worker_lightning.strategy("2x1"), devices=2, stock=True, max_epochs=1
+    )
     net = Net(sharded=True)
     made.fit(net)
     made.save_checkpoint(root / "lightning.ckpt")
@@ -72,7 +79,14 @@ def lightning(root: Path) -> None:
     for name, parameter in net.named_parameters():
         found[name] = parameter
         found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    leave(root, "lightning", {name: (one.full_tensor() if isinstance(one, DTensor) else one).detach() for name, one in found.items()})
+    leave(
+        root,
+        "lightning",
+        {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach()
+            for name, one in found.items()
+        },
+    )
 
 
 def trainer(root: Path) -> None:

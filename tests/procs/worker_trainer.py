@@ -20,11 +20,17 @@ def main() -> None:
     parser.add_argument("--stop", type=int)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    backend = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    backend = (
+        {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1
+        else {}
+    )
     made = trainer(arguments.run, *([StopAt(arguments.stop)] if arguments.stop else []), **backend)
     made.train(resume_from_checkpoint=True if arguments.resume else None)
     if made.args.process_index == 0:
-        torch.save((made.accelerator.unwrap_model(made.model).state_dict(), losses(made)), arguments.told)
+        torch.save(
+            (made.accelerator.unwrap_model(made.model).state_dict(), losses(made)), arguments.told
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,16 @@ DDP = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 
 
 def made(root: Path, name: str, *callbacks: StopAt, stock: bool = False) -> Seen:
-    return seen(root / name, *callbacks, batch=2, stock=stock, async_save=True, of=lora(), logging_steps=1, **DDP)
+    return seen(
+        root / name,
+        *callbacks,
+        batch=2,
+        stock=stock,
+        async_save=True,
+        of=lora(),
+        logging_steps=1,
+        **DDP,
+    )
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 from tqdm import tqdm
 
-from unified_ckpt.cli.reading import source_options
-from unified_ckpt.cli.words import count, human, plain
-from unified_ckpt.engine.convert import ConvertReport
+from unified_ckpt.cli.source_args import source_options
+from unified_ckpt.cli.text import count, human, plain
+from unified_ckpt.engine.rewrite.convert import ConvertReport
 from unified_ckpt.exports.convert import convert
-from unified_ckpt.runtime.comm import join_torchrun
+from unified_ckpt.runtime.comm.comm import join_torchrun
 
 
 def run(arguments: Namespace) -> int:
@@ -21,7 +21,15 @@ def run(arguments: Namespace) -> int:
     with ExitStack() as owned:
         first = join_torchrun(owned)
         # disable=None: a bar for a terminal only.
-        bar = owned.enter_context(tqdm(desc="convert", unit="B", unit_scale=True, leave=False, disable=None if first else True))
+        bar = owned.enter_context(
+            tqdm(
+                desc="convert",
+                unit="B",
+                unit_scale=True,
+                leave=False,
+                disable=None if first else True,
+            )
+        )
 
         def progress(nbytes: int, of: int) -> None:
             bar.total = of
@@ -41,23 +49,34 @@ def run(arguments: Namespace) -> int:
             fsync=not arguments.no_fsync,
         )
     if first:
-        print(json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report)))
+        print(
+            json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report))
+        )
     return 0
 
 
 def _text(report: ConvertReport) -> list[str]:
     if report.stays:
         return [f"{plain(report.path)}: holds save {report.id} already, which stays"]
-    parts = [f"  {plain(part)}: {count(n, 'tensor')}, {human(report.nbytes[part])}" for part, n in report.tensors.items()]
+    parts = [
+        f"  {plain(part)}: {count(n, 'tensor')}, {human(report.nbytes[part])}"
+        for part, n in report.tensors.items()
+    ]
     proofs = ["  every tensor was written whole, once"]
     if report.compared:
-        proofs.append(f"  {count(report.compared, 'tensor')} of master_weights, cast down, are the model bit for bit")
+        proofs.append(
+            f"  {count(report.compared, 'tensor')} of master_weights, cast down, are the model bit for bit"
+        )
     if report.proved:
         proofs.append(f"  {count(report.proved, 'tensor')} have the digests that the source says")
     step = "" if report.step is None else f", step {report.step}"
     total = sum(report.nbytes.values())
     head = f"{plain(report.path)}: from {report.format}{step}, {human(total)} in {report.seconds:.1f} s"
-    left_out = [f"  not read, not copied: {', '.join(map(plain, report.left_out))}"] if report.left_out else []
+    left_out = (
+        [f"  not read, not copied: {', '.join(map(plain, report.left_out))}"]
+        if report.left_out
+        else []
+    )
     return [head, *parts, *proofs, *(f"  {plain(note)}" for note in report.notes), *left_out]
 
 

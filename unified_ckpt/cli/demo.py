@@ -23,7 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KILL_AFTER, RESUMED_2, RESUMED_1 = 16, 32, 48  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
+KILL_AFTER, RESUMED_2, RESUMED_1 = (
+    16,
+    32,
+    48,
+)  # steps: the save after the first is killed; 2 processes go on to the second, 1 to the third
 SAVE_EVERY, SHOW_EVERY = 8, 4
 KILL_BYTES = 2_000_000  # written by a save, when the kill comes
 ATTEMPTS = 4
@@ -83,16 +87,43 @@ class Story:
         if not self.quiet:
             print(text, flush=True)
 
-    def start(self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None) -> Run:
-        arguments = [str(self.root), str(self.root / f"{name}.log"), "--corpus", str(self.root / "corpus.txt")]
-        arguments += ["--dp", str(dp), "--tp", str(tp), "--until", str(until), "--save-every", str(save_every)]
+    def start(
+        self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None
+    ) -> Run:
+        arguments = [
+            str(self.root),
+            str(self.root / f"{name}.log"),
+            "--corpus",
+            str(self.root / "corpus.txt"),
+        ]
+        arguments += [
+            "--dp",
+            str(dp),
+            "--tp",
+            str(tp),
+            "--until",
+            str(until),
+            "--save-every",
+            str(save_every),
+        ]
         arguments += ["--resume", str(resume)] if resume else []
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dp * tp)] if dp * tp > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(dp * tp)]
+            if dp * tp > 1
+            else []
+        )
         command = [sys.executable, *launcher, "-m", "unified_ckpt.cli.demo_train", *arguments]
         output = self.root / f"{name}.out"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         with output.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
         run = Run(name, process, self.root / f"{name}.log", output)
         self.running.append(run)
         return run
@@ -107,12 +138,16 @@ class Story:
                     self.show(entry, layout)
                 elif entry["event"] == "saved":
                     name, seconds = Path(entry["path"]).name, entry["seconds"]
-                    self.say(f"      {name} saved: {entry['nbytes'] / 1e6:.1f} MB in {seconds:.3f} s")
+                    self.say(
+                        f"      {name} saved: {entry['nbytes'] / 1e6:.1f} MB in {seconds:.3f} s"
+                    )
                 yield entry
             if ended is not None:
                 break
             if time.monotonic() > deadline:
-                raise DemoError(f"{run.name} ran past {PATIENCE_SECONDS:.0f} s:\n{tail(run.output)}")
+                raise DemoError(
+                    f"{run.name} ran past {PATIENCE_SECONDS:.0f} s:\n{tail(run.output)}"
+                )
             time.sleep(0.02)
         if ended and not killed:
             raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
@@ -123,10 +158,16 @@ class Story:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while step not in self.reference:
             ended = self.alone.process.poll() is not None
-            self.reference |= {entry["step"]: entry["loss"] for entry in self.alone.entries() if entry["event"] == "step"}
+            self.reference |= {
+                entry["step"]: entry["loss"]
+                for entry in self.alone.entries()
+                if entry["event"] == "step"
+            }
             if step not in self.reference:
                 if ended or time.monotonic() > deadline:
-                    raise DemoError(f"the reference run did not reach step {step}:\n{tail(self.alone.output)}")
+                    raise DemoError(
+                        f"the reference run did not reach step {step}:\n{tail(self.alone.output)}"
+                    )
                 time.sleep(0.02)
         return self.reference[step]
 
@@ -135,9 +176,19 @@ class Story:
         alone = self.uninterrupted(step)
         difference = abs(loss - alone) / abs(alone)
         new = not self.rows or self.rows[-1]["layout"] != layout
-        self.rows.append({"step": step, "layout": layout, "loss": loss, "uninterrupted": alone, "difference": difference})
+        self.rows.append(
+            {
+                "step": step,
+                "layout": layout,
+                "loss": loss,
+                "uninterrupted": alone,
+                "difference": difference,
+            }
+        )
         if new or step % SHOW_EVERY == 0:
-            self.say(COLUMNS.format(step, layout, f"{loss:.6f}", f"{alone:.6f}", f"{difference:.1e}"))
+            self.say(
+                COLUMNS.format(step, layout, f"{loss:.6f}", f"{alone:.6f}", f"{difference:.1e}")
+            )
 
 
 def tail(output: Path) -> str:
@@ -150,7 +201,9 @@ def write_corpus(path: Path) -> int:
     with path.open("wb") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             for node in ast.walk(ast.parse(source.read_bytes())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                    text := ast.get_docstring(node)
+                ):
                     size += file.write(text.encode() + b"\n\n")
             if size > CORPUS_BYTES:
                 break
@@ -190,12 +243,16 @@ def last_good(story: Story) -> Path:
     """The newest folder that verifies, byte for byte."""
     from unified_ckpt import verify
 
-    for folder in sorted(story.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True):
+    for folder in sorted(
+        story.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True
+    ):
         begun = time.perf_counter()
         checked = verify(folder, deep=True)
         if checked.ok:
             seconds = time.perf_counter() - begun
-            story.say(f"      {folder.name}: every digest of {checked.tensors} tensors verified in {seconds * 1e3:.1f} ms")
+            story.say(
+                f"      {folder.name}: every digest of {checked.tensors} tensors verified in {seconds * 1e3:.1f} ms"
+            )
             return folder
         story.say(f"      {folder.name} is not whole: {checked.problems[0]}")
     raise DemoError("no checkpoint was left")
@@ -205,9 +262,18 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
     """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that save was cut off."""
     layout = "4 ranks, FSDP2 dp2 x tp2"
     older = unfinished(story.root)
-    run = story.start(f"four-{len(story.running)}", dp=2, tp=2, until=KILL_AFTER + SAVE_EVERY, save_every=SAVE_EVERY, resume=resume)
+    run = story.start(
+        f"four-{len(story.running)}",
+        dp=2,
+        tp=2,
+        until=KILL_AFTER + SAVE_EVERY,
+        save_every=SAVE_EVERY,
+        resume=resume,
+    )
     for entry in story.follow(run, layout):
-        if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (entry["event"] == "step"):
+        if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (
+            entry["event"] == "step"
+        ):
             break
     cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -223,11 +289,15 @@ def train_until_killed(story: Story, resume: Path | None) -> bool:
     for _ in story.follow(run, layout, killed=True):
         pass
     if cut_off.exists():
-        story.say(f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before")
+        story.say(
+            f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before"
+        )
         shutil.rmtree(cut_off)
         return False
     files, nbytes = written(folder)
-    story.say(f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest")
+    story.say(
+        f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest"
+    )
     return True
 
 
@@ -245,12 +315,16 @@ def generate(story: Story, folder: Path) -> tuple[str, float]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.set_num_threads(1)  # as in the training process: sums in the same order
     torch.manual_seed(0)
-    corpus = torch.frombuffer(bytearray((story.root / "corpus.txt").read_bytes()), dtype=torch.uint8)
+    corpus = torch.frombuffer(
+        bytearray((story.root / "corpus.txt").read_bytes()), dtype=torch.uint8
+    )
     tokens = batch(corpus, RESUMED_1 + 1)
     with torch.no_grad():
         loss = float(model(input_ids=tokens, labels=tokens).loss)
     prompt = tokenizer("Return the ", return_tensors="pt")
-    drawn = model.generate(**prompt, max_new_tokens=120, do_sample=True, temperature=0.7, pad_token_id=0)
+    drawn = model.generate(
+        **prompt, max_new_tokens=120, do_sample=True, temperature=0.7, pad_token_id=0
+    )
     return str(tokenizer.decode(drawn[0])), loss
 
 
@@ -258,14 +332,23 @@ def tell(story: Story) -> dict[str, Any]:
     """The whole story. Returns what was measured; raises `DemoError` where something did not happen."""
     begun = time.perf_counter()
     size = write_corpus(story.root / "corpus.txt")
-    story.say(f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte.")
-    story.say(f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference.")
+    story.say(
+        f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte."
+    )
+    story.say(
+        f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference."
+    )
     story.say(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
-    warm = threading.Thread(target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"), daemon=True)
+    warm = threading.Thread(
+        target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"),
+        daemon=True,
+    )
     warm.start()  # for the end of the story; importing it takes seconds
     story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
     story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
-    story.uninterrupted(KILL_AFTER + SAVE_EVERY)  # the table then never waits for it, and the kill is not late
+    story.uninterrupted(
+        KILL_AFTER + SAVE_EVERY
+    )  # the table then never waits for it, and the kill is not late
     resume: Path | None = None
     for _ in range(ATTEMPTS):
         if train_until_killed(story, resume):
@@ -285,9 +368,16 @@ def tell(story: Story) -> dict[str, Any]:
     good = last_good(story)
     probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
     text, loss = generate(story, good)
-    story.say(f"\nStock transformers, AutoModelForCausalLM.from_pretrained({good.name!r}), writes:\n")
+    story.say(
+        f"\nStock transformers, AutoModelForCausalLM.from_pretrained({good.name!r}), writes:\n"
+    )
     story.say("  " + text.replace("\n", "\n  ") + "\n")
-    return {"probe": probe, "from_pretrained": loss, "text": text, "seconds": time.perf_counter() - begun}
+    return {
+        "probe": probe,
+        "from_pretrained": loss,
+        "text": text,
+        "seconds": time.perf_counter() - begun,
+    }
 
 
 def judge(story: Story, measured: dict[str, Any]) -> dict[str, Any]:
@@ -299,17 +389,36 @@ def judge(story: Story, measured: dict[str, Any]) -> dict[str, Any]:
     worst = max(row["difference"] for row in story.rows)
     losses = [story.rows[0]["loss"], story.rows[-1]["loss"]]
     whole = sorted(by_step) == list(range(1, RESUMED_1 + 1))
-    passed = whole and worst <= TOLERANCE and losses[1] < losses[0] and abs(measured["probe"] - measured["from_pretrained"]) <= 1e-6
-    return {**measured, "passed": passed, "worst": worst, "steps_in_two_layouts": len(twice), "worst_of_those": max(twice, default=0.0)}
+    passed = (
+        whole
+        and worst <= TOLERANCE
+        and losses[1] < losses[0]
+        and abs(measured["probe"] - measured["from_pretrained"]) <= 1e-6
+    )
+    return {
+        **measured,
+        "passed": passed,
+        "worst": worst,
+        "steps_in_two_layouts": len(twice),
+        "worst_of_those": max(twice, default=0.0),
+    }
 
 
 def report(story: Story, verdict: dict[str, Any]) -> None:
     """The last lines on the screen."""
     worst, twice = verdict["worst"], verdict["worst_of_those"]
-    story.say(f"{RESUMED_1} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e}).")
-    story.say(f"{verdict['steps_in_two_layouts']} steps were computed in two layouts: losses at most {twice:.1e} apart.")
-    story.say(f"The next batch: loss {verdict['probe']:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the folder.")
-    story.say(f"{'All of it holds' if verdict['passed'] else 'This is NOT as it should be'}; {verdict['seconds']:.0f} s in total.")
+    story.say(
+        f"{RESUMED_1} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e})."
+    )
+    story.say(
+        f"{verdict['steps_in_two_layouts']} steps were computed in two layouts: losses at most {twice:.1e} apart."
+    )
+    story.say(
+        f"The next batch: loss {verdict['probe']:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the folder."
+    )
+    story.say(
+        f"{'All of it holds' if verdict['passed'] else 'This is NOT as it should be'}; {verdict['seconds']:.0f} s in total."
+    )
 
 
 def run(arguments: Any) -> int:
@@ -317,7 +426,8 @@ def run(arguments: Any) -> int:
     folder, keep, as_json = (getattr(arguments, name, None) for name in ("dir", "keep", "json"))
     if importlib.util.find_spec("transformers") is None:
         print(
-            "unified-ckpt demo: it trains a transformers model, and that is not installed; pip install unified-ckpt[demo]", file=sys.stderr
+            "unified-ckpt demo: it trains a transformers model, and that is not installed; pip install unified-ckpt[demo]",
+            file=sys.stderr,
         )
         return 2
     try:
@@ -333,7 +443,11 @@ def run(arguments: Any) -> int:
             if as_json:
                 print(json.dumps({"rows": story.rows, **verdict}))
             report(story, verdict)
-            story.say(f"The folders are in {root}." if keep or folder else "The folders are deleted; --keep keeps them.")
+            story.say(
+                f"The folders are in {root}."
+                if keep or folder
+                else "The folders are deleted; --keep keeps them."
+            )
             return 0 if verdict["passed"] else 1
     except DemoError as error:
         print(f"unified-ckpt demo: {error}", file=sys.stderr)

@@ -71,16 +71,32 @@ def build(dp: int, tp: int) -> Job:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         colwise = {f"self_attn.{name}_proj" for name in "qkv"} | {"mlp.gate_proj", "mlp.up_proj"}
-        plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in sorted(colwise)}
-        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        plan: dict[str, Any] = {
+            f"model.layers.*.{name}": ColwiseParallel() for name in sorted(colwise)
+        }
+        plan |= {
+            f"model.layers.*.{name}": RowwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj")
+        }
         parallelize_module(model, mesh["tp"], plan)
         if dp > 1:
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS) * max(0.1, 1 - done / DECAY_STEPS))
-    return Job(model, optimizer, scheduler, mesh, byte_tokenizer() if mesh is None or dist.get_rank() == 0 else None)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
+    )
+    scheduler = LambdaLR(
+        optimizer,
+        lambda done: min(1.0, (done + 1) / WARMUP_STEPS) * max(0.1, 1 - done / DECAY_STEPS),
+    )
+    return Job(
+        model,
+        optimizer,
+        scheduler,
+        mesh,
+        byte_tokenizer() if mesh is None or dist.get_rank() == 0 else None,
+    )
 
 
 def byte_tokenizer() -> Any:
@@ -90,7 +106,9 @@ def byte_tokenizer() -> Any:
 
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocab = {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
     fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
@@ -120,12 +138,25 @@ def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
         job.tokenizer.save_pretrained(unfinished)
 
     extra = {"scheduler": job.scheduler}
-    report = uc.save(folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach)
-    return {"event": "saved", "step": step, "path": str(folder), "nbytes": report.nbytes, "seconds": report.seconds}
+    report = uc.save(
+        folder, model=job.model, optimizer=job.optimizer, extra=extra, step=step, attach=attach
+    )
+    return {
+        "event": "saved",
+        "step": step,
+        "path": str(folder),
+        "nbytes": report.nbytes,
+        "seconds": report.seconds,
+    }
 
 
 def resume(job: Job, folder: Path) -> int:
-    return uc.load(folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}).step or 0
+    return (
+        uc.load(
+            folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
+        ).step
+        or 0
+    )
 
 
 def main() -> None:
@@ -153,7 +184,14 @@ def main() -> None:
         for step in range(done + 1, arguments.until + 1):
             begun = time.perf_counter()
             loss = train_step(job, batch(corpus, step))
-            record({"event": "step", "step": step, "loss": loss, "seconds": time.perf_counter() - begun})
+            record(
+                {
+                    "event": "step",
+                    "step": step,
+                    "loss": loss,
+                    "seconds": time.perf_counter() - begun,
+                }
+            )
             if arguments.save_every and step % arguments.save_every == 0:
                 record(save(job, arguments.root / f"checkpoint-{step}", step))
         if job.mesh is None:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from unified_ckpt.cli.reading import source_options
-from unified_ckpt.cli.tree import Line, collapse, natural, spec_text, table, tree
-from unified_ckpt.cli.words import count, extra_text, human, options_text, plain
-from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import short
-from unified_ckpt.engine.checkpoint import Folder
-from unified_ckpt.engine.source import Source
+from unified_ckpt.cli.source_args import source_options
+from unified_ckpt.cli.tensor_tree import Line, collapse, natural, spec_text, table, tree
+from unified_ckpt.cli.text import count, extra_text, human, options_text, plain
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import short
+from unified_ckpt.engine.folder.reader import Folder
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_any
-from unified_ckpt.sources.marks import title_of
+from unified_ckpt.sources.detect.names import title_of
 
 _FORMATS = {
     "megatron": "Megatron-LM, folders of ranks",
@@ -56,12 +56,22 @@ def run(arguments: Namespace) -> int:
     try:
         parts, refused = _parts(folder, arguments.match)
         if arguments.json:
-            print(json.dumps(_as_json(arguments.path, folder, parts) | ({"refused": refused} if refused else {}), indent=2))
+            print(
+                json.dumps(
+                    _as_json(arguments.path, folder, parts)
+                    | ({"refused": refused} if refused else {}),
+                    indent=2,
+                )
+            )
             return 0
         print("\n".join(_head(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
-                print("\n".join(["", _title(part), *(_every(part) if arguments.all else _branches(part))]))
+                print(
+                    "\n".join(
+                        ["", _title(part), *(_every(part) if arguments.all else _branches(part))]
+                    )
+                )
         for reason in refused.values():
             print(f"\nnot read: {reason}")
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
@@ -94,10 +104,23 @@ def _part(folder: Source, part: str, match: str | None) -> _Part:
 
     names = sorted(filter(wanted, folder.names(part)), key=natural)
     specs = folder.specs(part, names)
-    file_of = {name: folder.file_of(part, name) if isinstance(folder, Folder) else "" for name in names}
-    files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))} if isinstance(folder, Folder) else {}
+    file_of = {
+        name: folder.file_of(part, name) if isinstance(folder, Folder) else "" for name in names
+    }
+    files = (
+        {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
+        if isinstance(folder, Folder)
+        else {}
+    )
     aliases = {alias: name for alias, name in folder.aliases(part).items() if wanted(alias)}
-    return _Part(part, len(folder.names(part)), {name: specs[name] for name in names}, files, file_of, aliases)
+    return _Part(
+        part,
+        len(folder.names(part)),
+        {name: specs[name] for name in names},
+        files,
+        file_of,
+        aliases,
+    )
 
 
 def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
@@ -108,9 +131,22 @@ def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
     if manifest is not None:
         told |= {
             key: getattr(manifest, key)
-            for key in ("format_version", "save_id", "step", "created", "world_size", "mesh", "versions", "omitted_parts")
+            for key in (
+                "format_version",
+                "save_id",
+                "step",
+                "created",
+                "world_size",
+                "mesh",
+                "versions",
+                "omitted_parts",
+            )
         }
-        told["param_groups"] = [group.model_dump() for group in manifest.optimizer.groups] if manifest.optimizer else []
+        told["param_groups"] = (
+            [group.model_dump() for group in manifest.optimizer.groups]
+            if manifest.optimizer
+            else []
+        )
         told["extra"] = manifest.extra
         told["island"] = manifest.island.model_dump() if manifest.island is not None else None
         told["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
@@ -120,7 +156,12 @@ def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
             "files": part.files,
             "aliases": part.aliases,
             "tensors": {
-                name: {"dtype": spec.dtype, "shape": list(spec.shape), "nbytes": spec.nbytes, "file": part.file_of[name]}
+                name: {
+                    "dtype": spec.dtype,
+                    "shape": list(spec.shape),
+                    "nbytes": spec.nbytes,
+                    "file": part.file_of[name],
+                }
                 for name, spec in part.specs.items()
             },
         }
@@ -136,10 +177,16 @@ def _root(path: str, folder: Source) -> str:
 def _head(path: str, folder: Source) -> list[str]:
     """What is said of the checkpoint as a whole."""
     if not isinstance(folder, Folder):
-        return [_root(path, folder), *table([(f"  {key}", (plain(text),)) for key, text in _told(folder)])]
+        return [
+            _root(path, folder),
+            *table([(f"  {key}", (plain(text),)) for key, text in _told(folder)]),
+        ]
     manifest = folder.manifest
     if manifest is None:
-        return [folder.storage.root, "  format  Hugging Face model folder: weights only, no manifest"]
+        return [
+            folder.storage.root,
+            "  format  Hugging Face model folder: weights only, no manifest",
+        ]
     rows = [
         ("format", f"unified checkpoint {manifest.format_version}"),
         ("step", "none" if manifest.step is None else str(manifest.step)),
@@ -148,14 +195,29 @@ def _head(path: str, folder: Source) -> list[str]:
         ("mesh", _mesh_text(manifest)),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("extra", extra_text(manifest.extra)),
-        ("rank extra", f"of {count(manifest.rank_extra.world_size, 'rank')}" if manifest.rank_extra else "none"),
+        (
+            "rank extra",
+            f"of {count(manifest.rank_extra.world_size, 'rank')}"
+            if manifest.rank_extra
+            else "none",
+        ),
     ]
     if manifest.island is not None:
         island = manifest.island
-        rows.append(("machine", f"folder {island.number} of {island.count}, of rank(s) {short(island.ranks)}"))
+        rows.append(
+            (
+                "machine",
+                f"folder {island.number} of {island.count}, of rank(s) {short(island.ranks)}",
+            )
+        )
         rows.append(("copies", f"of folder(s) {short(island.copies)}" if island.copies else "none"))
     for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
-        rows.append((f"param group {number}", f"{count(len(group.names), 'parameter')}: {options_text(group.options)}"))
+        rows.append(
+            (
+                f"param group {number}",
+                f"{count(len(group.names), 'parameter')}: {options_text(group.options)}",
+            )
+        )
     if manifest.omitted_parts:
         rows.append(("left out", ", ".join(manifest.omitted_parts)))
     gone = sorted(set(manifest.parts) - set(folder.parts))
@@ -167,10 +229,24 @@ def _head(path: str, folder: Source) -> list[str]:
 def _told(source: Source) -> list[tuple[str, str]]:
     """What a checkpoint of another format says of itself."""
     said = source.said()
-    rows = [("format", _FORMATS.get(source.format) or title_of(source.format)), ("step", "none" if said.step is None else str(said.step))]
-    rows.append(("extra", ", ".join(map(str, said.extra)) if isinstance(said.extra, dict) else "none"))
+    rows = [
+        ("format", _FORMATS.get(source.format) or title_of(source.format)),
+        ("step", "none" if said.step is None else str(said.step)),
+    ]
+    rows.append(
+        ("extra", ", ".join(map(str, said.extra)) if isinstance(said.extra, dict) else "none")
+    )
     groups = enumerate(said.groups)
-    return [*rows, *((f"param group {n}", f"{count(len(one['names']), 'parameter')}: {options_text(one['options'])}") for n, one in groups)]
+    return [
+        *rows,
+        *(
+            (
+                f"param group {n}",
+                f"{count(len(one['names']), 'parameter')}: {options_text(one['options'])}",
+            )
+            for n, one in groups
+        ),
+    ]
 
 
 def _mesh_text(manifest: Manifest) -> str:
@@ -179,10 +255,17 @@ def _mesh_text(manifest: Manifest) -> str:
     for key, value in manifest.mesh.items():
         match key, value:
             case "layout", dict():
-                texts.append("Layout " + " x ".join(f"{name} {size}" for name, size in value.items()))
+                texts.append(
+                    "Layout " + " x ".join(f"{name} {size}" for name, size in value.items())
+                )
             case "device_meshes", dict():
                 for names, sizes in value.items():
-                    texts.append(" x ".join(f"{name} {size}" for name, size in zip(names.split(), sizes, strict=False)))
+                    texts.append(
+                        " x ".join(
+                            f"{name} {size}"
+                            for name, size in zip(names.split(), sizes, strict=False)
+                        )
+                    )
             case "world_size", _:
                 continue
             case _:
@@ -206,5 +289,13 @@ def _branches(part: _Part) -> list[str]:
 
 
 def _every(part: _Part) -> list[str]:
-    rows = [(f"  {plain(name)}", (spec_text(spec), human(spec.nbytes), part.file_of[name])) for name, spec in part.specs.items()]
-    return table([*rows, *((f"  {plain(alias)}", (f"= {plain(name)}",)) for alias, name in part.aliases.items())])
+    rows = [
+        (f"  {plain(name)}", (spec_text(spec), human(spec.nbytes), part.file_of[name]))
+        for name, spec in part.specs.items()
+    ]
+    return table(
+        [
+            *rows,
+            *((f"  {plain(alias)}", (f"= {plain(name)}",)) for alias, name in part.aliases.items()),
+        ]
+    )

@@ -13,17 +13,24 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unified_ckpt.cli.rules import problem, rules_of
-from unified_ckpt.cli.words import count, human, plain
+from unified_ckpt.cli.retention_args import problem, rules_of
+from unified_ckpt.cli.text import count, human, plain
 from unified_ckpt.core.retention import Rules, kept
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.lineage import ids, read, strangers
-from unified_ckpt.manager.policies import local_rules
-from unified_ckpt.manager.steps import Leftover, Scan, StepRecord, foreign_steps, scan, sizes_of
+from unified_ckpt.manager.rules.when import local_rules
+from unified_ckpt.manager.steps.scan import (
+    Leftover,
+    Scan,
+    StepRecord,
+    foreign_steps,
+    scan,
+    sizes_of,
+)
+from unified_ckpt.manager.tiers.run_marker import ids, read, strangers
 from unified_ckpt.options import ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage import LocalStorage, writable
-from unified_ckpt.sources.marks import title_of
-from unified_ckpt.sources.steps import UNIFIED, StepEntry, list_steps, read_step
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable
+from unified_ckpt.sources.detect.names import title_of
+from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
 _DEPTH = 2  # of runs below the root: runs/<name>/checkpoints
 _HEAD = ("step", "size", "files", "created", "took", "kind", "status", "kept by")
@@ -86,14 +93,21 @@ def _folders(folder: str, depth: int, prefix: str, listed: Collection[str]) -> I
         try:
             _below(path)
         except OSError as error:
-            print(f"unified-ckpt list: {plain(path)} is left out: it cannot be read: {error.strerror}", file=sys.stderr)
+            print(
+                f"unified-ckpt list: {plain(path)} is left out: it cannot be read: {error.strerror}",
+                file=sys.stderr,
+            )
         else:
             yield from _folders(path, depth - 1, prefix, listed)
 
 
 def _below(folder: str) -> list[str]:
     with os.scandir(folder) as found:
-        return sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."))
+        return sorted(
+            entry.name
+            for entry in found
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        )
 
 
 def _run(path: str, prefix: str, rules: Rules, listed: set[str]) -> _Run:
@@ -111,13 +125,20 @@ def _entries(root: str, found: Scan, prefix: str) -> dict[str, StepEntry]:
     known = {one.path for one in found.steps}
     those = foreign_steps(found, list_steps(root, prefix=prefix))
     those = [one for one in those if one.readable or one.path not in known]
-    return {one.path: one for one in those if one.format != UNIFIED or os.path.dirname(one.path) == root}
+    return {
+        one.path: one for one in those if one.format != UNIFIED or os.path.dirname(one.path) == root
+    }
 
 
 def _with(found: Scan, entries: dict[str, StepEntry]) -> Scan:
     """What was found, and the steps of other engines, each opened."""
-    steps = [*(one for one in found.steps if one.path not in entries), *map(_opened, entries.values())]
-    return Scan(tuple(sorted(steps, key=lambda one: -1 if one.step is None else one.step)), found.leftovers)
+    steps = [
+        *(one for one in found.steps if one.path not in entries),
+        *map(_opened, entries.values()),
+    ]
+    return Scan(
+        tuple(sorted(steps, key=lambda one: -1 if one.step is None else one.step)), found.leftovers
+    )
 
 
 def _opened(entry: StepEntry) -> StepRecord:
@@ -144,7 +165,10 @@ def _two_tiers(root: str, local: str, arguments: Namespace) -> _Run:
     latest = local_rules(ManagerOptions(keep_latest_local=arguments.keep_latest_local))
     kept_there = _kept(there.complete, rules_of(arguments))
     kept_here = _kept([one for one in here.complete if one.save_id not in apart], latest)
-    both = sorted([*there.steps, *here.steps], key=lambda one: (-1 if one.step is None else one.step, one.path in kept_here, one.path))
+    both = sorted(
+        [*there.steps, *here.steps],
+        key=lambda one: (-1 if one.step is None else one.step, one.path in kept_here, one.path),
+    )
     every = Scan(tuple(both), (*there.leftovers, *here.leftovers))
     entries = _entries(root, there, arguments.prefix)
     return _Run(root, _with(every, entries), kept_there | kept_here, local, apart, entries)
@@ -157,21 +181,39 @@ def _kept(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]
 
 def _as_json(one: _Run) -> dict[str, Any]:
     steps = [
-        {**asdict(record), "full": record.full, "kept_by": _kept_by(one, record), **_tier(one, record), **_format(one, record)}
+        {
+            **asdict(record),
+            "full": record.full,
+            "kept_by": _kept_by(one, record),
+            **_tier(one, record),
+            **_format(one, record),
+        }
         for record in one.found.steps
     ]
-    told = {"path": one.path, "steps": steps, "leftovers": [asdict(left) for left in one.found.leftovers]}
+    told = {
+        "path": one.path,
+        "steps": steps,
+        "leftovers": [asdict(left) for left in one.found.leftovers],
+    }
     return told if one.local is None else {**told, "local": one.local}
 
 
 def _tier(one: _Run, record: StepRecord) -> dict[str, Any]:
-    return {} if one.local is None else {"tier": one.tier(record.path), "of_this_run": record.save_id not in one.apart}
+    return (
+        {}
+        if one.local is None
+        else {"tier": one.tier(record.path), "of_this_run": record.save_id not in one.apart}
+    )
 
 
 def _format(one: _Run, record: StepRecord) -> dict[str, str]:
     """Which engine's, and the engine's own file that names it as the one to resume from."""
     entry = one.entries.get(record.path)
-    return {"format": UNIFIED, "pointer": ""} if entry is None else {"format": entry.format, "pointer": entry.pointer}
+    return (
+        {"format": UNIFIED, "pointer": ""}
+        if entry is None
+        else {"format": entry.format, "pointer": entry.pointer}
+    )
 
 
 def _kept_by(one: _Run, record: StepRecord) -> list[str]:
@@ -216,12 +258,25 @@ def _row(one: _Run, record: StepRecord) -> tuple[str, ...]:
     if record.save_id in one.apart:
         status += ", of another run"
     step = str(record.step) if record.status != "misnamed" else plain(record.name)
-    return (step, human(record.nbytes), str(record.files), record.created or "", took, kind, status, ", ".join(_kept_by(one, record)))
+    return (
+        step,
+        human(record.nbytes),
+        str(record.files),
+        record.created or "",
+        took,
+        kind,
+        status,
+        ", ".join(_kept_by(one, record)),
+    )
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _total(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:

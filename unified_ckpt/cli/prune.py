@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unified_ckpt.cli.list import left_text
-from unified_ckpt.cli.rules import problem, rules_of
-from unified_ckpt.cli.words import count, human, plain
+from unified_ckpt.cli.retention_args import problem, rules_of
+from unified_ckpt.cli.text import count, human, plain
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import CheckpointError, NotFoundError
-from unified_ckpt.manager.removal import clear, remove, remove_broken
-from unified_ckpt.manager.rotation import condemned, damaged
-from unified_ckpt.manager.steps import Scan, StepRecord, foreign_steps, scan
-from unified_ckpt.runtime.storage import LocalStorage, writable
-from unified_ckpt.sources.marks import title_of
-from unified_ckpt.sources.steps import list_steps
+from unified_ckpt.manager.steps.remove import clear, remove, remove_broken
+from unified_ckpt.manager.steps.rotate import condemned, damaged
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable
+from unified_ckpt.sources.detect.names import title_of
+from unified_ckpt.sources.step_names import list_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ def run(arguments: Namespace) -> int:
     rules = rules_of(arguments)
     if not (rules.full or rules.model_only or arguments.incomplete or arguments.leftovers):
         print(
-            "unified-ckpt prune: nothing is asked for: needed a rule such as --keep-latest, or --incomplete or --leftovers", file=sys.stderr
+            "unified-ckpt prune: nothing is asked for: needed a rule such as --keep-latest, or --incomplete or --leftovers",
+            file=sys.stderr,
         )
         return 2
     root = os.path.realpath(writable(arguments.root))
@@ -53,10 +54,14 @@ def run(arguments: Namespace) -> int:
     storage = LocalStorage(root)
     found = scan(storage, arguments.prefix)
     if not found.steps and not found.leftovers:
-        raise NotFoundError(f"{root}: no checkpoints named {arguments.prefix}<step>; needed the folder of one run")
+        raise NotFoundError(
+            f"{root}: no checkpoints named {arguments.prefix}<step>; needed the folder of one run"
+        )
     choices = list(_by_rules(storage, found, rules)) if rules.full or rules.model_only else []
     older = arguments.older_than_hours * 3600
-    choices += list(_incomplete(storage, found, arguments.prefix, older)) if arguments.incomplete else []
+    choices += (
+        list(_incomplete(storage, found, arguments.prefix, older)) if arguments.incomplete else []
+    )
     choices += list(_leftovers(found, older)) if arguments.leftovers else []
     done, failed = _carry_out(storage, choices, prefix=arguments.prefix, dry=arguments.dry_run)
     _show(arguments, root, choices, done, failed)
@@ -70,16 +75,22 @@ def _by_rules(storage: LocalStorage, found: Scan, rules: Rules) -> Iterator[_Cho
         yield _Choice(one.name, one.nbytes, True, "no rule keeps it", one.save_id)
     for one in found.complete:
         if one.save_id in wrong:
-            yield _Choice(one.name, one.nbytes, False, f"damaged, and does not count: {wrong[one.save_id]}")
+            yield _Choice(
+                one.name, one.nbytes, False, f"damaged, and does not count: {wrong[one.save_id]}"
+            )
 
 
-def _incomplete(storage: LocalStorage, found: Scan, prefix: str, older_seconds: float) -> Iterator[_Choice]:
+def _incomplete(
+    storage: LocalStorage, found: Scan, prefix: str, older_seconds: float
+) -> Iterator[_Choice]:
     """Folders with the name of a step that are no whole checkpoint."""
     entries = foreign_steps(found, list_steps(storage.root, prefix=prefix))
     formats = {entry.path: title_of(entry.format) for entry in entries if entry.readable}
     for one in found.steps:
         if one.status == "incomplete" and formats.get(one.path):
-            yield _Choice(one.name, one.nbytes, False, f"it is of another engine ({formats[one.path]})")
+            yield _Choice(
+                one.name, one.nbytes, False, f"it is of another engine ({formats[one.path]})"
+            )
         elif one.status == "incomplete":
             yield _Choice(one.name, one.nbytes, *_verdict(storage, one, older_seconds), seen=one)
 
@@ -97,7 +108,10 @@ def _verdict(storage: LocalStorage, one: StepRecord, older_seconds: float) -> tu
 
 
 def _age(storage: LocalStorage, one: StepRecord) -> float:
-    stamps = [os.stat(storage.path(name)).st_mtime for name in (one.name, *(f"{one.name}/{entry}" for entry in storage.entries(one.name)))]
+    stamps = [
+        os.stat(storage.path(name)).st_mtime
+        for name in (one.name, *(f"{one.name}/{entry}" for entry in storage.entries(one.name)))
+    ]
     return time.time() - max(stamps)
 
 
@@ -107,12 +121,18 @@ def _leftovers(found: Scan, older_seconds: float) -> Iterator[_Choice]:
             why = left_text(left) if left.needed else "nothing shows that this library wrote it"
             yield _Choice(left.name, left.nbytes, False, why)
         elif left.age_seconds < older_seconds:
-            yield _Choice(left.name, left.nbytes, False, f"a save may be at work in it: {left_text(left)}")
+            yield _Choice(
+                left.name, left.nbytes, False, f"a save may be at work in it: {left_text(left)}"
+            )
         else:
-            yield _Choice(left.name, left.nbytes, True, f"left by an interrupted save: {left_text(left)}")
+            yield _Choice(
+                left.name, left.nbytes, True, f"left by an interrupted save: {left_text(left)}"
+            )
 
 
-def _carry_out(storage: LocalStorage, choices: list[_Choice], *, prefix: str, dry: bool) -> tuple[list[_Choice], dict[str, str]]:
+def _carry_out(
+    storage: LocalStorage, choices: list[_Choice], *, prefix: str, dry: bool
+) -> tuple[list[_Choice], dict[str, str]]:
     """What went, or would go, and why the rest of what should go did not."""
     done: list[_Choice] = []
     failed: dict[str, str] = {}
@@ -137,12 +157,29 @@ def _carry_out(storage: LocalStorage, choices: list[_Choice], *, prefix: str, dr
     return done, failed
 
 
-def _show(arguments: Namespace, root: str, choices: list[_Choice], done: list[_Choice], failed: dict[str, str]) -> None:
+def _show(
+    arguments: Namespace,
+    root: str,
+    choices: list[_Choice],
+    done: list[_Choice],
+    failed: dict[str, str],
+) -> None:
     nbytes = sum(choice.nbytes for choice in done)
     stayed = {choice.name: choice.why for choice in choices if not choice.goes} | failed
     if arguments.json:
         removed = {choice.name: {"nbytes": choice.nbytes, "why": choice.why} for choice in done}
-        print(json.dumps({"root": root, "dry_run": arguments.dry_run, "removed": removed, "stayed": stayed, "nbytes": nbytes}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "root": root,
+                    "dry_run": arguments.dry_run,
+                    "removed": removed,
+                    "stayed": stayed,
+                    "nbytes": nbytes,
+                },
+                indent=2,
+            )
+        )
         return
     word = "would remove" if arguments.dry_run else "removed"
     for choice in done:

@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
-from unified_ckpt.cli.words import count, human
-from unified_ckpt.engine.checkpoint import Folder, open_path
-from unified_ckpt.engine.prove import VerifyReport, unopened, verify_copies
-from unified_ckpt.engine.repair import RepairReport, repair
+from unified_ckpt.cli.text import count, human
+from unified_ckpt.engine.folder.reader import Folder, open_path
+from unified_ckpt.engine.folder.verify import VerifyReport, unopened, verify_copies
+from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import IntegrityError
-from unified_ckpt.runtime.storage import absolute
+from unified_ckpt.runtime.storage.storage import absolute
 
 
 def run(arguments: Namespace) -> int:
@@ -28,7 +28,12 @@ def run(arguments: Namespace) -> int:
     except IntegrityError as error:
         report, digested = unopened(absolute(arguments.path), error, deep=arguments.deep), False
     if arguments.json:
-        print(json.dumps({"ok": report.ok, "digests": arguments.deep and digested, **asdict(report)}, indent=2))
+        print(
+            json.dumps(
+                {"ok": report.ok, "digests": arguments.deep and digested, **asdict(report)},
+                indent=2,
+            )
+        )
     else:
         print(_text(report, digested=digested, seconds=time.monotonic() - started))
     return 0 if report.ok else 1
@@ -38,14 +43,24 @@ def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
     """What is found of it, and whether it has digests."""
     with closing(folder):
         # disable=None: a bar for a terminal only.
-        with tqdm(total=_total(folder), desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+        with tqdm(
+            total=_total(folder),
+            desc="verify",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            leave=False,
+            disable=None,
+        ) as bar:
             report = verify_copies(folder, deep=deep, progress=bar.update)
         return report, folder.manifest is not None and folder.manifest.digests is not None
 
 
 def _repair(arguments: Namespace) -> int:
     started = time.monotonic()
-    with tqdm(desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+    with tqdm(
+        desc="verify", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None
+    ) as bar:
         report = repair(arguments.path, arguments.sources, progress=bar.update)
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
@@ -62,22 +77,34 @@ def _repair_text(report: RepairReport, *, seconds: float) -> str:
     if report.problems:
         end = f"still damaged, {count(len(report.problems), 'problem')}; {count(len(report.mended), 'file')} mended"
     else:
-        end = f"mended, {count(len(report.mended), 'file')}, {human(report.nbytes)} written" if report.mended else "nothing to mend"
+        end = (
+            f"mended, {count(len(report.mended), 'file')}, {human(report.nbytes)} written"
+            if report.mended
+            else "nothing to mend"
+        )
     return "\n  ".join([f"{report.path}: {end} ({seconds:.2f} s)", *lines])
 
 
 def _total(folder: Folder) -> int | None:
     """Tensor bytes of the parts that are there; None for a folder that does not say, and for one with copies of others beside them."""
-    if folder.manifest is None or (folder.manifest.island is not None and folder.manifest.island.copies):
+    if folder.manifest is None or (
+        folder.manifest.island is not None and folder.manifest.island.copies
+    ):
         return None
     return sum(folder.manifest.parts[part].total_nbytes for part in folder.parts)
 
 
 def _text(report: VerifyReport, *, digested: bool, seconds: float) -> str:
     if not report.ok:
-        return "\n  ".join([f"{report.path}: damaged, {count(len(report.problems), 'problem')}", *report.problems])
+        return "\n  ".join(
+            [f"{report.path}: damaged, {count(len(report.problems), 'problem')}", *report.problems]
+        )
     seen = f"({count(report.tensors, 'tensor')}, {human(report.nbytes)}, {seconds:.2f} s)"
     if report.deep and digested:
         return f"{report.path}: every digest is right {seen}"
-    more = "; --deep also checks every digest" if digested else "; there are no digests to check bytes against"
+    more = (
+        "; --deep also checks every digest"
+        if digested
+        else "; there are no digests to check bytes against"
+    )
     return f"{report.path}: sizes and headers are right {seen}{more}"

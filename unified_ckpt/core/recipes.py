@@ -12,8 +12,8 @@ from itertools import accumulate, islice, product
 from math import prod
 from typing import Any
 
-from unified_ckpt.core.geometry import Box, intersect, runs, whole
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.sharding.boxes import Box, intersect, runs, whole
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
 
 
@@ -76,7 +76,11 @@ class Joined:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.of[0].shape
-        return (*shape[: self.dim], sum(one.shape[self.dim] for one in self.of), *shape[self.dim + 1 :])
+        return (
+            *shape[: self.dim],
+            sum(one.shape[self.dim] for one in self.of),
+            *shape[self.dim + 1 :],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,9 @@ def turned(of: Recipe, dims: Sequence[int]) -> Recipe:
     count = len(of.shape)
     found = tuple(dim + count if dim < 0 else dim for dim in dims)
     if sorted(found) != list(range(count)):
-        raise FormatError(f"permute {tuple(dims)} of shape {of.shape}; needed each of its {count} dims once")
+        raise FormatError(
+            f"permute {tuple(dims)} of shape {of.shape}; needed each of its {count} dims once"
+        )
     return of if found == tuple(range(count)) else Turned(of, found)
 
 
@@ -126,11 +132,19 @@ def reshaped(of: Recipe, shape: Sequence[int]) -> Recipe:
     """`torch.reshape`: one size may be -1. FormatError where the elements do not fit."""
     known = prod(size for size in shape if size != -1)
     total = prod(of.shape)
-    if list(shape).count(-1) > 1 or any(size < -1 for size in shape) or (-1 in shape and (known == 0 or total % known)):
-        raise FormatError(f"reshape {tuple(shape)} of shape {of.shape}; needed sizes for {total} elements, one of them -1 at most")
+    if (
+        list(shape).count(-1) > 1
+        or any(size < -1 for size in shape)
+        or (-1 in shape and (known == 0 or total % known))
+    ):
+        raise FormatError(
+            f"reshape {tuple(shape)} of shape {of.shape}; needed sizes for {total} elements, one of them -1 at most"
+        )
     found = tuple(total // known if size == -1 else size for size in shape)
     if prod(found) != total:
-        raise FormatError(f"reshape {tuple(shape)} of shape {of.shape}; needed a shape of {total} elements")
+        raise FormatError(
+            f"reshape {tuple(shape)} of shape {of.shape}; needed a shape of {total} elements"
+        )
     inner = of.of if isinstance(of, Reshaped) else of
     return inner if found == inner.shape else Reshaped(inner, found)
 
@@ -141,7 +155,9 @@ def cut(of: Recipe, dim: int, start: int, stop: int | None) -> Recipe:
     size = of.shape[dim]
     high = size if stop is None else stop
     if not 0 <= start <= high <= size:
-        raise FormatError(f"slice [{start}, {stop}) of dim {dim} of shape {of.shape}; needed a range of its {size}")
+        raise FormatError(
+            f"slice [{start}, {stop}) of dim {dim} of shape {of.shape}; needed a range of its {size}"
+        )
     if (start, high) == (0, size):
         return of
     box = whole(of.shape)
@@ -159,10 +175,17 @@ def joined(of: Sequence[Recipe], dim: int) -> Recipe:
     if len(of) == 1:
         return of[0]
     dim = _dim(of[0], dim)
-    rests = {(*one.shape[:dim], *one.shape[dim + 1 :]) if len(one.shape) == len(of[0].shape) else one.shape for one in of}
+    rests = {
+        (*one.shape[:dim], *one.shape[dim + 1 :])
+        if len(one.shape) == len(of[0].shape)
+        else one.shape
+        for one in of
+    }
     if len(rests) > 1:
         shapes = ", ".join(map(str, dict.fromkeys(one.shape for one in of)))
-        raise FormatError(f"shapes {shapes} do not join along dim {dim}; needed one shape but for that dim")
+        raise FormatError(
+            f"shapes {shapes} do not join along dim {dim}; needed one shape but for that dim"
+        )
     return Joined(tuple(of), dim)
 
 
@@ -185,7 +208,9 @@ def scaled(of: Recipe, factor: float) -> Recipe:
 def alike(of: Sequence[Recipe]) -> Recipe:
     """FormatError unless they have one shape."""
     if any(one.shape != of[0].shape for one in of):
-        raise FormatError(f"shapes {', '.join(map(str, dict.fromkeys(one.shape for one in of)))} cannot be alike; needed one shape")
+        raise FormatError(
+            f"shapes {', '.join(map(str, dict.fromkeys(one.shape for one in of)))} cannot be alike; needed one shape"
+        )
     return of[0] if len(set(of)) == 1 else Alike(tuple(of))
 
 
@@ -267,11 +292,21 @@ def _runs_in(of: Recipe) -> list[Run] | None:
             return _runs_in(of.of) if kept == sorted(kept) else None
         case Part():
             inner = _runs_in(of.of)
-            first = list(islice(runs(of.box, of.of.shape, local=whole(of.shape), local_shape=of.shape), 2))
-            return _between(inner, first[0][0] if first else 0, of.box.numel) if inner is not None and len(first) <= 1 else None
+            first = list(
+                islice(runs(of.box, of.of.shape, local=whole(of.shape), local_shape=of.shape), 2)
+            )
+            return (
+                _between(inner, first[0][0] if first else 0, of.box.numel)
+                if inner is not None and len(first) <= 1
+                else None
+            )
         case Joined() if prod(of.shape[: of.dim]) == 1:
             parts = [_runs_in(one) for one in of.of]
-            return None if None in parts else [piece for part in parts if part is not None for piece in part]
+            return (
+                None
+                if None in parts
+                else [piece for part in parts if part is not None for piece in part]
+            )
         case _:
             return None
 
@@ -292,7 +327,11 @@ def _merged(pieces: Sequence[Run]) -> Iterator[Run]:
     """Neighbours that are neighbours in one stored tensor too are one."""
     last: Run | None = None
     for piece in pieces:
-        if last is not None and last.stored == piece.stored and last.first + last.count == piece.first:
+        if (
+            last is not None
+            and last.stored == piece.stored
+            and last.first + last.count == piece.first
+        ):
             last = Run(last.stored, last.first, last.count + piece.count)
             continue
         if last is not None:
@@ -312,7 +351,10 @@ def panels(shape: Sequence[int], limit: int) -> Iterator[Box]:
     for index in product(*(range(size) for size in shape[:dim])):
         for low in range(0, shape[dim], rows):
             count = min(rows, shape[dim] - low)
-            yield Box((*index, low, *(0 for _ in shape[dim + 1 :])), (*(1 for _ in index), count, *shape[dim + 1 :]))
+            yield Box(
+                (*index, low, *(0 for _ in shape[dim + 1 :])),
+                (*(1 for _ in index), count, *shape[dim + 1 :]),
+            )
 
 
 def _dim(of: Recipe, dim: int) -> int:

@@ -74,7 +74,9 @@ class Rules:
     model_only: tuple[Rule, ...]
 
 
-def kept(saved: Sequence[Saved], rules: Rules, *, protected: Collection[int] = ()) -> dict[int, tuple[str, ...]]:
+def kept(
+    saved: Sequence[Saved], rules: Rules, *, protected: Collection[int] = ()
+) -> dict[int, tuple[str, ...]]:
     """step -> why it is kept, in words; the others may go. Steps are unique.
 
     The newest, the newest full one, the best by a metric that a rule names, and `protected` ones always stay.
@@ -95,8 +97,12 @@ def kept(saved: Sequence[Saved], rules: Rules, *, protected: Collection[int] = (
             keep([one.step for one in those], "no rule")
         for rule in own:
             keep(chosen(those, rule), rule_text(rule))
-    for metric, mode in dict.fromkeys((r.metric, r.mode) for r in (*rules.full, *rules.model_only) if isinstance(r, BestN)):
-        keep([one.step for one in ranked(ordered, metric=metric, mode=mode)[:1]], f"best by {metric}")
+    for metric, mode in dict.fromkeys(
+        (r.metric, r.mode) for r in (*rules.full, *rules.model_only) if isinstance(r, BestN)
+    ):
+        keep(
+            [one.step for one in ranked(ordered, metric=metric, mode=mode)[:1]], f"best by {metric}"
+        )
     return {step: tuple(why) for step, why in sorted(reasons.items())}
 
 
@@ -116,7 +122,10 @@ def chosen(ordered: Sequence[Saved], rule: Rule) -> list[int]:
 def ranked(saved: Sequence[Saved], *, metric: str, mode: Mode) -> list[Saved]:
     """Those that have the metric, the best first; of equal ones the later first."""
     sign = 1 if mode == "min" else -1
-    return sorted((one for one in saved if metric in one.metrics), key=lambda one: (sign * one.metrics[metric], -one.step))
+    return sorted(
+        (one for one in saved if metric in one.metrics),
+        key=lambda one: (sign * one.metrics[metric], -one.step),
+    )
 
 
 def rule_text(rule: Rule) -> str:

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError
-from unified_ckpt.exports.archives import Tensor, write_archive
-from unified_ckpt.sources.marks import DCP_METADATA
+from unified_ckpt.exports.torch_archive import Tensor, write_archive
+from unified_ckpt.sources.detect.names import DCP_METADATA
 
 _FILE = "__0_0.distcp"
 
@@ -45,7 +45,9 @@ def write_entries(folder: str, entries: Sequence[Entry], flush: Callable[[Any], 
     """A tensor that several entries have is written once. FormatError where two have one key."""
     twice = sorted(key for key, count in Counter(one.key for one in entries).items() if count > 1)
     if twice:
-        raise FormatError(listed("several entries have one name in torch.distributed.checkpoint", twice))
+        raise FormatError(
+            listed("several entries have one name in torch.distributed.checkpoint", twice)
+        )
     written: dict[int, _StorageInfo] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     with open(os.path.join(folder, _FILE), "xb") as file:
@@ -70,7 +72,11 @@ def write_entries(folder: str, entries: Sequence[Entry], flush: Callable[[Any], 
 
 
 def _index(one: Entry) -> MetadataIndex:
-    return MetadataIndex(one.key, [0] * len(one.value.shape), 0) if isinstance(one.value, Tensor) else MetadataIndex(one.key)
+    return (
+        MetadataIndex(one.key, [0] * len(one.value.shape), 0)
+        if isinstance(one.value, Tensor)
+        else MetadataIndex(one.key)
+    )
 
 
 def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

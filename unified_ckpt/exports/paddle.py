@@ -18,26 +18,34 @@ from uuid import uuid4
 
 import torch
 
-from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.files import split_files
-from unified_ckpt.core.geometry import Box, whole
-from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.compare import compare
-from unified_ckpt.engine.source import Source, read_box
+from unified_ckpt.core.planning.file_layout import split_files
+from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.text import listed
+from unified_ckpt.engine.source.diff import compare
+from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.calls import ALONE
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.runtime.storage import LocalStorage
-from unified_ckpt.runtime.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.write_calls import ALONE
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.sources.detect.paddle import PEFT
+from unified_ckpt.sources.paddle.beta_powers import power_after
 from unified_ckpt.sources.paddle.files import BF16
-from unified_ckpt.sources.paddle.marks import PEFT
-from unified_ckpt.sources.paddle.names import Model, check_shape, is_turned, layer_of, model_of, paddle_name
+from unified_ckpt.sources.paddle.names import (
+    Model,
+    check_shape,
+    is_turned,
+    layer_of,
+    model_of,
+    paddle_name,
+)
 from unified_ckpt.sources.paddle.source import config_at, open_paddle
-from unified_ckpt.sources.paddle.steps import power_after
 from unified_ckpt.sources.paddle.tensors import BETAS, POWERS, STATES
 
 _TILE_NBYTES = 32 << 20
@@ -56,7 +64,9 @@ class _Out:
     power: float = 0.0
 
 
-def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int) -> None:
+def write_paddle(
+    source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int
+) -> None:
     """Writes model, master weights and optimizer to a new folder. `options.config`: the model's config.json, or a folder that has it.
 
     FormatError for what PaddleNLP's format has no place for, StorageError where something is at `folder`: nothing is written then.
@@ -64,7 +74,9 @@ def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_fil
     """
     config = config_at(options.config) if options.config else None
     if config is None:
-        raise FormatError("PaddleNLP's names and orientation follow from the model's config.json; needed options.config")
+        raise FormatError(
+            "PaddleNLP's names and orientation follow from the model's config.json; needed options.config"
+        )
     if os.path.lexists(folder):
         raise StorageError(f"{folder}: exists; needed a free name")
     model = model_of(config)
@@ -77,9 +89,21 @@ def write_paddle(source: Source, folder: str, options: SourceOptions, *, max_fil
         storage.make_folder(staging)
         try:
             for stem, found in outs.items():
-                weight_map = _write_files(source, storage, staging, stem, found, max_file_bytes=max_file_bytes)
-                _put_json(storage, staging, names.index_name(stem), _index(stem, found, weight_map, masters=MASTER in stems))
-            _put_json(storage, staging, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
+                weight_map = _write_files(
+                    source, storage, staging, stem, found, max_file_bytes=max_file_bytes
+                )
+                _put_json(
+                    storage,
+                    staging,
+                    names.index_name(stem),
+                    _index(stem, found, weight_map, masters=MASTER in stems),
+                )
+            _put_json(
+                storage,
+                staging,
+                "config.json",
+                _config(config, source, adapter=stems[MODEL] == PEFT),
+            )
             trained = source.said().extra
             if isinstance(trained, dict) and isinstance(trained.get("trainer_state"), dict):
                 _put_json(storage, staging, "trainer_state.json", trained["trainer_state"])
@@ -97,12 +121,19 @@ def _stems(source: Source) -> dict[str, str]:
     stray = sorted(set(source.parts) - {MODEL, MASTER, OPTIMIZER})
     if stray or MODEL not in source.parts:
         raise FormatError(
-            listed("PaddleNLP's format has model, master_weights and optimizer, and the first of these; the source has", list(source.parts))
+            listed(
+                "PaddleNLP's format has model, master_weights and optimizer, and the first of these; the source has",
+                list(source.parts),
+            )
         )
     adapters = [name for name in source.names(MODEL) if ".lora_" in name]
     if adapters and len(adapters) < len(source.names(MODEL)):
         raise FormatError("the model has LoRA's weights and others; needed one of the two")
-    return {part: PEFT if part == MODEL and adapters else part for part in (MODEL, MASTER, OPTIMIZER) if part in source.parts}
+    return {
+        part: PEFT if part == MODEL and adapters else part
+        for part in (MODEL, MASTER, OPTIMIZER)
+        if part in source.parts
+    }
 
 
 # ---- what to write
@@ -114,13 +145,23 @@ def _planned(source: Source, part: str, model: Model) -> list[_Out]:
     specs = source.specs(part, set(stored.values()))
     said = source.said()
     others = said.extra.get(BETAS) if isinstance(said.extra, dict) else None
-    betas = {name: group["options"].get("betas", others) for group in said.groups for name in group["names"]}
+    betas = {
+        name: group["options"].get("betas", others)
+        for group in said.groups
+        for name in group["names"]
+    }
     found: list[_Out] = []
-    wrong = [f"{name}: has {', '.join(one)} that is no tensor" for name, one in said.scalars.items()] if part == OPTIMIZER else []
+    wrong = (
+        [f"{name}: has {', '.join(one)} that is no tensor" for name, one in said.scalars.items()]
+        if part == OPTIMIZER
+        else []
+    )
     for name, one in stored.items():
         try:
             if part == OPTIMIZER:
-                found += _state(source, name, one, specs[one], betas.get(one.rpartition("/")[0]), model)
+                found += _state(
+                    source, name, one, specs[one], betas.get(one.rpartition("/")[0]), model
+                )
             else:
                 found.append(_tensor(name, "", (part, one), specs[one], model))
         except CheckpointError as error:
@@ -141,19 +182,35 @@ def _tensor(name: str, kind: str, stored: Key, spec: TensorSpec, model: Model) -
     return _Out(theirs + kind, TensorSpec(_DTYPES[spec.dtype], shape), stored, turned)
 
 
-def _state(source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: Model) -> list[_Out]:
+def _state(
+    source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: Model
+) -> list[_Out]:
     """One state of a parameter; the step count as powers of the betas."""
     owner, _, kind = name.rpartition("/")
     if kind in _FOR_TORCH:
         return [_tensor(owner, f"/{_FOR_TORCH[kind]}", (OPTIMIZER, stored), spec, model)]
     if kind != "step":
-        raise FormatError(f"is optimizer state that Paddle has not; needed {', '.join(_FOR_TORCH)}, step")
-    if not isinstance(betas, tuple | list) or len(betas) != len(POWERS) or not all(isinstance(beta, float | None) for beta in betas):
-        raise FormatError("Paddle keeps powers of the betas for the step; needed the betas in its param group")
-    held = torch.frombuffer(bytearray(source.read(OPTIMIZER, stored, whole(spec.shape))), dtype=TORCH_DTYPES[spec.dtype])
+        raise FormatError(
+            f"is optimizer state that Paddle has not; needed {', '.join(_FOR_TORCH)}, step"
+        )
+    if (
+        not isinstance(betas, tuple | list)
+        or len(betas) != len(POWERS)
+        or not all(isinstance(beta, float | None) for beta in betas)
+    ):
+        raise FormatError(
+            "Paddle keeps powers of the betas for the step; needed the betas in its param group"
+        )
+    held = torch.frombuffer(
+        bytearray(source.read(OPTIMIZER, stored, whole(spec.shape))), dtype=TORCH_DTYPES[spec.dtype]
+    )
     steps = int(held[0])
     return [
-        _Out(f"{paddle_name(owner, model)}/{power}", TensorSpec("F32", (1,)), power=power_after(beta, steps))
+        _Out(
+            f"{paddle_name(owner, model)}/{power}",
+            TensorSpec("F32", (1,)),
+            power=power_after(beta, steps),
+        )
         for power, beta in zip(POWERS, betas, strict=True)
     ]
 
@@ -166,7 +223,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _write_files(
-    source: Source, storage: LocalStorage, staging: str, stem: str, outs: Sequence[_Out], *, max_file_bytes: int
+    source: Source,
+    storage: LocalStorage,
+    staging: str,
+    stem: str,
+    outs: Sequence[_Out],
+    *,
+    max_file_bytes: int,
 ) -> dict[str, str]:
     """The numbered files of a part; gives their weight map."""
     weight_map: dict[str, str] = {}
@@ -193,12 +256,19 @@ def _tiles(source: Source, out: _Out) -> Iterator[memoryview]:
     if out.stored is None:
         yield as_bytes(torch.tensor([out.power], dtype=torch.float32, device="cpu"))
         return
-    catalog, spec = source.catalog([out.stored]), source.specs(out.stored[0], [out.stored[1]])[out.stored[1]]
+    catalog, spec = (
+        source.catalog([out.stored]),
+        source.specs(out.stored[0], [out.stored[1]])[out.stored[1]],
+    )
     shape = out.spec.shape
     line = itemsize(spec.dtype) * prod(shape[1:])
     step = max(1, _TILE_NBYTES // max(1, line))
     for first in range(0, shape[0] if shape else 1, step):
-        rows = Box((first, *(0,) * (len(shape) - 1)), (min(step, shape[0] - first), *shape[1:])) if shape else whole(())
+        rows = (
+            Box((first, *(0,) * (len(shape) - 1)), (min(step, shape[0] - first), *shape[1:]))
+            if shape
+            else whole(())
+        )
         box = Box(rows.offsets[::-1], rows.shape[::-1]) if out.turned else rows
         held = bytearray(read_box(catalog.storage, catalog.locations[out.stored], spec, box))
         if not held:
@@ -207,8 +277,13 @@ def _tiles(source: Source, out: _Out) -> Iterator[memoryview]:
         yield as_bytes(dense(tensor.t()) if out.turned else tensor)
 
 
-def _index(stem: str, outs: Sequence[_Out], weight_map: Mapping[str, str], *, masters: bool) -> dict[str, Any]:
-    index = {"metadata": {"total_size": sum(out.spec.nbytes for out in outs)}, "weight_map": dict(weight_map)}
+def _index(
+    stem: str, outs: Sequence[_Out], weight_map: Mapping[str, str], *, masters: bool
+) -> dict[str, Any]:
+    index = {
+        "metadata": {"total_size": sum(out.spec.nbytes for out in outs)},
+        "weight_map": dict(weight_map),
+    }
     if stem == OPTIMIZER:
         return {**index, "master_weights": masters}
     return {**index, "type": "lora"} if stem == PEFT else index
@@ -221,7 +296,10 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
     if adapter or len(dtypes) > 1:
         return kept
     stored = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    return {**{key: value for key, value in kept.items() if key != "torch_dtype"}, "dtype": stored[dtypes.pop()]}
+    return {
+        **{key: value for key, value in kept.items() if key != "torch_dtype"},
+        "dtype": stored[dtypes.pop()],
+    }
 
 
 def _put_json(storage: LocalStorage, staging: str, file: str, value: Mapping[str, Any]) -> None:
@@ -235,5 +313,9 @@ def _prove(source: Source, written: str, stems: Mapping[str, str], model: Model)
     report = compare(source, made, parts=list(stems))
     made.close()
     if report.differences:
-        wrong = [f"{one.part}:{one.name}: {one.elements or 'all'} elements" for one in report.differences]
-        raise IntegrityError(listed(f"{written}: what was written is not what the source has", wrong))
+        wrong = [
+            f"{one.part}:{one.name}: {one.elements or 'all'} elements" for one in report.differences
+        ]
+        raise IntegrityError(
+            listed(f"{written}: what was written is not what the source has", wrong)
+        )

@@ -35,7 +35,11 @@ _TORCH_TO_FILE = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 _NUMPY_TO_FILE = {
-    **{f"<{kind}{size}": f"{name}{8 * size}" for kind, name in (("i", "I"), ("u", "U"), ("f", "F")) for size in (2, 4, 8)},
+    **{
+        f"<{kind}{size}": f"{name}{8 * size}"
+        for kind, name in (("i", "I"), ("u", "U"), ("f", "F"))
+        for size in (2, 4, 8)
+    },
     "|i1": "I8",
     "|u1": "U8",
     "|b1": "BOOL",
@@ -63,10 +67,22 @@ def describe(value: Any) -> dict[str, Any] | None:
         check_numpy_dtype(value.dtype)
         return {"$type": "numpy.ndarray", "dtype": value.dtype.str, "shape": list(value.shape)}
     if torch is not None and kind is torch.Tensor:
-        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
-            raise FormatError("found a tensor that is sparse, quantized, nested or on the meta device; needed a dense tensor with values")
+        if (
+            value.layout != torch.strided
+            or value.is_quantized
+            or value.is_nested
+            or value.device.type == "meta"
+        ):
+            raise FormatError(
+                "found a tensor that is sparse, quantized, nested or on the meta device; needed a dense tensor with values"
+            )
         grad = {"requires_grad": True} if value.requires_grad else {}
-        return {"$type": "torch.Tensor", "dtype": torch_name(value.dtype), "shape": list(value.shape), **grad}
+        return {
+            "$type": "torch.Tensor",
+            "dtype": torch_name(value.dtype),
+            "shape": list(value.shape),
+            **grad,
+        }
     return None
 
 
@@ -77,7 +93,9 @@ def raw(blob: Any) -> memoryview:
     torch = loaded("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = flat.as_strided((flat.numel(),), (1,))  # one element is contiguous whatever its stride, and `view` looks at that
+        flat = flat.as_strided(
+            (flat.numel(),), (1,)
+        )  # one element is contiguous whatever its stride, and `view` looks at that
         return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
     numpy = loaded("numpy")
     flat = numpy.ascontiguousarray(blob).reshape(-1)
@@ -105,13 +123,21 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
     if kind in ("bytes", "bytearray"):
         return bytes(blob) if kind == "bytes" else bytearray(blob)
     dtype, shape = node["dtype"], node["shape"]
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
+    if (
+        not isinstance(dtype, str)
+        or not isinstance(shape, list)
+        or not all(type(dim) is int and dim >= 0 for dim in shape)
+    ):
         raise FormatError(f"dtype {dtype!r} or shape {shape!r} is not valid")
     is_raw = isinstance(blob, bytes | bytearray | memoryview)
     if kind == "numpy.ndarray":
         value = _array(blob, dtype, shape) if is_raw else blob
     else:
-        value = _tensor(blob, dtype, shape, requires_grad=node.get("requires_grad") is True) if is_raw else blob
+        value = (
+            _tensor(blob, dtype, shape, requires_grad=node.get("requires_grad") is True)
+            if is_raw
+            else blob
+        )
     found = describe(value) or {"$type": type(value).__name__}
     if any(found.get(field) != node[field] for field in ("$type", "dtype", "shape")):
         raise FormatError(f"found {found}, needed {node}")
@@ -121,7 +147,9 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
 def check_numpy_dtype(dtype: Any) -> None:
     """Raises FormatError for a dtype whose bytes are not its value."""
     if dtype.kind not in _NUMPY_KINDS:
-        raise FormatError(f"found numpy dtype {str(dtype)!r}; needed numbers, bools, dates or fixed-width text")
+        raise FormatError(
+            f"found numpy dtype {str(dtype)!r}; needed numbers, bools, dates or fixed-width text"
+        )
 
 
 def numpy_dtype(name: Any) -> Any:
@@ -171,4 +199,6 @@ def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool)
 
 def _check_nbytes(stored: Buffer, itemsize: int, shape: list[int]) -> None:
     if len(stored) != itemsize * prod(shape):
-        raise FormatError(f"found {len(stored)} bytes; shape {tuple(shape)} needs {itemsize * prod(shape)}")
+        raise FormatError(
+            f"found {len(stored)} bytes; shape {tuple(shape)} needs {itemsize * prod(shape)}"
+        )

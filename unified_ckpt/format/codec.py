@@ -25,12 +25,24 @@ Path = tuple[Any, ...]  # the root's name, then keys and positions
 
 _TAG = "$type"
 _MAGIC = b"UCPACK01"
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple, bool, bytes)}
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, int, float, set, str, tuple, bool, bytes)
+}
 _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _CONTAINERS = frozenset({list, dict, Counter, OrderedDict, defaultdict, *_SEQUENCES.values()})
-_INVALID = (LookupError, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, ImportError, SyntaxError, struct.error)
+_INVALID = (
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RuntimeError,
+    AttributeError,
+    ImportError,
+    SyntaxError,
+    struct.error,
+)
 
 
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
@@ -55,7 +67,10 @@ def pack(value: Any, path: str = "rank_extra") -> bytes:
     """The value with its blobs as one byte string: magic, u64 length of the JSON, JSON, blobs."""
     tree, blobs = encode(value, path)
     parts = {name: blob_format.raw(blob) for name, blob in blobs.items()}
-    head = json.dumps({"tree": tree, "blobs": {name: part.nbytes for name, part in parts.items()}}, separators=(",", ":")).encode()
+    head = json.dumps(
+        {"tree": tree, "blobs": {name: part.nbytes for name, part in parts.items()}},
+        separators=(",", ":"),
+    ).encode()
     return b"".join([_MAGIC, struct.pack("<Q", len(head)), head, *parts.values()])
 
 
@@ -74,7 +89,9 @@ def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
     blobs = {}
     for name, nbytes in sizes:
         if type(nbytes) is not int or nbytes < 0:
-            raise FormatError(f"{path}: blob {name!r} has the size {nbytes!r}; needed an integer from 0")
+            raise FormatError(
+                f"{path}: blob {name!r} has the size {nbytes!r}; needed an integer from 0"
+            )
         blobs[name] = view[start : start + nbytes]
         start += nbytes
     if start != len(view):
@@ -108,29 +125,45 @@ class _Encoder:
 
     def _container(self, value: Any, path: Path) -> Any:
         if id(value) in self._open:
-            raise FormatError(f"{path_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree")
+            raise FormatError(
+                f"{path_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree"
+            )
         if len(path) > MAX_DEPTH:
-            raise FormatError(f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value")
+            raise FormatError(
+                f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value"
+            )
         self._open.add(id(value))
-        node = self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+        node = (
+            self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+        )
         self._open.remove(id(value))
         return node
 
     def _mapping(self, value: dict[Any, Any], path: Path) -> Any:
         kind = type(value)
-        if kind is dict and _TAG not in value and all(type(key) is str and scalars.is_unicode(key) for key in value):
+        if (
+            kind is dict
+            and _TAG not in value
+            and all(type(key) is str and scalars.is_unicode(key) for key in value)
+        ):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         node: dict[str, Any] = {_TAG: kind.__name__}
         if isinstance(value, defaultdict):
             node["factory"] = self._factory(value.default_factory, path)
-        node["items"] = [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+        node["items"] = [
+            [self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()
+        ]
         return node
 
     def _key(self, key: Any, path: Path) -> Any:
         count = len(self.blobs)
         node = self.encode(key, (*path, key))
-        if len(self.blobs) > count and not all(isinstance(blob, bytes) for blob in list(self.blobs.values())[count:]):
-            raise FormatError(f"{path_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values")
+        if len(self.blobs) > count and not all(
+            isinstance(blob, bytes) for blob in list(self.blobs.values())[count:]
+        ):
+            raise FormatError(
+                f"{path_text(path)}: found a tensor in a key or a set, where it equals only itself; needed values"
+            )
         return node
 
     def _factory(self, factory: Any, path: Path) -> str | None:
@@ -157,7 +190,9 @@ class _Encoder:
     def _blob(self, node: dict[str, Any], value: Any, path: Path) -> dict[str, Any]:
         if isinstance(value, bytes | bytearray) and len(value) <= INLINE_NBYTES:
             return {**node, "base64": base64.b64encode(value).decode()}
-        plain = "/".join(key if isinstance(key, str) and scalars.is_unicode(key) else ascii(key) for key in path)
+        plain = "/".join(
+            key if isinstance(key, str) and scalars.is_unicode(key) else ascii(key) for key in path
+        )
         name, count = plain, 1
         while name in self.blobs:  # {"a/b": x, "a": {"b": y}}
             count += 1
@@ -183,7 +218,9 @@ class _Decoder:
         try:
             return self._tagged(str(tag), node, path)
         except _INVALID as error:
-            raise FormatError(f"{path_text(path)}: {tag} is not valid: {type(error).__name__}: {error}") from None
+            raise FormatError(
+                f"{path_text(path)}: {tag} is not valid: {type(error).__name__}: {error}"
+            ) from None
 
     def _tagged(self, tag: str, node: dict[str, Any], path: Path) -> Any:
         try:
@@ -195,15 +232,22 @@ class _Decoder:
         if tag in ("dict", "Counter", "OrderedDict", "defaultdict"):
             return self._mapping(tag, node, path)
         if tag not in _SEQUENCES and tag != "torch.Size":
-            raise FormatError(f"{path_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it")
-        items = [self.decode(item, (*path, position)) for position, item in enumerate(_list(node["items"]))]
+            raise FormatError(
+                f"{path_text(path)}: unknown type {tag!r}; a newer version of unified_ckpt may know it"
+            )
+        items = [
+            self.decode(item, (*path, position))
+            for position, item in enumerate(_list(node["items"]))
+        ]
         if tag == "torch.Size":
             import torch
 
             return torch.Size(items)
         made = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
         if len(made) != len(items):
-            raise FormatError(f"{path_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit")
+            raise FormatError(
+                f"{path_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit"
+            )
         return made
 
     def _leaf(self, tag: str, node: dict[str, Any]) -> Any:
@@ -223,9 +267,13 @@ class _Decoder:
             found = self.decode(key, (*path, position))
             items[found] = self.decode(item, (*path, found))
         if len(items) != len(pairs):
-            raise FormatError(f"{path_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys")
+            raise FormatError(
+                f"{path_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys"
+            )
         if tag == "defaultdict":
-            return defaultdict(None if node["factory"] is None else _FACTORIES[node["factory"]], items)
+            return defaultdict(
+                None if node["factory"] is None else _FACTORIES[node["factory"]], items
+            )
         if tag == "Counter":
             counter: Counter[Any] = Counter()
             dict.update(counter, items)
@@ -235,12 +283,19 @@ class _Decoder:
 
 def path_text(path: Path) -> str:
     """`("extra", "rates", 0)` -> `"extra.rates[0]"`."""
-    steps = (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{ascii(key)[:80]}]" for key in path[1:])
+    steps = (
+        f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{ascii(key)[:80]}]"
+        for key in path[1:]
+    )
     return str(path[0]) + "".join(steps)
 
 
 def _kind_text(kind: type) -> str:
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 

@@ -70,24 +70,34 @@ def pieces(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> l
     while position < stop:
         block = position // block_nbytes
         piece_stop = min(stop, (block + 1) * block_nbytes)
-        found.append(Piece(block, position, piece_stop, crc(view[position - start : piece_stop - start])))
+        found.append(
+            Piece(block, position, piece_stop, crc(view[position - start : piece_stop - start]))
+        )
         position = piece_stop
     return found
 
 
-def join(parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> tuple[dict[int, int], list[int]]:
+def join(
+    parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
+) -> tuple[dict[int, int], list[int]]:
     """CRCs by block of a tensor of `nbytes`, from pieces in any order, and the blocks that the pieces cover only in part.
 
     Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie outside their block.
     """
     parts = list(parts)
-    if len(parts) == 1 and parts[0].start == parts[0].block == 0 and parts[0].stop == nbytes <= block_nbytes:
+    if (
+        len(parts) == 1
+        and parts[0].start == parts[0].block == 0
+        and parts[0].stop == nbytes <= block_nbytes
+    ):
         return {0: parts[0].crc}, []  # most tensors of a model of many
     by_block: dict[int, list[Piece]] = {}
     for piece in parts:
         border = piece.block * block_nbytes
         if not border <= piece.start < piece.stop <= min(border + block_nbytes, nbytes):
-            raise IntegrityError(f"digest of bytes [{piece.start}, {piece.stop}) lies outside block {piece.block} of {nbytes} bytes")
+            raise IntegrityError(
+                f"digest of bytes [{piece.start}, {piece.stop}) lies outside block {piece.block} of {nbytes} bytes"
+            )
         by_block.setdefault(piece.block, []).append(piece)
     whole: dict[int, int] = {}
     partial: list[int] = []
@@ -95,8 +105,12 @@ def join(parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTE
         members.sort(key=lambda piece: piece.start)
         for left, right in pairwise(members):
             if right.start < left.stop:
-                raise IntegrityError(f"two digests of block {block} overlap: [{left.start}, {left.stop}) and [{right.start}, {right.stop})")
-        found, found_nbytes = combine_stream((piece.crc, piece.stop - piece.start) for piece in members)
+                raise IntegrityError(
+                    f"two digests of block {block} overlap: [{left.start}, {left.stop}) and [{right.start}, {right.stop})"
+                )
+        found, found_nbytes = combine_stream(
+            (piece.crc, piece.stop - piece.start) for piece in members
+        )
         # Without overlaps, as many bytes as the block has are all of its bytes.
         if found_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
             whole[block] = found
@@ -107,11 +121,16 @@ def join(parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTE
 
 def pack(parts: Iterable[tuple[int, Piece]]) -> bytes:
     """(tensor index, piece) pairs as 40 bytes each, to send to another rank."""
-    return b"".join(_RECORD.pack(tensor, piece.block, piece.start, piece.stop, piece.crc) for tensor, piece in parts)
+    return b"".join(
+        _RECORD.pack(tensor, piece.block, piece.start, piece.stop, piece.crc)
+        for tensor, piece in parts
+    )
 
 
 def unpack(packed: Buffer) -> list[tuple[int, Piece]]:
     """What `pack` was given. Raises FormatError if the length does not fit."""
     if len(packed) % _RECORD.size:
-        raise FormatError(f"packed digests have {len(packed)} bytes; needed a multiple of {_RECORD.size}")
+        raise FormatError(
+            f"packed digests have {len(packed)} bytes; needed a multiple of {_RECORD.size}"
+        )
     return [(tensor, Piece(*fields)) for tensor, *fields in _RECORD.iter_unpack(packed)]

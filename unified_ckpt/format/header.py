@@ -14,7 +14,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from unified_ckpt.core.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
+from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format.json_text import parse_json
 
@@ -25,7 +25,9 @@ PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})
 _METADATA = "__metadata__"
 _MAX_DIMS = 255  # a product of millions of dims would take minutes
 _MAX_INT = 2**63
-_MAX_NUMEL = _MAX_INT // 16  # counting zeros as ones: strides and bytes of an empty tensor are computed, too
+_MAX_NUMEL = (
+    _MAX_INT // 16
+)  # counting zeros as ones: strides and bytes of an empty tensor are computed, too
 
 _INTEGER = "(?:0|[1-9][0-9]{0,17})"
 _PLAIN_METADATA = '{"__metadata__":{"format":"pt"},'
@@ -53,10 +55,14 @@ def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
     try:
         return sorted(items, key=lambda item: (DTYPE_ORDER[item[1]], item[0]))
     except KeyError as error:
-        raise FormatError(f"unknown dtype {error.args[0]!r}; known: {', '.join(ITEM_BITS)}") from None
+        raise FormatError(
+            f"unknown dtype {error.args[0]!r}; known: {', '.join(ITEM_BITS)}"
+        ) from None
 
 
-def encode_header(items: Iterable[TensorItem], *, metadata: Mapping[str, str] = PT_METADATA) -> tuple[bytes, dict[str, Entry]]:
+def encode_header(
+    items: Iterable[TensorItem], *, metadata: Mapping[str, str] = PT_METADATA
+) -> tuple[bytes, dict[str, Entry]]:
     """Header bytes (prefix, JSON, padding) and the entries of tensors that follow each other in the order given.
 
     Equal to the bytes that the safetensors library writes when `items` come from `file_order`. Raises FormatError for a name that
@@ -64,14 +70,23 @@ def encode_header(items: Iterable[TensorItem], *, metadata: Mapping[str, str] = 
     """
     sized: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # names are many, shapes are few
     placed: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    texts = [f'"{_METADATA}":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))] if metadata else []
+    texts = (
+        [f'"{_METADATA}":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))]
+        if metadata
+        else []
+    )
     offset = 0
     for name, dtype, shape in items:
         if name in placed or name == _METADATA:
-            raise FormatError(f"tensor name {name!r} is {'given twice' if name in placed else 'reserved'}; needed a name of its own")
+            raise FormatError(
+                f"tensor name {name!r} is {'given twice' if name in placed else 'reserved'}; needed a name of its own"
+            )
         known = sized.get((dtype, shape))
         if known is None:
-            known = _checked_nbytes(name, dtype, shape), f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":['
+            known = (
+                _checked_nbytes(name, dtype, shape),
+                f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[',
+            )
             sized[dtype, shape] = known
         nbytes_here, text = known
         stop = offset + nbytes_here
@@ -84,25 +99,38 @@ def encode_header(items: Iterable[TensorItem], *, metadata: Mapping[str, str] = 
         raise FormatError(f"a tensor name or the metadata is no valid Unicode: {error}") from None
     body += b" " * (-len(body) % 8)
     if len(body) > MAX_HEADER_NBYTES:
-        raise FormatError(f"header has {len(body)} bytes; needed {MAX_HEADER_NBYTES} or fewer; spread the tensors over more files")
+        raise FormatError(
+            f"header has {len(body)} bytes; needed {MAX_HEADER_NBYTES} or fewer; spread the tensors over more files"
+        )
     first = PREFIX_NBYTES + len(body)
-    entries = {name: Entry(dtype, shape, first + start, first + stop) for name, (dtype, shape, start, stop) in placed.items()}
+    entries = {
+        name: Entry(dtype, shape, first + start, first + stop)
+        for name, (dtype, shape, start, stop) in placed.items()
+    }
     return len(body).to_bytes(PREFIX_NBYTES, "little") + body, entries
 
 
 def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, file: str) -> int:
     """Bytes of prefix and JSON together, from a file's first 8 bytes or more. Raises FormatError if no such header can be."""
     if len(first8) < PREFIX_NBYTES:
-        raise FormatError(f"{file}: file has {len(first8)} bytes; needed at least {PREFIX_NBYTES} for a safetensors file")
+        raise FormatError(
+            f"{file}: file has {len(first8)} bytes; needed at least {PREFIX_NBYTES} for a safetensors file"
+        )
     json_nbytes = int.from_bytes(first8[:PREFIX_NBYTES], "little")
     if json_nbytes > MAX_HEADER_NBYTES:
-        raise FormatError(f"{file}: header claims {json_nbytes} bytes; needed {MAX_HEADER_NBYTES} or fewer; not a safetensors file")
+        raise FormatError(
+            f"{file}: header claims {json_nbytes} bytes; needed {MAX_HEADER_NBYTES} or fewer; not a safetensors file"
+        )
     if PREFIX_NBYTES + json_nbytes > file_size:
-        raise FormatError(f"{file}: header claims {json_nbytes} bytes, file has {file_size}; the file is cut off or not a safetensors file")
+        raise FormatError(
+            f"{file}: header claims {json_nbytes} bytes, file has {file_size}; the file is cut off or not a safetensors file"
+        )
     return PREFIX_NBYTES + json_nbytes
 
 
-def parse_header(head: bytes | bytearray | memoryview, *, file_size: int, file: str) -> dict[str, Entry]:
+def parse_header(
+    head: bytes | bytearray | memoryview, *, file_size: int, file: str
+) -> dict[str, Entry]:
     """Entries of a file by name, in the order of their bytes; together they cover the file to its last byte.
 
     `head` is the file's first `header_nbytes(...)` bytes or more. Raises FormatError naming `file` and the tensor for anything that
@@ -123,12 +151,16 @@ def parse_header(head: bytes | bytearray | memoryview, *, file_size: int, file: 
     for name, entry in in_order.items():
         if entry.start != end:
             what = "overlaps" if entry.start < end else "leaves a gap after"
-            raise FormatError(f"{file}: tensor {name!r} {what} {before}: starts at byte {entry.start}, needed {end}")
+            raise FormatError(
+                f"{file}: tensor {name!r} {what} {before}: starts at byte {entry.start}, needed {end}"
+            )
         end, before = entry.stop, f"tensor {name!r}"
     if file_size < end:
         raise IntegrityError(f"{file}: file is truncated: {file_size} bytes, header needs {end}")
     if file_size > end:
-        raise FormatError(f"{file}: file has {file_size} bytes, header needs {end}; {file_size - end} bytes belong to no tensor")
+        raise FormatError(
+            f"{file}: file has {file_size} bytes, header needs {end}; {file_size - end} bytes belong to no tensor"
+        )
     return in_order
 
 
@@ -142,7 +174,9 @@ def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | 
     except UnicodeDecodeError:
         return None
     position = len(_PLAIN_METADATA) if text.startswith(_PLAIN_METADATA) else 1
-    sized: dict[tuple[str, str], tuple[tuple[int, ...], int] | None] = {}  # names are many, shapes are few
+    sized: dict[
+        tuple[str, str], tuple[tuple[int, ...], int] | None
+    ] = {}  # names are many, shapes are few
     entries: dict[str, Entry] = {}
     end = count = 0
     while (item := _PLAIN_ITEM.match(text, position)) is not None:
@@ -154,7 +188,13 @@ def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | 
             return None
         entries[name] = Entry(dtype, known[0], first + start, first + stop)
         position, end, count = item.end(), stop, count + 1
-    if not text.endswith("}}") or position != len(text) or text[0] != "{" or len(entries) < count or _METADATA in entries:
+    if (
+        not text.endswith("}}")
+        or position != len(text)
+        or text[0] != "{"
+        or len(entries) < count
+        or _METADATA in entries
+    ):
         return None
     if first + end != file_size:
         return None
@@ -172,7 +212,9 @@ def _plain_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
 
 def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if not _is_shape(shape):
-        raise FormatError(f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59")
+        raise FormatError(
+            f"tensor {name!r} has shape {shape}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
+        )
     try:
         return nbytes(dtype, shape)
     except FormatError as error:
@@ -180,7 +222,11 @@ def _checked_nbytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_shape(dims: tuple[Any, ...] | list[Any]) -> bool:
-    return len(dims) <= _MAX_DIMS and all(map(_is_size, dims)) and prod(dim or 1 for dim in dims) < _MAX_NUMEL
+    return (
+        len(dims) <= _MAX_DIMS
+        and all(map(_is_size, dims))
+        and prod(dim or 1 for dim in dims) < _MAX_NUMEL
+    )
 
 
 def _is_size(value: Any) -> bool:
@@ -195,7 +241,9 @@ def _parse_json(body: bytes, file: str) -> dict[str, Any]:
 
 
 def _check_metadata(metadata: Any, file: str) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise FormatError(f"{file}: {_METADATA} of the header is not an object of strings")
 
 
@@ -212,12 +260,16 @@ def _parse_entry(name: str, fields: Any, first: int, file: str) -> Entry:
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise FormatError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
     if not isinstance(shape, list) or not _is_shape(shape):
-        raise FormatError(f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59")
+        raise FormatError(
+            f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
+        )
     match offsets:
         case [start, stop] if _is_size(start) and _is_size(stop):
             pass
         case _:
-            raise FormatError(f"{where}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1")
+            raise FormatError(
+                f"{where}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1"
+            )
     if start > stop:
         raise FormatError(f"{where}: data_offsets are {offsets}; needed start <= stop")
     try:
@@ -225,5 +277,7 @@ def _parse_entry(name: str, fields: Any, first: int, file: str) -> Entry:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
     if stop - start != needed:
-        raise FormatError(f"{where}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}")
+        raise FormatError(
+            f"{where}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}"
+        )
     return Entry(dtype, tuple(shape), first + start, first + stop)

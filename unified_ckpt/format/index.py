@@ -24,7 +24,10 @@ def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
         check_file_name(file)
     # By hand, for `json.dumps` with an indent takes as long as all else that a save does for a small tensor.
     files = {file: encode_basestring_ascii(file) for file in set(weight_map.values())}
-    lines = ",\n".join(f"    {encode_basestring_ascii(name)}: {files[weight_map[name]]}" for name in sorted(weight_map))
+    lines = ",\n".join(
+        f"    {encode_basestring_ascii(name)}: {files[weight_map[name]]}"
+        for name in sorted(weight_map)
+    )
     names = f"{{\n{lines}\n  }}" if lines else "{}"
     return f'{{\n  "metadata": {{\n    "total_size": {total_size}\n  }},\n  "weight_map": {names}\n}}\n'.encode()
 
@@ -46,7 +49,9 @@ def parse_index(encoded: bytes, *, file: str) -> Index:
     return Index(_total_size(found.get("metadata")), weight_map)
 
 
-def is_left_over(weight_map: Mapping[str, str], *, single: str, there: Collection[str], where: str) -> bool:
+def is_left_over(
+    weight_map: Mapping[str, str], *, single: str, there: Collection[str], where: str
+) -> bool:
     """Whether an index is of an older save, whose files are gone: beside it is `single`, which readers take first. `there`: names of files.
 
     FormatError where files of both are there: transformers reads `single`, others go by the index.
@@ -69,10 +74,16 @@ def check_file_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise FormatError(f"file name {name!a} is no Unicode text; needed a plain file name") from None
+        raise FormatError(
+            f"file name {name!a} is no Unicode text; needed a plain file name"
+        ) from None
 
 
 def _total_size(metadata: object) -> int | None:
     # Only a hint for people: other writers leave it out, or write a float.
     found = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 2**63 else None
+    return (
+        int(found)
+        if isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 2**63
+        else None
+    )

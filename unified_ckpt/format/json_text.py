@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 from unified_ckpt.errors import FormatError
 
 
-def parse_json(body: bytes | bytearray | memoryview | str, *, file: str, constants: bool = False) -> Any:
+def parse_json(
+    body: bytes | bytearray | memoryview | str, *, file: str, constants: bool = False
+) -> Any:
     """The value of a UTF-8 JSON text. FormatError naming `file` for invalid JSON and for a key that an object has twice.
 
     `constants`: accept NaN and Infinity, which Python's writers produce and JSON lacks. Numbers beyond a double are refused without it.
@@ -23,8 +25,12 @@ def parse_json(body: bytes | bytearray | memoryview | str, *, file: str, constan
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            key = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise FormatError(f"{file}: key {key!a} occurs twice in one object; needed each once: the file is damaged")
+            key = next(
+                name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+            )
+            raise FormatError(
+                f"{file}: key {key!a} occurs twice in one object; needed each once: the file is damaged"
+            )
         return fields
 
     text = body if isinstance(body, str) else bytes(body)
@@ -32,7 +38,9 @@ def parse_json(body: bytes | bytearray | memoryview | str, *, file: str, constan
         text = text if isinstance(text, str) else text.decode()
         if constants:
             return json.loads(text, object_pairs_hook=unique)
-        return json.loads(text, object_pairs_hook=unique, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(
+            text, object_pairs_hook=unique, parse_constant=_refuse, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: not valid JSON: {error}") from None
 

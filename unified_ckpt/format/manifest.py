@@ -91,7 +91,9 @@ class RankExtraFile(NamedFile):
     @model_validator(mode="after")
     def _entries_fit(self) -> RankExtraFile:
         if self.nbytes < 16 * self.world_size:
-            raise ValueError(f"{self.world_size} entries need {16 * self.world_size} bytes or more; the file has {self.nbytes}")
+            raise ValueError(
+                f"{self.world_size} entries need {16 * self.world_size} bytes or more; the file has {self.nbytes}"
+            )
         return self
 
 
@@ -143,14 +145,18 @@ class Part(_Record):
     @model_validator(mode="after")
     def _index_of_files(self) -> Part:
         if (self.index is None) != (not self.files):
-            raise ValueError("a part that has files needs the record of its index, and no other does")
+            raise ValueError(
+                "a part that has files needs the record of its index, and no other does"
+            )
         return self
 
     @model_validator(mode="after")
     def _aliases_end(self) -> Part:
         for alias, stored in self.aliases.items():
             if stored in self.aliases:
-                raise ValueError(f"alias {alias!r} stands for {stored!r}, which is an alias too; needed a stored tensor")
+                raise ValueError(
+                    f"alias {alias!r} stands for {stored!r}, which is an alias too; needed a stored tensor"
+                )
         return self
 
 
@@ -252,18 +258,29 @@ class Manifest(_Record):
 
     def indexes(self) -> dict[str, IndexFile]:
         """The indexes of the parts, by file name."""
-        return {index_name(name): part.index for name, part in self.parts.items() if part.index is not None}
+        return {
+            index_name(name): part.index
+            for name, part in self.parts.items()
+            if part.index is not None
+        }
 
     def singles(self) -> list[NamedFile | DigestFile]:
         """The files beside the parts' that have one CRC of all their bytes: digests first, by which the parts' are proved."""
-        return [record for record in (self.digests, self.extra_file, self.rank_extra) if record is not None]
+        return [
+            record
+            for record in (self.digests, self.extra_file, self.rank_extra)
+            if record is not None
+        ]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """JSON with one line per field, and its own CRC as the last. Raises FormatError for a tree that JSON cannot hold: trees come from
     `codec.encode`."""
     try:
-        fields = [f'"{name}": {json.dumps(value, allow_nan=False)}' for name, value in manifest.model_dump().items()]
+        fields = [
+            f'"{name}": {json.dumps(value, allow_nan=False)}'
+            for name, value in manifest.model_dump().items()
+        ]
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"the manifest holds a value that JSON cannot: {error}") from None
     return seal_manifest(("{\n" + ",\n".join([*fields, f'"crc": "{_NO_CRC}"']) + "\n}\n").encode())
@@ -281,7 +298,9 @@ def parse_manifest(encoded: bytes, *, file: str) -> Manifest:
     found = parse_json(encoded, file=file)
     if not isinstance(found, dict):
         raise FormatError(f"{file}: found a JSON {type(found).__name__}; needed an object")
-    _check_crc(encoded, found.get("crc"), file)  # of any version: a digit of that may be what is damaged
+    _check_crc(
+        encoded, found.get("crc"), file
+    )  # of any version: a digit of that may be what is damaged
     _check_version(found, file)
     try:
         return Manifest.model_validate(found)
@@ -303,7 +322,9 @@ def is_other_version(encoded: bytes) -> bool:
 
 def _check_crc(encoded: bytes, said: object, file: str) -> None:
     if not isinstance(said, str) or not _DIGITS.fullmatch(said):
-        raise FormatError(f"{file}: crc is {ascii(said)[:_SHOWN_CHARS]}; needed 16 lower-case hex digits")
+        raise FormatError(
+            f"{file}: crc is {ascii(said)[:_SHOWN_CHARS]}; needed 16 lower-case hex digits"
+        )
     before, _, after = encoded.rpartition(said.encode())  # it is the last field
     found = 0
     for piece in (before, _NO_CRC.encode(), after):
@@ -319,15 +340,25 @@ def _check_version(found: dict[str, Any], file: str) -> None:
     version = found.get("format_version")
     major, dot, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
     if not (dot and _is_number(major) and _is_number(minor)):
-        raise FormatError(f"{file}: format_version is {version!r}; needed a version like {FORMAT_VERSION!r}")
+        raise FormatError(
+            f"{file}: format_version is {version!r}; needed a version like {FORMAT_VERSION!r}"
+        )
     known = FORMAT_VERSION.partition(".")[0]
     if int(major) > int(known):
         versions = found.get("versions")
         writer = versions.get("unified-ckpt") if isinstance(versions, dict) else None
-        newer = f"unified_ckpt {writer!s:.40}, which wrote it, or newer" if writer else "a newer unified_ckpt"
-        raise FormatError(f"{file}: format version is {version}, this unified_ckpt reads {known}.x; install {newer}")
+        newer = (
+            f"unified_ckpt {writer!s:.40}, which wrote it, or newer"
+            if writer
+            else "a newer unified_ckpt"
+        )
+        raise FormatError(
+            f"{file}: format version is {version}, this unified_ckpt reads {known}.x; install {newer}"
+        )
     if int(major) < int(known):
-        raise FormatError(f"{file}: format version is {version}, of which this unified_ckpt knows nothing; needed {known}.x")
+        raise FormatError(
+            f"{file}: format version is {version}, of which this unified_ckpt knows nothing; needed {known}.x"
+        )
 
 
 def _is_number(text: str) -> bool:
@@ -338,7 +369,9 @@ def _reasons(error: ValidationError) -> str:
     reasons = []
     for item in error.errors(include_url=False, include_context=False)[:_MAX_SHOWN]:
         where = ".".join(str(step) for step in item["loc"]) or "manifest"
-        found = "" if item["type"] == "missing" else f"; found {ascii(item['input'])[:_SHOWN_CHARS]}"
+        found = (
+            "" if item["type"] == "missing" else f"; found {ascii(item['input'])[:_SHOWN_CHARS]}"
+        )
         reasons.append(f"{where}: {item['msg'].removeprefix('Value error, ')}{found}")
     more = error.error_count() - len(reasons)
     return "; ".join(reasons) + (f"; and {more} more" if more > 0 else "")

@@ -28,15 +28,21 @@ MENDING = ".mending-"  # begins the name of a file that a repair has not finishe
 def check_part_name(part: str) -> None:
     """Raises FormatError unless `part` can be the stem of file names and clashes with no file of ours."""
     if not _PART.fullmatch(part):
-        raise FormatError(f"part name {part!r} is not valid; needed 1 to 64 ASCII letters, digits or _")
+        raise FormatError(
+            f"part name {part!r} is not valid; needed 1 to 64 ASCII letters, digits or _"
+        )
     if part in _RESERVED_PARTS:
-        raise FormatError(f"part name {part!r} is taken by a file of the checkpoint itself; choose another name")
+        raise FormatError(
+            f"part name {part!r} is taken by a file of the checkpoint itself; choose another name"
+        )
 
 
 def check_save_id(save_id: str) -> None:
     """Raises FormatError unless `save_id` can stand in the name of a sibling folder."""
     if not _SAVE_ID.fullmatch(save_id):
-        raise FormatError(f"save id {save_id!r} is not valid; needed 1 to 64 ASCII letters, digits or _")
+        raise FormatError(
+            f"save id {save_id!r} is not valid; needed 1 to 64 ASCII letters, digits or _"
+        )
 
 
 def index_name(part: str) -> str:
@@ -53,7 +59,9 @@ def file_name(part: str, *, number: int, count: int) -> str:
     """Name of file `number` (from 1) of a part of `count` files. Raises FormatError for a number outside 1..count."""
     if not 1 <= number <= count:
         raise FormatError(f"part {part!r} has no file {number}; needed 1 to {count}")
-    return f"{part}.safetensors" if count == 1 else f"{part}-{number:05d}-of-{count:05d}.safetensors"
+    return (
+        f"{part}.safetensors" if count == 1 else f"{part}-{number:05d}-of-{count:05d}.safetensors"
+    )
 
 
 def staging_name(name: str, save_id: str) -> str:
@@ -81,7 +89,9 @@ def replaced_name(name: str, save_id: str) -> str:
 
 def before_name(name: str, number: int, *, is_file: bool) -> str:
     """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A file keeps its suffix."""
-    stem, dot, suffix = name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
+    stem, dot, suffix = (
+        name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
+    )
     return f"{stem}-before-{number}{dot}{suffix}"
 
 

@@ -37,7 +37,9 @@ class Step(_Strict):
     @model_validator(mode="after")
     def _one(self) -> Step:
         if len(self.model_fields_set) != 1:
-            raise ValueError(f"a step has {', '.join(sorted(self.model_fields_set)) or 'nothing'}; needed exactly one change")
+            raise ValueError(
+                f"a step has {', '.join(sorted(self.model_fields_set)) or 'nothing'}; needed exactly one change"
+            )
         if self.scale == 0:
             raise ValueError("scale is 0; needed another number")
         return self
@@ -113,19 +115,31 @@ class Rule(_Strict):
         if self.drop and (self.to or self.pad):
             raise ValueError("drop goes with neither to nor pad; needed one of them")
         if self.pads_only:
-            if self.steps or any(change is not None for change in (self.concat, self.stack, self.unstack, self.split)):
-                raise ValueError("pad without to goes with no other change; needed the name of what is made in to")
+            if self.steps or any(
+                change is not None for change in (self.concat, self.stack, self.unstack, self.split)
+            ):
+                raise ValueError(
+                    "pad without to goes with no other change; needed the name of what is made in to"
+                )
             return self
         if not self.to and not self.drop:
             raise ValueError("needed either to or drop, or pad")
         if self.drop:
             return self
         if (len(patterns) > 1) != (self.concat is not None):
-            raise ValueError(f"{len(patterns)} pattern(s) and {'no ' if self.concat is None else ''}concat; needed concat with several")
-        if self.split is not None and (len(self.to) < 2 or len(self.split.sizes or self.to) != len(self.to)):
-            raise ValueError(f"split makes {len(self.split.sizes or self.to)} tensors, to names {len(self.to)}; needed as many, at least 2")
+            raise ValueError(
+                f"{len(patterns)} pattern(s) and {'no ' if self.concat is None else ''}concat; needed concat with several"
+            )
+        if self.split is not None and (
+            len(self.to) < 2 or len(self.split.sizes or self.to) != len(self.to)
+        ):
+            raise ValueError(
+                f"split makes {len(self.split.sizes or self.to)} tensors, to names {len(self.to)}; needed as many, at least 2"
+            )
         if len(self.to) > 1 and self.split is None and not all(target.steps for target in self.to):
-            raise ValueError("several names in to, and no split; needed steps for each, that cut its part out")
+            raise ValueError(
+                "several names in to, and no split; needed steps for each, that cut its part out"
+            )
         if self.unstack is not None and (self.split is not None or self.stack is not None):
             raise ValueError("unstack goes with neither split nor stack; needed one of them")
         for target in self.to:
@@ -142,16 +156,24 @@ class Rule(_Strict):
         known = set.intersection(*(_captures(pattern) for pattern in self.patterns()))
         if self.stack is not None:
             if self.stack.over not in known:
-                raise ValueError(f"stack over {self.stack.over!r}: the pattern does not have it; needed {{{self.stack.over}}} there")
+                raise ValueError(
+                    f"stack over {self.stack.over!r}: the pattern does not have it; needed {{{self.stack.over}}} there"
+                )
             known = known - {self.stack.over}
         if self.unstack is not None:
             if self.unstack.over in known:
-                raise ValueError(f"unstack over {self.unstack.over!r}: the pattern has it too; needed another name")
+                raise ValueError(
+                    f"unstack over {self.unstack.over!r}: the pattern has it too; needed another name"
+                )
             if self.unstack.over not in asked:
-                raise ValueError(f"unstack over {self.unstack.over!r}: {name!r} does not have it; needed {{{self.unstack.over}}} there")
+                raise ValueError(
+                    f"unstack over {self.unstack.over!r}: {name!r} does not have it; needed {{{self.unstack.over}}} there"
+                )
             known = known | {self.unstack.over}
         if asked - known:
-            raise ValueError(f"{name!r} asks for {', '.join(sorted(asked - known))}; known are {', '.join(sorted(known)) or 'none'}")
+            raise ValueError(
+                f"{name!r} asks for {', '.join(sorted(asked - known))}; known are {', '.join(sorted(known)) or 'none'}"
+            )
 
     def patterns(self) -> list[re.Pattern[str]]:
         return [_glob(one) for one in self.match] or [_compiled(one, one) for one in self.regex]
@@ -167,7 +189,9 @@ class Renames(_Strict):
 def parse_renames(body: bytes, *, file: str) -> Renames:
     """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in `check_renames`."""
     try:
-        content = parse_json(body, file=file) if file.endswith(".json") else tomllib.loads(body.decode())
+        content = (
+            parse_json(body, file=file) if file.endswith(".json") else tomllib.loads(body.decode())
+        )
     except ValueError as error:
         raise FormatError(f"{file}: is no TOML: {error}") from error
     return check_renames(content, where=file)
@@ -180,7 +204,9 @@ def check_renames(content: object, *, where: str) -> Renames:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(step) for step in first["loc"])
-        raise FormatError(f"{where}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise FormatError(
+            f"{where}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
 
 
 def captures(found: re.Match[str]) -> dict[str, str]:
@@ -198,7 +224,9 @@ def filled(name: str, values: Mapping[str, str]) -> str:
 def _captures(pattern: re.Pattern[str]) -> set[str]:
     named = {name.removeprefix(_STAR) for name in pattern.groupindex}
     return named | (
-        set() if any(name.startswith(_STAR) for name in pattern.groupindex) else {str(number) for number in range(1, pattern.groups + 1)}
+        set()
+        if any(name.startswith(_STAR) for name in pattern.groupindex)
+        else {str(number) for number in range(1, pattern.groups + 1)}
     )
 
 

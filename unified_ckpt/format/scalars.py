@@ -74,7 +74,11 @@ def _float(text: str) -> float:
 
 
 def _encode_str(value: str) -> Any:
-    return value if is_unicode(value) else _tagged("str", _base64(value.encode(errors="surrogatepass")))
+    return (
+        value
+        if is_unicode(value)
+        else _tagged("str", _base64(value.encode(errors="surrogatepass")))
+    )
 
 
 def _encode_range(value: range) -> Any:
@@ -83,7 +87,9 @@ def _encode_range(value: range) -> Any:
 
 def _encode_datetime(value: datetime) -> Any:
     if value.tzinfo is not None and type(value.tzinfo) is not timezone:
-        raise FormatError(f"found a datetime whose tzinfo is {value.tzinfo!r}; needed none or a datetime.timezone")
+        raise FormatError(
+            f"found a datetime whose tzinfo is {value.tzinfo!r}; needed none or a datetime.timezone"
+        )
     return _tagged("datetime", value.isoformat())
 
 
@@ -110,20 +116,28 @@ def _encode_numpy(value: Any) -> dict[str, Any]:
     if isinstance(value, bytes):
         return _tagged("numpy.bytes_", _base64(bytes(value)))
     if blobs.numpy_dtype(value.dtype.str).type is not type(value):  # longlong, where int64 is long
-        raise FormatError(f"found a numpy {type(value).__name__}; needed a type of fixed width, as {value.dtype.name}")
+        raise FormatError(
+            f"found a numpy {type(value).__name__}; needed a type of fixed width, as {value.dtype.name}"
+        )
     return _tagged("numpy.scalar", [value.dtype.str, _base64(value.tobytes())])
 
 
 def _numpy_scalar(value: list[Any]) -> Any:
     dtype, stored = value
-    return blobs.restore({"$type": "numpy.ndarray", "dtype": dtype, "shape": []}, _unbase64(stored))[()]
+    return blobs.restore(
+        {"$type": "numpy.ndarray", "dtype": dtype, "shape": []}, _unbase64(stored)
+    )[()]
 
 
 def _numpy_text(name: str, value: str) -> Any:
     import numpy
 
     stored = _unbase64(value)
-    return numpy.str_(stored.decode(errors="surrogatepass")) if name == "str_" else numpy.bytes_(stored)
+    return (
+        numpy.str_(stored.decode(errors="surrogatepass"))
+        if name == "str_"
+        else numpy.bytes_(stored)
+    )
 
 
 def _torch_device(value: str) -> Any:

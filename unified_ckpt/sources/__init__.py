@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import cast
 
-from unified_ckpt.engine.checkpoint import open_path
-from unified_ckpt.engine.source import Source
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.collector import paused
-from unified_ckpt.runtime.storage import absolute, is_url, local
-from unified_ckpt.sources.marks import Format, find_format, find_refused
+from unified_ckpt.runtime.gc_pause import paused
+from unified_ckpt.runtime.storage.storage import absolute, is_url, local
+from unified_ckpt.sources.detect.names import Format, find_format, find_refused
 
 
 def format_of(path: str, options: SourceOptions) -> Format | None:
@@ -25,7 +25,9 @@ def format_of(path: str, options: SourceOptions) -> Format | None:
     """
     if is_url(path):
         return None
-    return find_format(local(path), told=options.format) or (find_refused(local(path)) if options.format is None else None)
+    return find_format(local(path), told=options.format) or (
+        find_refused(local(path)) if options.format is None else None
+    )
 
 
 def open_any(path: str, options: SourceOptions = SourceOptions()) -> Source:  # noqa: B008  # it is frozen
@@ -50,15 +52,29 @@ def problem_of(path: str) -> str:
 
 def _open(found: Format, path: str, options: SourceOptions) -> Source:
     module, function = found.opener.split(":")
-    opener = getattr(import_module(f"{__name__}.{module}"), function)  # only now: what needs torch is not imported for our own folders
+    opener = getattr(
+        import_module(f"{__name__}.{module}"), function
+    )  # only now: what needs torch is not imported for our own folders
     try:
         return cast("Source", opener(absolute(path), options))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:  # RecursionError too
-        raise FormatError(f"{path}: is damaged, or not what {found.title} writes: {type(error).__name__}: {error}") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:  # RecursionError too
+        raise FormatError(
+            f"{path}: is damaged, or not what {found.title} writes: {type(error).__name__}: {error}"
+        ) from error
 
 
 def changed(source: Source, options: SourceOptions) -> Source:
     """The source under the names that the options ask for; itself where they ask for none."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
-    return cast("Source", import_module("unified_ckpt.views.asked").view(source, options))  # only now: it needs torch
+    return cast(
+        "Source", import_module("unified_ckpt.views.apply_options").view(source, options)
+    )  # only now: it needs torch

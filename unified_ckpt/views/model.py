@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from unified_ckpt.core.sharding import TensorSpec
-from unified_ckpt.engine.source import Source
-from unified_ckpt.engine.witness import masters_of
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.rewrite.weights_check import masters_of
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER, ROUNDED_DTYPES, WITHOUT_MASTERS
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.views.recut import Recut, Renamed
+from unified_ckpt.runtime.torch_state.flatten import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    ROUNDED_DTYPES,
+    WITHOUT_MASTERS,
+)
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.views.derived import Recut, Renamed
 
 
 def with_model(source: Source) -> Source:
@@ -21,7 +27,9 @@ def with_model(source: Source) -> Source:
     of_model = (MASTER, WITHOUT_MASTERS)  # the latter's values count
     made[MODEL] = {name: Renamed((part, name)) for part in of_model for name in source.names(part)}
     aliases = {part: source.aliases(part) for part in made}
-    aliases[MODEL] = {alias: name for part in of_model for alias, name in source.aliases(part).items()}
+    aliases[MODEL] = {
+        alias: name for part in of_model for alias, name in source.aliases(part).items()
+    }
     return Recut(source, made, aliases=aliases)
 
 
@@ -29,7 +37,11 @@ def without_model(source: Source, parts: Collection[str]) -> tuple[Source, Colle
     """The source and its parts to write, where a training state is written without its model: with the model's tensors that no master
     stands for. FormatError where none would. Whether the others are their masters, rounded, is for the caller to compare.
     """
-    if MODEL in parts or {MASTER, OPTIMIZER}.isdisjoint(parts) or {MODEL, MASTER}.isdisjoint(source.parts):
+    if (
+        MODEL in parts
+        or {MASTER, OPTIMIZER}.isdisjoint(parts)
+        or {MODEL, MASTER}.isdisjoint(source.parts)
+    ):
         return source, parts
     if MASTER not in parts or MASTER not in source.parts:
         raise FormatError(
@@ -49,13 +61,20 @@ def _beside_masters(source: Source) -> Source:
     made = _as_stored(source, [part for part in source.parts if part != MODEL])
     aliases = {part: source.aliases(part) for part in made}
     if rounded != set(names):
-        made[WITHOUT_MASTERS] = {name: Renamed((MODEL, name)) for name in names if name not in rounded}
-        aliases[WITHOUT_MASTERS] = {alias: name for alias, name in source.aliases(MODEL).items() if name not in rounded}
+        made[WITHOUT_MASTERS] = {
+            name: Renamed((MODEL, name)) for name in names if name not in rounded
+        }
+        aliases[WITHOUT_MASTERS] = {
+            alias: name for alias, name in source.aliases(MODEL).items() if name not in rounded
+        }
     return Recut(source, made, aliases=aliases)
 
 
 def _may_round(master: TensorSpec, model: TensorSpec) -> bool:
-    return master.shape == model.shape and {TORCH_DTYPES[master.dtype], TORCH_DTYPES[model.dtype]}.issubset(ROUNDED_DTYPES)
+    return master.shape == model.shape and {
+        TORCH_DTYPES[master.dtype],
+        TORCH_DTYPES[model.dtype],
+    }.issubset(ROUNDED_DTYPES)
 
 
 def _as_stored(source: Source, parts: Collection[str]) -> dict[str, dict[str, Renamed]]:

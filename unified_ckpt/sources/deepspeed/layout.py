@@ -42,7 +42,13 @@ class Layout:
         return min(partition, max(0, self.used[group] - rank * partition))
 
 
-def chained(groups: Sequence[Mapping[str, int]], gaps: Sequence[Sequence[int]], partitions: Sequence[int], *, world: int) -> Layout:
+def chained(
+    groups: Sequence[Mapping[str, int]],
+    gaps: Sequence[Sequence[int]],
+    partitions: Sequence[int],
+    *,
+    world: int,
+) -> Layout:
     """Of stages 1 and 2, and of BF16_Optimizer. `groups`: elements by parameter, in order; `gaps`: unused elements after each.
 
     FormatError where the partitions are not those of these parameters.
@@ -52,14 +58,18 @@ def chained(groups: Sequence[Mapping[str, int]], gaps: Sequence[Sequence[int]], 
     _same_count(groups, partitions)
     for number, (numels, after, partition) in enumerate(zip(groups, gaps, partitions, strict=True)):
         if len(after) != len(numels):
-            raise FormatError(f"group {number} has {len(numels)} parameters and {len(after)} paddings; needed one each")
+            raise FormatError(
+                f"group {number} has {len(numels)} parameters and {len(after)} paddings; needed one each"
+            )
         at = 0
         for (name, numel), gap in zip(numels.items(), after, strict=True):
             spans[name] = tuple(_in_chain(at, numel, partition, number)) if partition else ()
             at += numel + gap
         slack = world * partition - at
         if not 0 <= slack < 2 * world:  # a group is padded to a multiple of 2 * world
-            raise FormatError(f"group {number} has {world} partitions of {partition} elements; its parameters need {at}")
+            raise FormatError(
+                f"group {number} has {world} partitions of {partition} elements; its parameters need {at}"
+            )
         used.append(at)
     return Layout(spans, tuple(partitions), tuple(used))
 
@@ -74,7 +84,9 @@ def _in_chain(at: int, numel: int, partition: int, group: int) -> Iterator[Span]
         done += count
 
 
-def scattered(groups: Sequence[Mapping[str, int]], partitions: Sequence[int], *, world: int) -> Layout:
+def scattered(
+    groups: Sequence[Mapping[str, int]], partitions: Sequence[int], *, world: int
+) -> Layout:
     """Of stage 3. FormatError where the partitions are not those of these parameters."""
     spans: dict[str, tuple[Span, ...]] = {}
     _same_count(groups, partitions)
@@ -84,7 +96,9 @@ def scattered(groups: Sequence[Mapping[str, int]], partitions: Sequence[int], *,
             spans[name] = tuple(in_parts(numel, world=world, group=number, start=start))
             start += -(-numel // world)
         if start != partition:
-            raise FormatError(f"group {number} has {partition} elements on each rank; its parameters need {start}")
+            raise FormatError(
+                f"group {number} has {partition} elements on each rank; its parameters need {start}"
+            )
     return Layout(spans, tuple(partitions), tuple(world * partition for partition in partitions))
 
 

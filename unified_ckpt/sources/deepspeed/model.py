@@ -14,17 +14,27 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import listed
-from unified_ckpt.engine.assembled import Assembly
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.modules import is_extra_state
+from unified_ckpt.runtime.torch_state.modules import is_extra_state
 from unified_ckpt.sources.deepspeed.layout import Span, in_parts
-from unified_ckpt.sources.deepspeed.ranks import STUBS, check_whole, unstubbed
-from unified_ckpt.sources.deepspeed.values import spans_tensor
-from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.deepspeed.optimizer_files import STUBS, check_whole, unstubbed
+from unified_ckpt.sources.deepspeed.parameters import spans_tensor
+from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.views.shards import Assembly
 
-MODEL_FILE = "mp_rank_00_model_states.pt"  # without stage 3; with it "zero_pp_rank_<rank>_" stands before
-_OURS = ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+MODEL_FILE = (
+    "mp_rank_00_model_states.pt"  # without stage 3; with it "zero_pp_rank_<rank>_" stands before
+)
+_OURS = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -55,7 +65,12 @@ class ModelFile:
     def lacks(self, name: str) -> bool:
         """Whether `held` has an empty tensor in place of this one."""
         one = self.held[name]
-        return self.is_cut and name not in self.buffers and not one.numel() and self.shapes.get(name) != tuple(one.shape)
+        return (
+            self.is_cut
+            and name not in self.buffers
+            and not one.numel()
+            and self.shapes.get(name) != tuple(one.shape)
+        )
 
 
 def read_model_file(path: str) -> ModelFile:
@@ -64,24 +79,40 @@ def read_model_file(path: str) -> ModelFile:
     try:
         found = _model_file(path, told)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FormatError(f"{path}: is not what DeepSpeed writes: {type(error).__name__}: {error}") from error
+        raise FormatError(
+            f"{path}: is not what DeepSpeed writes: {type(error).__name__}: {error}"
+        ) from error
     absent = [name for name in found.shapes if name not in found.held]
     if absent:
         raise FormatError(listed(f"{path}: has shapes and no tensors of", absent))
     for name, shape in found.shapes.items():
         if tuple(found.held[name].shape) != shape and not found.lacks(name):
-            raise FormatError(f"{path}: {name}: has shape {tuple(found.held[name].shape)}; its shapes of parameters say {shape}")
+            raise FormatError(
+                f"{path}: {name}: has shape {tuple(found.held[name].shape)}; its shapes of parameters say {shape}"
+            )
     return found
 
 
 def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
     if told["module"] is None:
-        raise FormatError(f"{path}: has no weights, as those of pipelines; needed a model that is whole in this file")
+        raise FormatError(
+            f"{path}: has no weights, as those of pipelines; needed a model that is whole in this file"
+        )
     modules = {name: unstubbed(one) for name, one in told["module"].items() if is_extra_state(name)}
-    held = {name: one.detach() for name, one in told["module"].items() if isinstance(one, torch.Tensor) and name not in modules}
+    held = {
+        name: one.detach()
+        for name, one in told["module"].items()
+        if isinstance(one, torch.Tensor) and name not in modules
+    }
     groups = [_shapes(group) for group in told.get("param_shapes") or ()]
-    shapes = {name: shape for group in groups for name, shape in group.items()} | _shapes(told.get("frozen_param_shapes") or {})
-    shared = {alias: name for alias, name in (told.get("shared_params") or {}).items() if alias not in shapes and name in held}
+    shapes = {name: shape for group in groups for name, shape in group.items()} | _shapes(
+        told.get("frozen_param_shapes") or {}
+    )
+    shared = {
+        alias: name
+        for alias, name in (told.get("shared_params") or {}).items()
+        if alias not in shapes and name in held
+    }
     step = told.get("global_steps")
     return ModelFile(
         path,
@@ -93,7 +124,11 @@ def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
         shared if groups else _one_memory(held),
         step if isinstance(step, int) else None,
         int(told.get("dp_world_size") or 1),
-        {key: unstubbed(value) for key, value in told.items() if key not in _OURS and value is not None},
+        {
+            key: unstubbed(value)
+            for key, value in told.items()
+            if key not in _OURS and value is not None
+        },
         modules,
     )
 
@@ -106,7 +141,9 @@ def _one_memory(held: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names of tensors that are one piece of memory -> the first of them."""
     first: dict[object, str] = {}
     seen = {
-        name: first.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()), name)
+        name: first.setdefault(
+            (one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()), name
+        )
         for name, one in held.items()
         if one.numel()
     }
@@ -118,7 +155,9 @@ class FrozenParts:
     are missing."""
 
     def __init__(self, first: ModelFile, world: int) -> None:
-        self._paths = [first.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_") for rank in range(world)]
+        self._paths = [
+            first.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_") for rank in range(world)
+        ]
         check_whole(self._paths)
         self._first, self._open = first, {0: first.parts}
 
@@ -127,14 +166,24 @@ class FrozenParts:
         world = len(self._paths)
         if part.numel() != -(-prod(shape) // world):
             needed = f"needed {-(-prod(shape) // world)} of shape {shape} on {world} ranks"
-            raise FormatError(f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {needed}")
+            raise FormatError(
+                f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {needed}"
+            )
         spans = tuple(in_parts(prod(shape), world=world, group=0, start=0))
-        return spans_tensor(shape, part.dtype, spans, partial(self._load, name, spans), lambda span: self._paths[span.rank])
+        return spans_tensor(
+            shape,
+            part.dtype,
+            spans,
+            partial(self._load, name, spans),
+            lambda span: self._paths[span.rank],
+        )
 
     def _load(self, name: str, spans: Sequence[Span], number: int) -> torch.Tensor:
         span = spans[number]
         if span.rank not in self._open:
             self._open[span.rank] = read_model_file(self._paths[span.rank]).parts
         if name not in self._open[span.rank]:
-            raise FormatError(f"{self._paths[span.rank]}: has no part of {name}; needed {span.numel} elements of it")
+            raise FormatError(
+                f"{self._paths[span.rank]}: has no part of {name}; needed {span.numel} elements of it"
+            )
         return self._open[span.rank][name][span.start : span.start + span.numel]

@@ -16,21 +16,29 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly, whole_tensor
-from unified_ckpt.engine.source import Said
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import listed
+from unified_ckpt.engine.source.protocol import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.mapped import Pages
-from unified_ckpt.runtime.regular import open_file
-from unified_ckpt.runtime.state import MODEL
-from unified_ckpt.sources.deepspeed.beside import weights_beside
+from unified_ckpt.runtime.storage.mapped_pages import Pages
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.torch_state.flatten import MODEL
+from unified_ckpt.sources.deepspeed.hf_weights import weights_beside
 from unified_ckpt.sources.deepspeed.layout import Layout, chained, scattered
 from unified_ckpt.sources.deepspeed.model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
-from unified_ckpt.sources.deepspeed.ranks import FP32, Owners, Ranks, Shard, check_whole, read_shard
+from unified_ckpt.sources.deepspeed.optimizer_files import (
+    FP32,
+    Owners,
+    Ranks,
+    Shard,
+    check_whole,
+    read_shard,
+)
+from unified_ckpt.sources.deepspeed.parameters import Trained, trained_tensors
 from unified_ckpt.sources.deepspeed.universal import UNIVERSAL, universal_parameters
-from unified_ckpt.sources.deepspeed.values import Trained, trained_tensors
-from unified_ckpt.sources.marks import DEEPSPEED_LATEST, DEEPSPEED_MODEL
+from unified_ckpt.sources.detect.names import DEEPSPEED_LATEST, DEEPSPEED_MODEL
+from unified_ckpt.views.shards import Assembled, Assembly, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _SPREAD = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
@@ -49,7 +57,12 @@ def _open(root: str, folder: str) -> Assembled:
     entries = frozenset(os.listdir(folder))
     spread = sorted(name for name in entries if _SPREAD.fullmatch(name))
     if spread:
-        raise FormatError(listed("is of a model cut by tensor or pipeline parallelism, or with experts, which is not read", spread))
+        raise FormatError(
+            listed(
+                "is of a model cut by tensor or pipeline parallelism, or with experts, which is not read",
+                spread,
+            )
+        )
     model = read_model_file(_model_path(folder, entries))
     close, world = _nothing, model.world
     trained: Mapping[str, Trained] = {}
@@ -61,17 +74,27 @@ def _open(root: str, folder: str) -> Assembled:
         first, paths = _optimizer_files(folder, entries)
         layout = _layout(model, first)
         ranks = Ranks(first, paths, layout)
-        trained = {name: _trained(model, first, layout, ranks, name) for group in model.groups for name in group}
+        trained = {
+            name: _trained(model, first, layout, ranks, name)
+            for group in model.groups
+            for name in group
+        }
         owners, close, world = first.owners, ranks.close, first.world
         extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
     tensors, pages = dict[Key, Assembly](), Pages()
     beside = weights_beside(root) if model.is_cut and root != folder else {}
     for name, one in trained.items():
         held, where = _held(model, beside, name, one.shape)
-        tensors |= trained_tensors(name, one, held, dtype=model.held[name].dtype, where=where, pages=pages)
+        tensors |= trained_tensors(
+            name, one, held, dtype=model.held[name].dtype, where=where, pages=pages
+        )
     tensors |= _others(model, trained, world)
-    said = Said(step=model.step, extra=extra or None, modules=model.modules, groups=_groups(model, owners))
-    return Assembled(root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close)
+    said = Said(
+        step=model.step, extra=extra or None, modules=model.modules, groups=_groups(model, owners)
+    )
+    return Assembled(
+        root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close
+    )
 
 
 def _nothing() -> None:
@@ -90,13 +113,19 @@ def step_folder(root: str) -> str:
         return root
     marks = [name for name in DEEPSPEED_LATEST if name in entries]
     if not marks:
-        raise FormatError(f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's")
+        raise FormatError(
+            f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's"
+        )
     tags = [_tag(root, mark) for mark in marks]
     # The step's own folder may be gone once it has been made universal.
     converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
-    tag = next((tag for tag in (tags[0], *converted) if os.path.isdir(os.path.join(root, tag))), None)
+    tag = next(
+        (tag for tag in (tags[0], *converted) if os.path.isdir(os.path.join(root, tag))), None
+    )
     if tag is None:
-        raise IncompleteError(f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there")
+        raise IncompleteError(
+            f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
+        )
     return os.path.normpath(os.path.join(root, tag))
 
 
@@ -130,12 +159,19 @@ def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[
     if double:
         raise FormatError(listed("has files of two saves", double))
     if 0 not in found:
-        raise IncompleteError("rank 0's file of the optimizer, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing")
+        raise IncompleteError(
+            "rank 0's file of the optimizer, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing"
+        )
     first = read_shard(os.path.join(folder, found[0][0]))
-    named = [found.get(rank, [found[0][0].replace("rank_0", f"rank_{rank}", 1)])[0] for rank in range(first.world)]
+    named = [
+        found.get(rank, [found[0][0].replace("rank_0", f"rank_{rank}", 1)])[0]
+        for rank in range(first.world)
+    ]
     more = sorted(set(found) - set(range(first.world)))
     if more:
-        raise FormatError(f"has files of ranks {more}, and {first.path} is of {first.world} ranks; needed files of one save")
+        raise FormatError(
+            f"has files of ranks {more}, and {first.path} is of {first.world} ranks; needed files of one save"
+        )
     paths = [os.path.join(folder, name) for name in named]
     check_whole(paths)
     return first, paths
@@ -145,7 +181,10 @@ def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[
 
 
 def _held(
-    model: ModelFile, beside: Mapping[str, tuple[torch.Tensor, str]], name: str, shape: tuple[int, ...]
+    model: ModelFile,
+    beside: Mapping[str, tuple[torch.Tensor, str]],
+    name: str,
+    shape: tuple[int, ...],
 ) -> tuple[torch.Tensor | None, str]:
     """The model's own weights of a trained parameter, and their file. FormatError where those beside the folder are of another shape."""
     if not model.lacks(name):
@@ -154,13 +193,18 @@ def _held(
         return None, model.path
     found, where = beside[name]
     if tuple(found.shape) != shape:
-        raise FormatError(f"{where}: {name}: has shape {tuple(found.shape)}; {model.path} says {shape}")
+        raise FormatError(
+            f"{where}: {name}: has shape {tuple(found.shape)}; {model.path} says {shape}"
+        )
     return (found, where) if found.dtype == model.held[name].dtype else (None, model.path)
 
 
 def _layout(model: ModelFile, first: Shard) -> Layout:
     groups = [{name: prod(shape) for name, shape in group.items()} for group in model.groups]
-    partitions = [flats[FP32].numel() + padding for flats, padding in zip(first.flats, first.paddings, strict=True)]
+    partitions = [
+        flats[FP32].numel() + padding
+        for flats, padding in zip(first.flats, first.paddings, strict=True)
+    ]
     try:
         if first.stage == 3:
             return scattered(groups, partitions, world=first.world)
@@ -175,11 +219,16 @@ def _trained(model: ModelFile, first: Shard, layout: Layout, ranks: Ranks, name:
     flats = first.flats[number]
     states = {key: one.dtype for key, one in flats.items() if key != FP32}
     shape, spans = model.groups[number][name], layout.spans[name]
-    return Trained(shape, flats[FP32].dtype, spans, ranks.elements, ranks.where, states, first.scalars[number])
+    return Trained(
+        shape, flats[FP32].dtype, spans, ranks.elements, ranks.where, states, first.scalars[number]
+    )
 
 
 def _groups(model: ModelFile, owners: Owners) -> list[dict[str, Any]]:
-    return [{"names": [name for one in numbers for name in model.groups[one]], "options": options} for options, numbers in owners]
+    return [
+        {"names": [name for one in numbers for name in model.groups[one]], "options": options}
+        for options, numbers in owners
+    ]
 
 
 def _others(model: ModelFile, trained: Mapping[str, Trained], world: int) -> dict[Key, Assembly]:
@@ -190,5 +239,9 @@ def _others(model: ModelFile, trained: Mapping[str, Trained], world: int) -> dic
     if lost:
         raise IncompleteError(listed(f"{model.path}: has no elements of", lost))
     parts = FrozenParts(model, world) if frozen else None
-    found = {(MODEL, name): whole_tensor(model.held[name], model.path) for name in rest if name not in frozen}
+    found = {
+        (MODEL, name): whole_tensor(model.held[name], model.path)
+        for name in rest
+        if name not in frozen
+    }
     return found | {(MODEL, name): parts.tensor(name) for name in frozen if parts is not None}

@@ -13,16 +13,17 @@ from functools import partial
 
 import torch
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
-from unified_ckpt.engine.source import Said
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import listed
+from unified_ckpt.engine.source.protocol import Said
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.state import MODEL
-from unified_ckpt.sources.marks import HF_SHARD
-from unified_ckpt.sources.safetensor_files import TensorFile, open_tensors
+from unified_ckpt.runtime.torch_state.flatten import MODEL
+from unified_ckpt.sources.detect.names import HF_SHARD
+from unified_ckpt.sources.files.safetensors import TensorFile, open_tensors
+from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
 
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -37,12 +38,18 @@ def open_hf_shards(root: str, _options: SourceOptions) -> Assembled:
         for name, entry in file.entries.items():
             box = Box(offsets.get(name, (0,) * len(entry.shape)), entry.shape)
             if len(box.offsets) != len(box.shape):
-                raise FormatError(f"{file.path}: {name}: has offsets {box.offsets} of shape {box.shape}")
+                raise FormatError(
+                    f"{file.path}: {name}: has offsets {box.offsets} of shape {box.shape}"
+                )
             dtype = dtypes.setdefault(name, file.dtype(name))
             if dtype != file.dtype(name):
-                raise FormatError(f"{file.path}: {name}: has dtype {file.dtype(name)}, elsewhere {dtype}")
+                raise FormatError(
+                    f"{file.path}: {name}: has dtype {file.dtype(name)}, elsewhere {dtype}"
+                )
             if box.numel or name not in fragments:
-                fragments.setdefault(name, []).append(Fragment(box, partial(file.tensor, name), file.path))
+                fragments.setdefault(name, []).append(
+                    Fragment(box, partial(file.tensor, name), file.path)
+                )
     tensors: dict[Key, Assembly] = {}
     for name, those in fragments.items():
         held = [one for one in those if one.box.numel] or those[:1]
@@ -60,13 +67,23 @@ def _ends(box: Box) -> tuple[int, ...]:
 
 def _files(root: str) -> list[TensorFile]:
     """All of them. A rank has no file of a number where it holds nothing of its tensors, but one of each rank and of each number is."""
-    found = {(int(match[1]), int(match[2])): match for name in os.listdir(root) if (match := HF_SHARD.fullmatch(name))}
+    found = {
+        (int(match[1]), int(match[2])): match
+        for name in os.listdir(root)
+        if (match := HF_SHARD.fullmatch(name))
+    }
     counts = {int(match[3]) for match in found.values()}
     if len(counts) != 1:
-        raise FormatError(f"{root}: its shards are of {sorted(counts)} files; needed those of one save")
+        raise FormatError(
+            f"{root}: its shards are of {sorted(counts)} files; needed those of one save"
+        )
     ranks, numbers = {rank for rank, _ in found}, {number for _, number in found}
     missing = [f"shard-{rank:05d}-..." for rank in range(1, max(ranks) + 1) if rank not in ranks]
-    missing += [f"shard-...-model-{number:05d}-of-{max(counts):05d}" for number in range(1, max(counts) + 1) if number not in numbers]
+    missing += [
+        f"shard-...-model-{number:05d}-of-{max(counts):05d}"
+        for number in range(1, max(counts) + 1)
+        if number not in numbers
+    ]
     if missing:
         raise IncompleteError(listed(f"{root}: files are missing", missing))
     return [open_tensors(os.path.join(root, found[key][0])) for key in sorted(found)]
@@ -75,8 +92,15 @@ def _files(root: str) -> list[TensorFile]:
 def _offsets(file: TensorFile) -> Mapping[str, tuple[int, ...]]:
     told = file.metadata.get(_SHARDING)
     if told is None:
-        raise FormatError(f"{file.path}: its header has no {_SHARDING}, which says what its tensors are parts of")
+        raise FormatError(
+            f"{file.path}: its header has no {_SHARDING}, which says what its tensors are parts of"
+        )
     try:
-        return {name: tuple(map(int, one["saved_offsets"])) for name, one in parse_json(told, file=f"{file.path}: {_SHARDING}").items()}
+        return {
+            name: tuple(map(int, one["saved_offsets"]))
+            for name, one in parse_json(told, file=f"{file.path}: {_SHARDING}").items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{file.path}: {_SHARDING} is not what torch.distributed.checkpoint writes: {error!r}") from error
+        raise FormatError(
+            f"{file.path}: {_SHARDING} is not what torch.distributed.checkpoint writes: {error!r}"
+        ) from error

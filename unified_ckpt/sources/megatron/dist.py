@@ -15,26 +15,31 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
-from unified_ckpt.engine.source import Said, Source
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.protocol import Said, Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.sources.dcp import Entry, assemble, map_files, read_entries
-from unified_ckpt.sources.json_files import read_object
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.files.json import read_object
 from unified_ckpt.sources.megatron.files import STUBS, Arguments, arguments, plain
+from unified_ckpt.sources.megatron.master_check import Twin
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, apart, is_expert
 from unified_ckpt.sources.megatron.states import group_of, options_of
-from unified_ckpt.sources.megatron.twins import Twin
 from unified_ckpt.sources.megatron.view import named
-from unified_ckpt.sources.pickles import load_torch, load_torch_bytes
-from unified_ckpt.sources.zipped import Mapped
+from unified_ckpt.sources.pytorch.dcp import Entry, assemble, map_files, read_entries
+from unified_ckpt.sources.restricted_pickle.archive import Mapped
+from unified_ckpt.sources.restricted_pickle.load import load_torch, load_torch_bytes
+from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
 
-_PLANNED = [f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")]
+_PLANNED = [
+    f"torch.distributed.checkpoint.planner.{name}"
+    for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+]
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
-_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx|gbuf_idx).*")
+_FLAT = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx|gbuf_idx).*"
+)
 _MASTERS = ("param", "fp32_param")
 _KEPT_APART = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
 _REFUSED = (
@@ -61,7 +66,10 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
     args = arguments(read.common.get("args"), folder)
     tensors = dict(_guarded(read.tensors))
     groups, steps = _groups(folder, read, args)
-    tensors |= {(OPTIMIZER, f"{name}/step"): assembly(torch.float32, (), [step_fragment(step, folder)]) for name, step in steps.items()}
+    tensors |= {
+        (OPTIMIZER, f"{name}/step"): assembly(torch.float32, (), [step_fragment(step, folder)])
+        for name, step in steps.items()
+    }
     iteration = read.common.get("iteration")
     extra = {key: plain(value) for key, value in read.common.items() if key not in _KEPT_APART}
     said = Said(
@@ -71,15 +79,34 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
         rank_extras=args.number("world_size", 0) if _grid(read) else 0,
     )
     aliases = {OUTPUT: EMBEDDING} if (MODEL, OUTPUT) not in tensors else {}
-    refused = {OPTIMIZER: f"{read.doubt}; without the optimizer the model loads"} if read.doubt else {}
-    make = partial(Assembled, folder, tensors, format="megatron-core", aliases={MODEL: aliases, MASTER: aliases}, refused=refused)
-    return named(folder, make, said, tensors, args, options, rank_extra=partial(_random_state, folder, read, args))
+    refused = (
+        {OPTIMIZER: f"{read.doubt}; without the optimizer the model loads"} if read.doubt else {}
+    )
+    make = partial(
+        Assembled,
+        folder,
+        tensors,
+        format="megatron-core",
+        aliases={MODEL: aliases, MASTER: aliases},
+        refused=refused,
+    )
+    return named(
+        folder,
+        make,
+        said,
+        tensors,
+        args,
+        options,
+        rank_extra=partial(_random_state, folder, read, args),
+    )
 
 
 def _check_backend(folder: str) -> None:
     path = os.path.join(folder, "metadata.json")
     if not os.path.isfile(path):
-        raise FormatError(f"{folder}: has no metadata.json, which Megatron-Core writes last: its save did not end")
+        raise FormatError(
+            f"{folder}: has no metadata.json, which Megatron-Core writes last: its save did not end"
+        )
     backend = read_object(path).get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(f"{path}: says {backend!r}; needed torch_dist")
@@ -104,20 +131,30 @@ def _read(folder: str) -> _Read:
         name = (state[2] if state else key).removeprefix("module.").removeprefix("model.")
         part = MODEL if state is None else MASTER if state[1] in _MASTERS else OPTIMIZER
         made = assemble(files, folder, key, one, one.dtype)
-        tensors[part, f"{name}/{state[1]}" if state is not None and part == OPTIMIZER else name] = made
+        tensors[part, f"{name}/{state[1]}" if state is not None and part == OPTIMIZER else name] = (
+            made
+        )
     for (part, key), made in tensors.items():
         name = key.rpartition("/")[0] if part == OPTIMIZER else key
-        if part != MODEL and ((MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != made.spec.shape):
+        if part != MODEL and (
+            (MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != made.spec.shape
+        ):
             doubt = f"{part}:{key}: has shape {made.spec.shape}, as state that was flattened has; needed that of the model's tensor"
     kept = {key: made for key, made in tensors.items() if key[0] == MODEL or not doubt}
     return _Read(kept, objects, files, _common(folder, files, objects), doubt)
 
 
-def _common(folder: str, files: Mapping[str, Mapped], objects: Mapping[str, Entry]) -> Mapping[str, Any]:
+def _common(
+    folder: str, files: Mapping[str, Mapped], objects: Mapping[str, Entry]
+) -> Mapping[str, Any]:
     """What is the same on every rank."""
     key = next((key for key in objects if key.startswith("common_state")), None)
     path = os.path.join(folder, "common.pt")
-    told = _object(folder, files, key, objects[key]) if key is not None and not os.path.isfile(path) else load_torch(path, stubs=STUBS)
+    told = (
+        _object(folder, files, key, objects[key])
+        if key is not None and not os.path.isfile(path)
+        else load_torch(path, stubs=STUBS)
+    )
     if not isinstance(told, Mapping):
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed a dict")
     return told
@@ -127,7 +164,9 @@ def _object(folder: str, files: Mapping[str, Mapped], key: str, one: Entry) -> A
     shard = one.shards[0]
     where = f"{os.path.join(folder, shard.file)}: {key}"
     told = load_torch_bytes(files[shard.file].bytes(shard.start, shard.nbytes), where, stubs=STUBS)
-    return told[0] if isinstance(told, list) and len(told) == 1 else told  # the objects of this rank under this key: one
+    return (
+        told[0] if isinstance(told, list) and len(told) == 1 else told
+    )  # the objects of this rank under this key: one
 
 
 def _guarded(tensors: Mapping[Key, Assembly]) -> Iterable[tuple[Key, Assembly]]:
@@ -141,9 +180,14 @@ def _guarded(tensors: Mapping[Key, Assembly]) -> Iterable[tuple[Key, Assembly]]:
             continue
         if part == MASTER and tensors[MODEL, name].spec.dtype == one.spec.dtype:
             continue  # of a parameter that is fp32 itself
-        models, masters = ({fragment.box: fragment for fragment in of.fragments} for of in (tensors[MODEL, name], master))
+        models, masters = (
+            {fragment.box: fragment for fragment in of.fragments}
+            for of in (tensors[MODEL, name], master)
+        )
         fragments = tuple(
-            Twin(name, fragment.where, models[fragment.box].load, masters[fragment.box].load).guard(fragment)
+            Twin(name, fragment.where, models[fragment.box].load, masters[fragment.box].load).guard(
+                fragment
+            )
             if fragment.box in models and fragment.box in masters
             else fragment
             for fragment in one.fragments
@@ -154,7 +198,9 @@ def _guarded(tensors: Mapping[Key, Assembly]) -> Iterable[tuple[Key, Assembly]]:
 # ---- param groups
 
 
-def _groups(folder: str, read: _Read, args: Arguments) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def _groups(
+    folder: str, read: _Read, args: Arguments
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Param groups by the names of stored tensors, and the steps made for each of these."""
     told = read.common.get("optimizer")
     held = {key.rpartition("/")[0] for part, key in read.tensors if part == OPTIMIZER}
@@ -163,7 +209,11 @@ def _groups(folder: str, read: _Read, args: Arguments) -> tuple[list[dict[str, A
     parts = [told[n] for n in sorted(told)] if 0 in told else [told]
     groups: list[dict[str, Any]] = []
     steps: dict[str, float] = {}
-    names = [(stored, *next(iter(apart(stored, one.spec.shape)))) for (part, stored), one in read.tensors.items() if part == MODEL]
+    names = [
+        (stored, *next(iter(apart(stored, one.spec.shape))))
+        for (part, stored), one in read.tensors.items()
+        if part == MODEL
+    ]
     try:
         for number, part in enumerate(parts):
             inner = part.get("optimizer", part)
@@ -175,14 +225,18 @@ def _groups(folder: str, read: _Read, args: Arguments) -> tuple[list[dict[str, A
             which = group_of(inner["param_groups"], [(own, dims) for _, own, dims in mine], args)
             common_step = inner.get("state", {}).get("common_step")
             for place, group in enumerate(inner["param_groups"]):
-                of_group = [stored for (stored, _, _), at in zip(mine, which, strict=True) if at == place]
+                of_group = [
+                    stored for (stored, _, _), at in zip(mine, which, strict=True) if at == place
+                ]
                 groups.append({"names": of_group, "options": plain(options_of(group))})
                 step = group.get("step", common_step)
                 if step is None and of_group:
                     raise FormatError("nothing says how many steps the optimizer made")
                 steps |= dict.fromkeys(of_group, float(step or 0))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(f"{folder}: its optimizer is not what Megatron-Core writes: {error!r}") from error
+        raise FormatError(
+            f"{folder}: its optimizer is not what Megatron-Core writes: {error!r}"
+        ) from error
     except FormatError as error:
         raise FormatError(f"{folder}: {error}") from error
     return groups, steps
@@ -215,5 +269,9 @@ def _random_state(folder: str, read: _Read, args: Arguments, rank: int) -> Any:
     if key not in read.objects:
         return None
     told = _object(folder, read.files, key, read.objects[key])
-    data_rank = rank // (grid[1] * args.number("context_parallel_size", 1)) % max(1, args.number("data_parallel_size", 1))
+    data_rank = (
+        rank
+        // (grid[1] * args.number("context_parallel_size", 1))
+        % max(1, args.number("data_parallel_size", 1))
+    )
     return {"rng_state": plain(told[data_rank if len(told) > 1 else 0])}

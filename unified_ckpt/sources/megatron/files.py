@@ -10,18 +10,21 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.regular import open_file
-from unified_ckpt.sources.marks import MEGATRON_TRACKER
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.sources.detect.names import MEGATRON_TRACKER
 from unified_ckpt.sources.megatron.names import core_name
-from unified_ckpt.sources.pickles import load_torch
-from unified_ckpt.sources.stubs import Stub
+from unified_ckpt.sources.restricted_pickle.load import load_torch
+from unified_ckpt.sources.restricted_pickle.stubs import Stub
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_LEFT = ("_extra_state", "inv_freq")  # ends of names of what is made anew: of Transformer Engine, of rotary embeddings
+_LEFT = (
+    "_extra_state",
+    "inv_freq",
+)  # ends of names of what is made anew: of Transformer Engine, of rotary embeddings
 STUBS = (
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -37,7 +40,14 @@ STUBS = (
     *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
     *(
         f"megatron.core.transformer.enums.{name}"
-        for name in ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "CudaGraphModule", "InferenceCudaGraphScope")
+        for name in (
+            "AttnBackend",
+            "AttnMaskType",
+            "AttnType",
+            "CudaGraphScope",
+            "CudaGraphModule",
+            "InferenceCudaGraphScope",
+        )
     ),
 )
 
@@ -105,7 +115,9 @@ def step_folder(root: str) -> str:
         raise FormatError(f"{tracker}: says {told[:40]!r}; needed a number, or 'release'")
     folder = os.path.join(root, told if told == "release" else f"iter_{int(told):07d}")
     if not os.path.isdir(folder):
-        raise IncompleteError(f"{tracker}: names {told}, which is not there; needed that folder, or another as the path")
+        raise IncompleteError(
+            f"{tracker}: names {told}, which is not there; needed that folder, or another as the path"
+        )
     return folder
 
 
@@ -118,13 +130,21 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
     told = {name: load_torch(os.path.join(folder, name, _FILE), stubs=STUBS) for name in names}
     for name, one in told.items():
         if not isinstance(one, Mapping) or not isinstance(one.get("args"), Stub):
-            raise FormatError(f"{os.path.join(folder, name, _FILE)}: has no arguments of Megatron's; needed a dict with 'args'")
+            raise FormatError(
+                f"{os.path.join(folder, name, _FILE)}: has no arguments of Megatron's; needed a dict with 'args'"
+            )
     args = arguments(told[names[0]]["args"], os.path.join(folder, names[0], _FILE))
-    ranks = [_saved(os.path.join(folder, name, _FILE), name, one, args) for name, one in told.items()]
+    ranks = [
+        _saved(os.path.join(folder, name, _FILE), name, one, args) for name, one in told.items()
+    ]
     for one in ranks:
         others = arguments(one.told["args"], one.where)
-        if [others.tp, others.pp, others.ep] != [args.tp, args.pp, args.ep] or one.told.get("iteration") != ranks[0].told.get("iteration"):
-            raise FormatError(f"{one.where}: is of another step, or another layout, than {ranks[0].where}; needed files of one save")
+        if [others.tp, others.pp, others.ep] != [args.tp, args.pp, args.ep] or one.told.get(
+            "iteration"
+        ) != ranks[0].told.get("iteration"):
+            raise FormatError(
+                f"{one.where}: is of another step, or another layout, than {ranks[0].where}; needed files of one save"
+            )
         _check_writer(one, others)
     _check_all(folder, ranks, args)
     _check_names(ranks)
@@ -133,13 +153,17 @@ def read_ranks(folder: str) -> tuple[Arguments, list[Saved]]:
 
 
 def arguments(told: Any, where: str) -> Arguments:
-    return Arguments(told.state if isinstance(told, Stub) and isinstance(told.state, dict) else {}, where)
+    return Arguments(
+        told.state if isinstance(told, Stub) and isinstance(told.state, dict) else {}, where
+    )
 
 
 def expert_rank(one: Saved, args: Arguments) -> int:
     """Its tensor-parallel rank in experts. FormatError where the names of files do not say."""
     if args.etp not in (1, args.tp):
-        raise FormatError(f"experts are divided over {args.etp} tensor-parallel ranks, all else over {args.tp}; needed as many, or 1")
+        raise FormatError(
+            f"experts are divided over {args.etp} tensor-parallel ranks, all else over {args.tp}; needed as many, or 1"
+        )
     return one.tp if args.etp == args.tp else 0
 
 
@@ -149,14 +173,20 @@ def _saved(where: str, name: str, told: Mapping[str, Any], args: Arguments) -> S
     numbers = [int(one) for one in found.groups() if one is not None]
     wanted = 1 + (args.pp > 1) + (args.ep > 1)
     if len(numbers) != wanted:
-        raise FormatError(f"{where}: is named by {len(numbers)} ranks; needed {wanted}, for pipeline {args.pp} and experts over {args.ep}")
+        raise FormatError(
+            f"{where}: is named by {len(numbers)} ranks; needed {wanted}, for pipeline {args.pp} and experts over {args.ep}"
+        )
     pp = numbers[1] if args.pp > 1 else 0
     ep = numbers[-1] if args.ep > 1 else 0
     if numbers[0] >= args.tp or pp >= args.pp or ep >= args.ep:
-        raise FormatError(f"{where}: is not of a job with tensor {args.tp}, pipeline {args.pp} and experts over {args.ep}")
+        raise FormatError(
+            f"{where}: is not of a job with tensor {args.tp}, pipeline {args.pp} and experts over {args.ep}"
+        )
     chunks = [told["model"]] if "model" in told else [told[key] for key in _virtual(told)]
     if not chunks or not all(isinstance(one, Mapping) for one in chunks):
-        raise FormatError(f"{where}: has no model; needed the state dict 'model', or 'model0' and so on")
+        raise FormatError(
+            f"{where}: has no model; needed the state dict 'model', or 'model0' and so on"
+        )
     return Saved(where, numbers[0], pp, ep, told, [dict(_flat(one)) for one in chunks])
 
 
@@ -191,7 +221,10 @@ def _check_writer(one: Saved, args: Arguments) -> None:
         places = [(rank % args.tp, rank // args.tp % args.pp, one.ep)]
     else:  # versions that divide experts as all else count context parallelism before experts
         strides = dict.fromkeys((args.etp, args.tp * args.number("context_parallel_size", 1)))
-        places = [(rank % args.tp, rank * args.pp // world, inner // stride % args.ep) for stride in strides]
+        places = [
+            (rank % args.tp, rank * args.pp // world, inner // stride % args.ep)
+            for stride in strides
+        ]
     if (one.tp, one.pp, one.ep) not in places:
         tp, pp, ep = places[0]
         raise FormatError(
@@ -203,12 +236,17 @@ def _check_writer(one: Saved, args: Arguments) -> None:
 def _check_all(folder: str, ranks: list[Saved], args: Arguments) -> None:
     dense = {(one.tp, one.pp) for one in ranks}
     lost = [
-        f"mp_rank_{t:02d}" + (f"_{p:03d}" if args.pp > 1 else "") for p in range(args.pp) for t in range(args.tp) if (t, p) not in dense
+        f"mp_rank_{t:02d}" + (f"_{p:03d}" if args.pp > 1 else "")
+        for p in range(args.pp)
+        for t in range(args.tp)
+        if (t, p) not in dense
     ]
     if args.ep > 1:
         held = {(one.pp, one.ep, expert_rank(one, args)) for one in ranks}
         lost += [
-            f"mp_rank_{t if args.etp > 1 else '*'}" + (f"_{p:03d}" if args.pp > 1 else "") + f"_{e:03d}"
+            f"mp_rank_{t if args.etp > 1 else '*'}"
+            + (f"_{p:03d}" if args.pp > 1 else "")
+            + f"_{e:03d}"
             for p in range(args.pp)
             for e in range(args.ep)
             for t in range(args.etp)
@@ -226,7 +264,12 @@ def _check_names(ranks: Sequence[Saved]) -> None:
         for mine, theirs in zip(one.chunks, other.chunks, strict=False):
             if mine.keys() != theirs.keys():
                 lost = sorted(mine.keys() ^ theirs.keys())
-                raise FormatError(listed(f"{one.where} and {other.where} are of one pipeline rank: only one of them has", lost))
+                raise FormatError(
+                    listed(
+                        f"{one.where} and {other.where} are of one pipeline rank: only one of them has",
+                        lost,
+                    )
+                )
 
 
 def _number_layers(folder: str, ranks: list[Saved], args: Arguments) -> None:
@@ -235,20 +278,30 @@ def _number_layers(folder: str, ranks: list[Saved], args: Arguments) -> None:
     for one in ranks:
         for number, chunk in enumerate(one.chunks):
             layers = {int(found[2]) for found in map(_LAYER.fullmatch, chunk) if found}
-            if layers != set(range(len(layers))) or counts.setdefault((number, one.pp), len(layers)) != len(layers):
-                raise FormatError(f"{one.where}: has layers {sorted(layers)} in stage {number}; needed all, as many as its other ranks")
+            if layers != set(range(len(layers))) or counts.setdefault(
+                (number, one.pp), len(layers)
+            ) != len(layers):
+                raise FormatError(
+                    f"{one.where}: has layers {sorted(layers)} in stage {number}; needed all, as many as its other ranks"
+                )
     if len({len(one.chunks) for one in ranks}) > 1:
-        raise FormatError(f"{folder}: ranks have different numbers of virtual stages; needed files of one save")
+        raise FormatError(
+            f"{folder}: ranks have different numbers of virtual stages; needed files of one save"
+        )
     total = sum(counts.values())
     if total != args.number("num_layers", total):
-        raise FormatError(f"{folder}: has {total} layers; its arguments say {args.number('num_layers')}")
+        raise FormatError(
+            f"{folder}: has {total} layers; its arguments say {args.number('num_layers')}"
+        )
     first, starts = 0, {}
     for stage in sorted(counts):
         starts[stage] = first
         first += counts[stage]
     for one in ranks:
         for number, chunk in enumerate(one.chunks):
-            one.chunks[number] = {_moved(name, starts[number, one.pp]): tensor for name, tensor in chunk.items()}
+            one.chunks[number] = {
+                _moved(name, starts[number, one.pp]): tensor for name, tensor in chunk.items()
+            }
 
 
 def _moved(name: str, by: int) -> str:

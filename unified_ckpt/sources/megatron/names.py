@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.recut import Made, Piece
+from unified_ckpt.views.derived import Made, Piece
 
 Kind = Literal["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 Split = Literal["whole", "rows", "columns", "gated"]
@@ -23,7 +23,11 @@ NO_PARAMETERS = ("expert_bias", "local_tokens_per_expert")  # ends of names of w
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_ENDS = {EMBEDDING: "model.embed_tokens.weight", "decoder.final_layernorm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
+_ENDS = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    OUTPUT: "lm_head.weight",
+}
 _LAYERS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -138,7 +142,10 @@ def apart(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stored]]:
         if not shape:
             raise FormatError(f"{name}: has no dim of layers")
         size = prod(shape[1:])
-        layers = [(f"decoder.layers.{n}.{stacked[1]}", Stored(name, n * size, shape[1:])) for n in range(shape[0])]
+        layers = [
+            (f"decoder.layers.{n}.{stacked[1]}", Stored(name, n * size, shape[1:]))
+            for n in range(shape[0])
+        ]
     else:
         layers = [(name, Stored(name, 0, shape))]
     for layer, one in layers:
@@ -175,7 +182,10 @@ def _of_layer(name: str, one: Stored, dims: Dims) -> dict[str, Made]:
             theirs = "block_sparse_moe.gate.weight"
         return {theirs: _whole(one)}
     if module == _QKV and kind in ("weight", "bias"):
-        return {f"self_attn.{theirs}_proj.{kind}": made for theirs, made in _qkv(name, one, dims).items()}
+        return {
+            f"self_attn.{theirs}_proj.{kind}": made
+            for theirs, made in _qkv(name, one, dims).items()
+        }
     if module in _GATED and kind in ("weight", "bias"):
         gate, up = _halves(name, one)
         return {f"{_GATED[module]}.gate_proj.{kind}": gate, f"{_GATED[module]}.up_proj.{kind}": up}
@@ -186,7 +196,10 @@ def _of_layer(name: str, one: Stored, dims: Dims) -> dict[str, Made]:
         if expert[2] == "linear_fc2.weight":
             return {f"{place}.{'w2' if mixtral else 'down_proj'}.weight": _whole(one)}
         gate, up = _halves(name, one)
-        return {f"{place}.{'w1' if mixtral else 'gate_proj'}.weight": gate, f"{place}.{'w3' if mixtral else 'up_proj'}.weight": up}
+        return {
+            f"{place}.{'w1' if mixtral else 'gate_proj'}.weight": gate,
+            f"{place}.{'w3' if mixtral else 'up_proj'}.weight": up,
+        }
     raise FormatError(f"{name}: has no name of Hugging Face's that is known")
 
 
@@ -229,8 +242,13 @@ def own_tensor(one: Stored) -> Made:
 def of_state(made: Mapping[str, Made], state: str) -> dict[str, Made]:
     """Optimizer state of tensors that are cut so: "name/exp_avg". `step` is one element for all of a tensor."""
     if state == "step":
-        return {f"{name}/step": Made((), (Piece(f"{one.pieces[0].stored}/step", 0, 1),)) for name, one in made.items()}
+        return {
+            f"{name}/step": Made((), (Piece(f"{one.pieces[0].stored}/step", 0, 1),))
+            for name, one in made.items()
+        }
     return {
-        f"{name}/{state}": Made(one.shape, tuple(Piece(f"{p.stored}/{state}", p.first, p.count) for p in one.pieces))
+        f"{name}/{state}": Made(
+            one.shape, tuple(Piece(f"{p.stored}/{state}", p.first, p.count) for p in one.pieces)
+        )
         for name, one in made.items()
     }

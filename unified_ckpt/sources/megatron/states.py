@@ -17,8 +17,8 @@ import torch
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.sources.megatron.files import FLAT_FILE, Arguments, Saved
 from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert
-from unified_ckpt.sources.megatron.shares import is_parameter
-from unified_ckpt.sources.pickles import load_torch
+from unified_ckpt.sources.megatron.tensor_parallel import is_parameter
+from unified_ckpt.sources.restricted_pickle.load import load_torch
 
 _ALIGNED = 64  # elements: where a parameter may start in a flat buffer
 _OPTIONS_LEFT = ("params", "step")
@@ -56,27 +56,53 @@ def states(saved: Saved, args: Arguments) -> dict[Place, State]:
         return {}
     beside = os.listdir(os.path.dirname(saved.where))
     if any(name.startswith("layer_wise_optimizer_") for name in beside):
-        raise FormatError(f"{saved.where}: its optimizer is divided by layers over data-parallel ranks, which is not read")
-    parts = list(told) if isinstance(told, list) else [told[n] for n in sorted(told)] if 0 in told else [told]
+        raise FormatError(
+            f"{saved.where}: its optimizer is divided by layers over data-parallel ranks, which is not read"
+        )
+    parts = (
+        list(told)
+        if isinstance(told, list)
+        else [told[n] for n in sorted(told)]
+        if 0 in told
+        else [told]
+    )
     params = [
-        Param(number, name, tensor) for number, chunk in enumerate(saved.chunks) for name, tensor in chunk.items() if is_parameter(name)
+        Param(number, name, tensor)
+        for number, chunk in enumerate(saved.chunks)
+        for name, tensor in chunk.items()
+        if is_parameter(name)
     ]
     if len(parts) > 2:
-        raise FormatError(f"{saved.where}: has {len(parts)} optimizers; needed one, or one more for experts")
-    of_part = [params] if len(parts) == 1 else [[one for one in params if is_expert(one.name) == wanted] for wanted in (False, True)]
+        raise FormatError(
+            f"{saved.where}: has {len(parts)} optimizers; needed one, or one more for experts"
+        )
+    of_part = (
+        [params]
+        if len(parts) == 1
+        else [[one for one in params if is_expert(one.name) == wanted] for wanted in (False, True)]
+    )
     flat = _flat_file(saved, len(parts))
     found: dict[Place, State] = {}
     try:
         for number, (part, mine) in enumerate(zip(parts, of_part, strict=True)):
             groups = _inner(part)["param_groups"]
-            which = group_of(groups, [(one.name, one.tensor.dim()) for one in mine], args) if mine else []
+            which = (
+                group_of(groups, [(one.name, one.tensor.dim()) for one in mine], args)
+                if mine
+                else []
+            )
             if all("params" in group for group in groups):
-                grouped = [[one for one, at in zip(mine, which, strict=True) if at == place] for place in range(len(groups))]
+                grouped = [
+                    [one for one, at in zip(mine, which, strict=True) if at == place]
+                    for place in range(len(groups))
+                ]
                 found |= _by_groups(part, list(zip(groups, grouped, strict=True)))
             elif flat is not None and flat[number] is not None:
                 found |= _by_ranges(flat[number], mine, saved, args, [groups[at] for at in which])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(f"{saved.where}: its optimizer is not what Megatron-LM writes: {error!r}") from error
+        raise FormatError(
+            f"{saved.where}: its optimizer is not what Megatron-LM writes: {error!r}"
+        ) from error
     except CheckpointError as error:
         raise type(error)(f"{saved.where}: {error}") from error
     return found
@@ -107,15 +133,27 @@ def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
 # ---- groups
 
 
-def group_of(groups: Sequence[Mapping[str, Any]], params: Sequence[tuple[str, int]], args: Arguments) -> list[int]:
+def group_of(
+    groups: Sequence[Mapping[str, Any]], params: Sequence[tuple[str, int]], args: Arguments
+) -> list[int]:
     """The group that each parameter is in, by its (name, dims): those that weight decay applies to, others, and so on.
 
     FormatError where two groups are of one kind, or a parameter has none.
     """
     decoupled = any(group.get("is_decoupled_lr") for group in groups)
     apart = any(group.get("is_expert_parallel") for group in groups)
-    keys = [(_decays(group), bool(group.get("is_decoupled_lr")), bool(group.get("is_expert_parallel"))) for group in groups]
-    taken = [(decays(name, dims, args), decoupled and name in (EMBEDDING, OUTPUT), apart and is_expert(name)) for name, dims in params]
+    keys = [
+        (_decays(group), bool(group.get("is_decoupled_lr")), bool(group.get("is_expert_parallel")))
+        for group in groups
+    ]
+    taken = [
+        (
+            decays(name, dims, args),
+            decoupled and name in (EMBEDDING, OUTPUT),
+            apart and is_expert(name),
+        )
+        for name, dims in params
+    ]
     lost = set(taken) - set(keys)
     if lost or len(set(keys)) != len(keys):
         raise FormatError(
@@ -140,30 +178,50 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OPTIONS_LEFT}
 
 
-def _by_groups(part: Mapping[str, Any], grouped: Sequence[tuple[Mapping[str, Any], list[Param]]]) -> Iterator[tuple[Place, State]]:
+def _by_groups(
+    part: Mapping[str, Any], grouped: Sequence[tuple[Mapping[str, Any], list[Param]]]
+) -> Iterator[tuple[Place, State]]:
     inner, masters = _inner(part), part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))
     for number, (group, params) in enumerate(grouped):
         indices = list(group["params"])
         if len(indices) != len(params):
-            raise FormatError(f"group {number} has {len(indices)} parameters; the model has {len(params)} such: {_some(params)}")
+            raise FormatError(
+                f"group {number} has {len(indices)} parameters; the model has {len(params)} such: {_some(params)}"
+            )
         half = [one for one in params if one.tensor.dtype in (torch.float16, torch.bfloat16)]
         held = list(masters[number]) if masters is not None else []
         if masters is not None and len(held) != len(half):
-            raise FormatError(f"group {number} has {len(held)} fp32 copies; the model has {len(half)} such parameters: {_some(half)}")
+            raise FormatError(
+                f"group {number} has {len(held)} fp32 copies; the model has {len(half)} such parameters: {_some(half)}"
+            )
         copies = dict(zip(map(_place, half), held, strict=False))
         for index, one in zip(indices, params, strict=True):
             state = inner["state"].get(index)
             if state is None:
-                raise FormatError(f"{one.name}: has no optimizer state (parameter {index}); needed a step to have been made")
-            tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"}
+                raise FormatError(
+                    f"{one.name}: has no optimizer state (parameter {index}); needed a step to have been made"
+                )
+            tensors = {
+                name: value
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and name != "step"
+            }
             step = state.get("step", group.get("step", inner["state"].get("common_step")))
             yield _place(one), _state(one, copies.get(_place(one)), tensors, step, group)
 
 
-def _state(one: Param, master: torch.Tensor | None, tensors: Mapping[str, torch.Tensor], step: Any, group: Mapping[str, Any]) -> State:
+def _state(
+    one: Param,
+    master: torch.Tensor | None,
+    tensors: Mapping[str, torch.Tensor],
+    step: Any,
+    group: Mapping[str, Any],
+) -> State:
     for what, tensor in {**tensors, **({} if master is None else {"fp32 copy": master})}.items():
         if tensor.shape != one.tensor.shape:
-            raise FormatError(f"{one.name}: its {what} has shape {tuple(tensor.shape)}; needed {tuple(one.tensor.shape)}, the parameter's")
+            raise FormatError(
+                f"{one.name}: its {what} has shape {tuple(tensor.shape)}; needed {tuple(one.tensor.shape)}, the parameter's"
+            )
     if not isinstance(step, int | float | torch.Tensor):
         raise FormatError(f"{one.name}: nothing says how many steps its optimizer made")
     return State(master, tensors, float(step), options_of(group))
@@ -177,47 +235,75 @@ def _some(params: Sequence[Param]) -> str:
 
 
 def _by_ranges(
-    told: Mapping[Any, Any], params: Sequence[Param], saved: Saved, args: Arguments, groups: Sequence[Mapping[str, Any]]
+    told: Mapping[Any, Any],
+    params: Sequence[Param],
+    saved: Saved,
+    args: Arguments,
+    groups: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Place, State]]:
     """A buffer holds the parameters of one virtual stage and one dtype."""
     if not told.get("buckets_coalesced"):
-        raise FormatError(f"{FLAT_FILE}: has a buffer for each bucket (before 2024), which is not read; needed one for all buckets")
+        raise FormatError(
+            f"{FLAT_FILE}: has a buffer for each bucket (before 2024), which is not read; needed one for all buckets"
+        )
     group = dict(zip(map(_place, params), groups, strict=True))
     buffers: dict[tuple[int, torch.dtype], list[Param]] = {}
     for one in params:
         buffers.setdefault((one.chunk, one.tensor.dtype), []).append(one)
     numbers = sorted(key for key in told if isinstance(key, int))
     if len(numbers) != len(buffers):
-        raise FormatError(f"{FLAT_FILE}: has {len(numbers)} buffers; needed {len(buffers)}, one for each stage and dtype of its parameters")
+        raise FormatError(
+            f"{FLAT_FILE}: has {len(numbers)} buffers; needed {len(buffers)}, one for each stage and dtype of its parameters"
+        )
     for number, ((chunk, dtype), mine) in zip(numbers, buffers.items(), strict=True):
         (kinds,) = told[number].items()
         (stored, _), flat = kinds
         if stored != dtype:
-            raise FormatError(f"{FLAT_FILE}: buffer {number} is of {stored}; needed {dtype}, as its parameters")
-        ranges = flat_ranges([(one.tensor.numel(), _has_bucket(one.name, args)) for one in mine], bucket_size(saved.pp, chunk, args))
+            raise FormatError(
+                f"{FLAT_FILE}: buffer {number} is of {stored}; needed {dtype}, as its parameters"
+            )
+        ranges = flat_ranges(
+            [(one.tensor.numel(), _has_bucket(one.name, args)) for one in mine],
+            bucket_size(saved.pp, chunk, args),
+        )
         total = max(stop for _, stop in ranges)
         tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-        sizes = {name: value.numel() for name, value in tensors.items()} | {"numel_unpadded": int(flat["numel_unpadded"])}
+        sizes = {name: value.numel() for name, value in tensors.items()} | {
+            "numel_unpadded": int(flat["numel_unpadded"])
+        }
         wrong = {name: size for name, size in sizes.items() if size != total}
         if wrong or "param" not in tensors:
             raise FormatError(
                 f"{FLAT_FILE}: buffer {number} has elements {sizes}; its parameters make up {total}: they are in another order"
             )
         for one, (start, stop) in zip(mine, ranges, strict=True):
-            cut = {name: value[start:stop].view(one.tensor.shape) for name, value in tensors.items()}
-            yield _place(one), _state(one, cut.pop("param"), cut, group[_place(one)].get("step"), group[_place(one)])
+            cut = {
+                name: value[start:stop].view(one.tensor.shape) for name, value in tensors.items()
+            }
+            yield (
+                _place(one),
+                _state(
+                    one, cut.pop("param"), cut, group[_place(one)].get("step"), group[_place(one)]
+                ),
+            )
 
 
 def _has_bucket(name: str, args: Arguments) -> bool:
     """Embeddings that the first and the last stage share have buckets of their own."""
-    return args.pp > 1 and not args.flag("untie_embeddings_and_output_weights") and name in (EMBEDDING, OUTPUT)
+    return (
+        args.pp > 1
+        and not args.flag("untie_embeddings_and_output_weights")
+        and name in (EMBEDDING, OUTPUT)
+    )
 
 
 def bucket_size(pp: int, chunk: int, args: Arguments) -> int | None:
     """Elements from which a bucket is full, None for a single bucket: `DistributedDataParallel`'s rule."""
     if not args.flag("overlap_grad_reduce") or pp > 0 or chunk > 0:
         return None
-    return args.number("ddp_bucket_size", max(40_000_000, 1_000_000 * args.number("data_parallel_size", 1)))
+    return args.number(
+        "ddp_bucket_size", max(40_000_000, 1_000_000 * args.number("data_parallel_size", 1))
+    )
 
 
 def flat_ranges(sizes: Sequence[tuple[int, bool]], full: int | None) -> list[tuple[int, int]]:

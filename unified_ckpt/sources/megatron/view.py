@@ -6,16 +6,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.assembled import Assembled, Assembly
-from unified_ckpt.engine.source import Said, Source
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.protocol import Said, Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.sources.json_files import config_file, read_config
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.files.json import config_file, read_config
 from unified_ckpt.sources.megatron.files import Arguments
-from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, Dims, Kind, Stored, apart, hub_tensors, of_state, own_tensor
-from unified_ckpt.views.recut import Made, Piece, recut
+from unified_ckpt.sources.megatron.names import (
+    EMBEDDING,
+    OUTPUT,
+    Dims,
+    Kind,
+    Stored,
+    apart,
+    hub_tensors,
+    of_state,
+    own_tensor,
+)
+from unified_ckpt.views.derived import Made, Piece, recut
+from unified_ckpt.views.shards import Assembled, Assembly
 
 
 def named(
@@ -49,16 +59,23 @@ def named(
     kinds = {name.rpartition("/")[2] for part, name in tensors if part == OPTIMIZER}
     if OUTPUT not in made and EMBEDDING in made and OUTPUT not in cuts:
         (tied,) = made[EMBEDDING].values()  # not stored: so that its alias has a name
-        cuts[OUTPUT if EMBEDDING in cuts else "lm_head.weight"] = Made(tied.shape, (Piece(OUTPUT, 0, tied.pieces[0].count),))
+        cuts[OUTPUT if EMBEDDING in cuts else "lm_head.weight"] = Made(
+            tied.shape, (Piece(OUTPUT, 0, tied.pieces[0].count),)
+        )
     every = dict(cuts)
     for kind in kinds:
         every |= of_state(cuts, kind)
-    groups = [{**group, "names": [name for stored in group["names"] for name in made.get(stored, ())]} for group in said.groups]
+    groups = [
+        {**group, "names": [name for stored in group["names"] for name in made.get(stored, ())]}
+        for group in said.groups
+    ]
     source = make(said=replace(said, groups=groups), rank_extra=rank_extra)
     return recut(source, every, parts=(MODEL, MASTER, OPTIMIZER), refused=source.refused)
 
 
-def _made(tensors: Mapping[Key, Assembly], cut: Callable[[str, Stored], dict[str, Made]]) -> dict[str, dict[str, Made]]:
+def _made(
+    tensors: Mapping[Key, Assembly], cut: Callable[[str, Stored], dict[str, Made]]
+) -> dict[str, dict[str, Made]]:
     found: dict[str, dict[str, Made]] = {}
     names: dict[str, str] = {}
     for part, stored in tensors:
@@ -67,7 +84,9 @@ def _made(tensors: Mapping[Key, Assembly], cut: Callable[[str, Stored], dict[str
         for own, one in apart(stored, tensors[part, stored].spec.shape):
             for name, made in cut(own, one).items():
                 if names.setdefault(name, stored) != stored:
-                    raise FormatError(f"{name}: is made from {names[name]} and from {stored}; needed one of them")
+                    raise FormatError(
+                        f"{name}: is made from {names[name]} and from {stored}; needed one of them"
+                    )
                 found.setdefault(stored, {})[name] = made
     return found
 
@@ -91,10 +110,18 @@ def _dims(args: Arguments, options: SourceOptions) -> Dims:
     if options.config is not None:
         return _of_config(options.config)
     if not args.told:
-        raise FormatError("has no arguments of Megatron's; needed Hugging Face's config.json for its names of tensors")
-    wrong = [f"{name}={args.told.get(name)!r}" for name, wanted in _LIKE_LLAMA.items() if args.told.get(name, wanted[0]) not in wanted]
+        raise FormatError(
+            "has no arguments of Megatron's; needed Hugging Face's config.json for its names of tensors"
+        )
+    wrong = [
+        f"{name}={args.told.get(name)!r}"
+        for name, wanted in _LIKE_LLAMA.items()
+        if args.told.get(name, wanted[0]) not in wanted
+    ]
     if wrong:
-        raise FormatError(f"has {', '.join(wrong)}: is no model like Llama; Hugging Face's names of its tensors are not known")
+        raise FormatError(
+            f"has {', '.join(wrong)}: is no model like Llama; Hugging Face's names of its tensors are not known"
+        )
     heads = args.number("num_attention_heads")
     groups = args.number("num_query_groups", heads) if args.flag("group_query_attention") else heads
     head_dim = args.number("kv_channels", args.number("hidden_size") // heads)

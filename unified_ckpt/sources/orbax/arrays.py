@@ -17,16 +17,18 @@ from urllib.parse import unquote
 
 import torch
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
-from unified_ckpt.runtime.regular import check_files
-from unified_ckpt.runtime.tensors import DTYPE_NAMES
+from unified_ckpt.runtime.storage.regular_files import check_files
+from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
 CACHE_NBYTES = 512 << 20  # of decoded chunks: one may be larger than a piece
 FILES_AT_ONCE = 16  # each is a chunk in memory
 PIECE_NBYTES = 64 << 20  # that are read at once,
-LARGEST_NBYTES = 1 << 30  # or up to so many where a chunk is larger: it is decoded whole for every piece
+LARGEST_NBYTES = (
+    1 << 30
+)  # or up to so many where a chunk is larger: it is decoded whole for every piece
 _MANIFEST = "manifest.ocdbt"
 _MOST_LISTED = 10_000
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -65,11 +67,17 @@ def _as_torch(found: Any, dtype: torch.dtype) -> torch.Tensor:
     array = np.array(found, copy=None, order="C", subok=False)
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
-    bits = array.reshape(-1).view(_UNSIGNED[array.itemsize]) if array.itemsize in _UNSIGNED else array.reshape(-1)
+    bits = (
+        array.reshape(-1).view(_UNSIGNED[array.itemsize])
+        if array.itemsize in _UNSIGNED
+        else array.reshape(-1)
+    )
     return torch.from_numpy(bits).view(dtype).reshape(array.shape)
 
 
-def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool) -> dict[str, Array]:
+def open_arrays(
+    root: str, names: Collection[str], *, zarr3: bool, filled: bool
+) -> dict[str, Array]:
     """The arrays of a tree by name. `filled`: chunks that are all zeros may be missing.
 
     FormatError for one that is damaged or whose dtype safetensors lacks; IncompleteError naming files and arrays that are missing or
@@ -82,17 +90,29 @@ def open_arrays(root: str, names: Collection[str], *, zarr3: bool, filled: bool)
         raise FormatError(listed(f"{root}: arrays have names that lead out of the folder", outside))
     ocdbt = os.path.isfile(os.path.join(root, _MANIFEST))
     if not ocdbt and any(name.startswith("ocdbt.process_") for name in os.listdir(root)):
-        raise IncompleteError(f"{root}: {_MANIFEST} is missing; what processes wrote was not put together")
+        raise IncompleteError(
+            f"{root}: {_MANIFEST} is missing; what processes wrote was not put together"
+        )
     parts = _keys(tensorstore, root, frozenset(names)) if ocdbt else _files(root, names)
     mark = "zarr.json" if zarr3 else ".zarray"
     lost = sorted(name for name in names if mark not in parts.get(name, ()))
     if lost:
         raise IncompleteError(listed(f"{root}: arrays are missing that its tree names", lost))
-    limits = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_NBYTES}, "file_io_concurrency": {"limit": FILES_AT_ONCE}})
+    limits = tensorstore.Context(
+        {
+            "cache_pool": {"total_bytes_limit": CACHE_NBYTES},
+            "file_io_concurrency": {"limit": FILES_AT_ONCE},
+        }
+    )
     kvstores = {name: _kvstore(root, name, ocdbt=ocdbt) for name in names}
     opening = {
         name: tensorstore.open(
-            {"driver": "zarr3" if zarr3 else "zarr", "kvstore": kvstore, "fill_missing_data_reads": filled, "recheck_cached_data": "open"},
+            {
+                "driver": "zarr3" if zarr3 else "zarr",
+                "kvstore": kvstore,
+                "fill_missing_data_reads": filled,
+                "recheck_cached_data": "open",
+            },
             read=True,
             open=True,
             context=limits,
@@ -114,20 +134,28 @@ def _tensorstore() -> Any:
     try:
         import tensorstore
     except ImportError as error:
-        raise CheckpointError("a checkpoint of Orbax is read through tensorstore; needed: pip install unified-ckpt[orbax]") from error
+        raise CheckpointError(
+            "a checkpoint of Orbax is read through tensorstore; needed: pip install unified-ckpt[orbax]"
+        ) from error
     return tensorstore
 
 
 def _kvstore(root: str, name: str, *, ocdbt: bool) -> dict[str, Any]:
     if ocdbt:
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
+        return {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{root}/"},
+            "path": f"{name}/",
+        }
     return {"driver": "file", "path": f"{root}/{name}/"}
 
 
 def _array(store: Any, where: str) -> Array:
     dtype = getattr(torch, store.dtype.name, None)
     if dtype not in DTYPE_NAMES:
-        raise FormatError(f"{where}: has dtype {store.dtype.name}, which has no name in safetensors")
+        raise FormatError(
+            f"{where}: has dtype {store.dtype.name}, which has no name in safetensors"
+        )
     shape = tuple(store.shape)
     chunk = tuple(max(1, size or 1) for size in store.chunk_layout.read_chunk.shape or ())
     return Array(store, dtype, shape, chunk, where)
@@ -136,16 +164,24 @@ def _array(store: Any, where: str) -> Array:
 # ---- what is there
 
 
-def _check_chunks(root: str, arrays: Mapping[str, Array], parts: Mapping[str, Collection[str]]) -> None:
+def _check_chunks(
+    root: str, arrays: Mapping[str, Array], parts: Mapping[str, Collection[str]]
+) -> None:
     lost = []
     for name, one in arrays.items():
         chunks = one.store.chunk_layout.write_chunk.shape or ()
-        grid = [range(-(-size // max(1, chunk))) for size, chunk in zip(one.shape, chunks, strict=True)]
+        grid = [
+            range(-(-size // max(1, chunk))) for size, chunk in zip(one.shape, chunks, strict=True)
+        ]
         stored = one.store.spec().to_json()["metadata"]
-        if prod(map(len, grid)) > _MOST_LISTED + len(parts[name]):  # a shape that nobody has written: its chunks are not counted out
+        if prod(map(len, grid)) > _MOST_LISTED + len(
+            parts[name]
+        ):  # a shape that nobody has written: its chunks are not counted out
             lost.append(f"{name}: {prod(map(len, grid)) - len(parts[name])} or more of its chunks")
             continue
-        missing = [key for at in product(*grid) if (key := _chunk_key(at, stored)) not in parts[name]]
+        missing = [
+            key for at in product(*grid) if (key := _chunk_key(at, stored)) not in parts[name]
+        ]
         lost += [f"{name}/{key}" for key in missing]
     if lost:
         raise IncompleteError(listed(f"{root}: chunks are missing", lost))
@@ -167,7 +203,11 @@ def _files(root: str, names: Collection[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name in names:
         top = os.path.join(root, name)
-        found[name] = {os.path.relpath(os.path.join(folder, file), top) for folder, _, files in os.walk(top) for file in files}
+        found[name] = {
+            os.path.relpath(os.path.join(folder, file), top)
+            for folder, _, files in os.walk(top)
+            for file in files
+        }
     return found
 
 
@@ -183,21 +223,35 @@ def _keys(tensorstore: Any, root: str, names: Collection[str]) -> dict[str, set[
     while level:
         cut = sorted({file for at, _ in level if not sizes.holds(at) and (file := _place(at)[0])})
         if cut:
-            raise IncompleteError(listed(f"{root}: files are missing or end early; lost is which arrays there are", cut))
-        nodes = [(prefix, _dump(tensorstore, store, at, os.path.join(root, _place(at)[0]))) for at, prefix in level]
+            raise IncompleteError(
+                listed(
+                    f"{root}: files are missing or end early; lost is which arrays there are", cut
+                )
+            )
+        nodes = [
+            (prefix, _dump(tensorstore, store, at, os.path.join(root, _place(at)[0])))
+            for at, prefix in level
+        ]
         level = []
         for prefix, node in nodes:
             for entry in node["entries"]:
                 if "location" in entry:
-                    level.append((entry["location"], prefix + entry.get("subtree_common_prefix", b"")))
+                    level.append(
+                        (entry["location"], prefix + entry.get("subtree_common_prefix", b""))
+                    )
                     continue
                 name, part = _owner((prefix + entry["key"]).decode(), names)
                 found.setdefault(name, set()).add(part)
                 if "indirect_value" in entry and not sizes.holds(entry["indirect_value"]):
                     lost.setdefault(_place(entry["indirect_value"])[0], []).append(f"{name}/{part}")
     if lost:
-        missing = {file: "is missing" if sizes.of(file) is None else "ends early" for file in sorted(lost)}
-        rows = [f"{file} {missing[file]}; lost are {', '.join(sorted(set(keys))[:5])}" for file, keys in sorted(lost.items())]
+        missing = {
+            file: "is missing" if sizes.of(file) is None else "ends early" for file in sorted(lost)
+        }
+        rows = [
+            f"{file} {missing[file]}; lost are {', '.join(sorted(set(keys))[:5])}"
+            for file, keys in sorted(lost.items())
+        ]
         raise IncompleteError(listed(f"{root}: files are missing or end early", rows))
     return found
 
@@ -247,7 +301,9 @@ class _Sizes:
 # ---- how it is read
 
 
-def cells(shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Sequence[int], nbytes: int) -> Iterator[Box]:
+def cells(
+    shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Sequence[int], nbytes: int
+) -> Iterator[Box]:
     """Boxes that tile a tensor of `shape`, of up to `nbytes`, along `axes` only: the first of them is cut first and joined last. They
     are whole chunks where that can be, so that few are decoded twice."""
     sizes = [min(chunk[axis], size) if axis in axes else size for axis, size in enumerate(shape)]
@@ -259,4 +315,9 @@ def cells(shape: Sequence[int], chunk: Sequence[int], itemsize: int, *, axes: Se
             sizes[axis] = min(sizes[axis] * 2, shape[axis])
     starts = [range(0, size, max(1, step)) for size, step in zip(shape, sizes, strict=True)]
     for offsets in product(*starts):
-        yield Box(offsets, tuple(min(step, size - low) for low, step, size in zip(offsets, sizes, shape, strict=True)))
+        yield Box(
+            offsets,
+            tuple(
+                min(step, size - low) for low, step, size in zip(offsets, sizes, shape, strict=True)
+            ),
+        )

@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import KEPT_NBYTES, Assembly, Fragment, assembly
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
-from unified_ckpt.runtime.state import MODEL, OPTIMIZER
-from unified_ckpt.sources.json_files import read_config
+from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
+from unified_ckpt.sources.files.json import read_config
 from unified_ckpt.sources.orbax.arrays import Array, cells
 from unified_ckpt.sources.orbax.maxtext_names import LAYER_AXIS, Link, links, sizes_of
-from unified_ckpt.sources.orbax.maxtext_turns import axes_of, box_of_ours, spread, to_ours, turn_of
+from unified_ckpt.sources.orbax.maxtext_transforms import (
+    axes_of,
+    box_of_ours,
+    spread,
+    to_ours,
+    turn_of,
+)
+from unified_ckpt.views.shards import KEPT_NBYTES, Assembly, Fragment, assembly
 
 UNKNOWN = (
     "is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; needed the model's "
@@ -40,7 +47,9 @@ def is_known(shapes: Iterable[str]) -> bool:
     return _kind(shapes) is not None
 
 
-def config_of(path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> dict[str, Any]:
+def config_of(
+    path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where: str
+) -> dict[str, Any]:
     """The model's configuration: of a file or a folder that has it, or from the names and shapes where those say which model it is.
     FormatError where they do not."""
     if path is not None:
@@ -69,11 +78,21 @@ def _config(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         return bool(_STACKED.match(name)), shapes.get(name, ())
 
     up = "MoeBlock_0.wi_0" if kind == "mixtral" else "mlp.wi_0.kernel"
-    queries = {name: shape for name, shape in shapes.items() if name.endswith("self_attention.query.kernel")}
-    layers = sum(shape[LAYER_AXIS] if _STACKED.match(name) else 1 for name, shape in queries.items() if len(shape) > LAYER_AXIS)
+    queries = {
+        name: shape
+        for name, shape in shapes.items()
+        if name.endswith("self_attention.query.kernel")
+    }
+    layers = sum(
+        shape[LAYER_AXIS] if _STACKED.match(name) else 1
+        for name, shape in queries.items()
+        if len(shape) > LAYER_AXIS
+    )
     query, key = one("self_attention.query.kernel")[1], one("self_attention.key.kernel")[1]
     if len(query) < 3 or len(key) < 3 or len(shapes[EMBEDDING]) != 2:
-        raise FormatError(f"query and key have shapes {query} and {key}, {EMBEDDING} {shapes[EMBEDDING]}; needed heads and a vocabulary")
+        raise FormatError(
+            f"query and key have shapes {query} and {key}, {EMBEDDING} {shapes[EMBEDDING]}; needed heads and a vocabulary"
+        )
     return {
         "model_type": kind,
         "vocab_size": shapes[EMBEDDING][0],
@@ -109,8 +128,14 @@ def huggingface(
         if key[0] not in (MODEL, OPTIMIZER):
             continue
         for link in of[theirs]:
-            tensors[key[0], f"{link.ours}/{state}" if state else link.ours] = _assembly(array, link, state or None)
-    return tensors, dict(_TIED) if sizes.tied else {}, {theirs: [link.ours for link in found] for theirs, found in of.items()}
+            tensors[key[0], f"{link.ours}/{state}" if state else link.ours] = _assembly(
+                array, link, state or None
+            )
+    return (
+        tensors,
+        dict(_TIED) if sizes.tied else {},
+        {theirs: [link.ours for link in found] for theirs, found in of.items()},
+    )
 
 
 def _check(weights: Mapping[str, Array], wanted: Iterable[Link], *, where: str) -> None:
@@ -120,18 +145,29 @@ def _check(weights: Mapping[str, Array], wanted: Iterable[Link], *, where: str) 
     for name, (shape, turn) in shapes.items():
         if name in weights:
             found = weights[name].shape
-            axis = len(turn.inputs) if not turn.plain else 0  # that of the vocabulary, where it may be padded
+            axis = (
+                len(turn.inputs) if not turn.plain else 0
+            )  # that of the vocabulary, where it may be padded
             padded = turn.padded and len(found) == len(shape) and found[axis] >= shape[axis]
-            if found != shape and not (padded and found == (*shape[:axis], found[axis], *shape[axis + 1 :])):
+            if found != shape and not (
+                padded and found == (*shape[:axis], found[axis], *shape[axis + 1 :])
+            ):
                 wrong.append(f"{name} has shape {found}, needed {shape}")
     other = sorted(set(weights) - set(shapes))
     if wrong:
-        raise FormatError(listed(f"{where}: tensors have other shapes than the configuration says", wrong))
+        raise FormatError(
+            listed(f"{where}: tensors have other shapes than the configuration says", wrong)
+        )
     if lost:
-        raise IncompleteError(listed(f"{where}: the model has tensors that the checkpoint lacks", lost))
+        raise IncompleteError(
+            listed(f"{where}: the model has tensors that the checkpoint lacks", lost)
+        )
     if other:
         raise FormatError(
-            listed(f"{where}: the checkpoint has tensors that the model has not; needed another config.json, or its own names", other)
+            listed(
+                f"{where}: the checkpoint has tensors that the model has not; needed another config.json, or its own names",
+                other,
+            )
         )
 
 
@@ -139,10 +175,19 @@ def _assembly(array: Array, link: Link, state: str | None) -> Assembly:
     turn = turn_of(link.turn, state)
     chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.at]
     nbytes = prod(turn.ours) * array.dtype.itemsize
-    axes = axes_of(turn) if nbytes <= KEPT_NBYTES else axes_of(turn)[:1]  # else pieces are whole rows: not all of a row's would be kept
+    axes = (
+        axes_of(turn) if nbytes <= KEPT_NBYTES else axes_of(turn)[:1]
+    )  # else pieces are whole rows: not all of a row's would be kept
     found = [
-        Fragment(box_of_ours(turn, piece), partial(_load, array, link, state, piece), array.where, keep=True)
-        for piece in cells(turn.theirs, chunk, array.dtype.itemsize, axes=axes, nbytes=array.piece_nbytes)
+        Fragment(
+            box_of_ours(turn, piece),
+            partial(_load, array, link, state, piece),
+            array.where,
+            keep=True,
+        )
+        for piece in cells(
+            turn.theirs, chunk, array.dtype.itemsize, axes=axes, nbytes=array.piece_nbytes
+        )
     ]
     try:
         return assembly(array.dtype, turn.ours, found)
@@ -152,4 +197,6 @@ def _assembly(array: Array, link: Link, state: str | None) -> Assembly:
 
 def _load(array: Array, link: Link, state: str | None, piece: Box) -> torch.Tensor:
     box = spread(piece, link.at)
-    return to_ours(array.read(box.offsets, box.shape).reshape(piece.shape), turn_of(link.turn, state))
+    return to_ours(
+        array.read(box.offsets, box.shape).reshape(piece.shape), turn_of(link.turn, state)
+    )

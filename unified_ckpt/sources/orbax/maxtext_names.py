@@ -70,10 +70,15 @@ class _Family:
     embedding: bool = False
     bias: bool = False
     head_norms: bool = False
-    experts: tuple[str, str, Mapping[str, str]] | None = None  # theirs, ours, and the names of both of a weight
+    experts: tuple[str, str, Mapping[str, str]] | None = (
+        None  # theirs, ours, and the names of both of a weight
+    )
 
 
-_LLAMA = {"pre_self_attention_layer_norm": "input_layernorm", "post_self_attention_layer_norm": "post_attention_layernorm"}
+_LLAMA = {
+    "pre_self_attention_layer_norm": "input_layernorm",
+    "post_self_attention_layer_norm": "post_attention_layernorm",
+}
 _GEMMA = {"pre_self_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
 _GEMMA2 = {
     "pre_self_attention_norm": "input_layernorm",
@@ -118,13 +123,17 @@ def sizes_of(config: Mapping[str, Any], *, where: str) -> Sizes:
     """From a Hugging Face configuration. FormatError for a model whose names are not known, or a field that is missing."""
     kind = config.get("model_type")
     if kind not in _FAMILIES:
-        raise FormatError(f"{where}: model_type {kind!r} has no names of MaxText's here; known are {', '.join(_FAMILIES)}")
+        raise FormatError(
+            f"{where}: model_type {kind!r} has no names of MaxText's here; known are {', '.join(_FAMILIES)}"
+        )
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head = int(config.get("head_dim") or hidden // heads)
         moe = _FAMILIES[kind].experts is not None
         if kind == "gemma2" and int(config["num_hidden_layers"]) % 2:
-            raise ValueError(f"num_hidden_layers is {config['num_hidden_layers']}; needed an even count")
+            raise ValueError(
+                f"num_hidden_layers is {config['num_hidden_layers']}; needed an even count"
+            )
         return Sizes(
             kind=kind,
             hidden=hidden,
@@ -132,7 +141,11 @@ def sizes_of(config: Mapping[str, Any], *, where: str) -> Sizes:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head=head,
-            mlp=int(config.get("moe_intermediate_size") or config["intermediate_size"] if moe else config["intermediate_size"]),
+            mlp=int(
+                config.get("moe_intermediate_size") or config["intermediate_size"]
+                if moe
+                else config["intermediate_size"]
+            ),
             experts=int(config.get("num_local_experts") or config["num_experts"]) if moe else 0,
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
@@ -153,10 +166,18 @@ def links(sizes: Sizes, *, stacked: bool) -> list[Link]:
     """All tensors of the model, MaxText's own names below `params`. A tied `lm_head.weight` is not one of them."""
     family = _FAMILIES[sizes.kind]
     scale = _bfloat16(sqrt(sizes.hidden)) if sizes.kind == "gemma3_text" else sqrt(sizes.hidden)
-    embedding = Turn((sizes.vocab,), (sizes.hidden,), plain=True, over=scale if family.embedding else 1.0, padded=True)
+    embedding = Turn(
+        (sizes.vocab,),
+        (sizes.hidden,),
+        plain=True,
+        over=scale if family.embedding else 1.0,
+        padded=True,
+    )
     norm = Turn((), (sizes.hidden,), plus=family.norm)
     found = [
-        Link("model.embed_tokens.weight", "token_embedder.embedding", {}, embedding.theirs, embedding),
+        Link(
+            "model.embed_tokens.weight", "token_embedder.embedding", {}, embedding.theirs, embedding
+        ),
         Link("model.norm.weight", "decoder.decoder_norm.scale", {}, norm.theirs, norm),
     ]
     if not sizes.tied:
@@ -165,32 +186,61 @@ def links(sizes: Sizes, *, stacked: bool) -> list[Link]:
     for theirs, ours, turn in _layer(sizes, family):
         for layer in range(sizes.layers):
             prefix, suffix, at, count = _spot(sizes, layer, stacked=stacked)
-            found.extend(_linked(f"model.layers.{layer}.{ours}", f"{prefix}.{_suffixed(theirs, suffix)}", at, count, turn, sizes))
+            found.extend(
+                _linked(
+                    f"model.layers.{layer}.{ours}",
+                    f"{prefix}.{_suffixed(theirs, suffix)}",
+                    at,
+                    count,
+                    turn,
+                    sizes,
+                )
+            )
     return found
 
 
-def _linked(ours: str, theirs: str, at: int | None, count: int, turn: Turn, sizes: Sizes) -> Iterator[Link]:
+def _linked(
+    ours: str, theirs: str, at: int | None, count: int, turn: Turn, sizes: Sizes
+) -> Iterator[Link]:
     """`ours` with "{}" is of every expert."""
     if "{}" not in ours:
-        shape = turn.theirs if at is None else (*turn.theirs[:LAYER_AXIS], count, *turn.theirs[LAYER_AXIS:])
+        shape = (
+            turn.theirs
+            if at is None
+            else (*turn.theirs[:LAYER_AXIS], count, *turn.theirs[LAYER_AXIS:])
+        )
         yield Link(ours, theirs, {} if at is None else {LAYER_AXIS: at}, shape, turn)
         return
     for expert in range(sizes.experts):
         shape = (sizes.experts, *(() if at is None else (count,)), *turn.theirs)
-        yield Link(ours.format(expert), theirs, {0: expert, **({} if at is None else {LAYER_AXIS: at})}, shape, turn)
+        yield Link(
+            ours.format(expert),
+            theirs,
+            {0: expert, **({} if at is None else {LAYER_AXIS: at})},
+            shape,
+            turn,
+        )
 
 
 def _spot(sizes: Sizes, layer: int, *, stacked: bool) -> tuple[str, str, int | None, int]:
     """Where a layer is: the prefix and suffix of its names, its index where it is stacked, and of how many."""
     if sizes.kind == "gemma2":  # an even count: `sizes_of`
         suffix, pairs = _LOCAL_GLOBAL[layer % 2], sizes.layers // 2
-        return ("decoder.layers", suffix, layer // 2, pairs) if stacked else (f"decoder.layers_{layer // 2}", suffix, None, 0)
+        return (
+            ("decoder.layers", suffix, layer // 2, pairs)
+            if stacked
+            else (f"decoder.layers_{layer // 2}", suffix, None, 0)
+        )
     if sizes.kind == "gemma3_text" and stacked:
         blocks = sizes.layers // _PATTERN
         if layer < blocks * _PATTERN:
             return f"decoder.layers.layers_{layer % _PATTERN}", "", layer // _PATTERN, blocks
         return f"decoder.layers_remainder.layers_{layer % _PATTERN}", "", None, 0
-    return ("decoder.layers", "", layer, sizes.layers) if stacked else (f"decoder.layers_{layer}", "", None, 0)
+    return (
+        ("decoder.layers", "", layer, sizes.layers)
+        if stacked
+        else (f"decoder.layers_{layer}", "", None, 0)
+    )
 
 
 def _suffixed(theirs: str, suffix: str) -> str:
@@ -205,16 +255,26 @@ def _layer(sizes: Sizes, family: _Family) -> Iterator[tuple[str, str, Turn]]:
     for theirs, ours in family.norms.items():
         yield f"{theirs}.scale", f"{ours}.weight", Turn((), hidden, plus=family.norm)
     turns = {
-        ("query", "q"): Turn(hidden, (sizes.heads, head), interleaved=sizes.interleaved, times=query),
+        ("query", "q"): Turn(
+            hidden, (sizes.heads, head), interleaved=sizes.interleaved, times=query
+        ),
         ("key", "k"): Turn(hidden, (sizes.kv_heads, head), interleaved=sizes.interleaved),
         ("value", "v"): Turn(hidden, (sizes.kv_heads, head)),
     }
     for (theirs, ours), turn in turns.items():
         yield f"self_attention.{theirs}.kernel", f"self_attn.{ours}_proj.weight", turn
         if family.bias:
-            yield f"self_attention.{theirs}.bias", f"self_attn.{ours}_proj.bias", Turn((), turn.outputs)
+            yield (
+                f"self_attention.{theirs}.bias",
+                f"self_attn.{ours}_proj.bias",
+                Turn((), turn.outputs),
+            )
         if family.head_norms and theirs != "value":
-            yield f"self_attention.{theirs}_norm.scale", f"self_attn.{ours}_norm.weight", Turn((), (head,), plus=family.norm)
+            yield (
+                f"self_attention.{theirs}_norm.scale",
+                f"self_attn.{ours}_norm.weight",
+                Turn((), (head,), plus=family.norm),
+            )
     yield "self_attention.out.kernel", "self_attn.o_proj.weight", Turn((sizes.heads, head), hidden)
     if family.experts is None:
         for theirs, ours in (("wi_0", "gate_proj"), ("wi_1", "up_proj")):
@@ -224,7 +284,11 @@ def _layer(sizes: Sizes, family: _Family) -> Iterator[tuple[str, str, Turn]]:
     block, inner, names = family.experts
     yield f"{block}.gate.kernel", f"{inner}.gate.weight", Turn(hidden, (sizes.experts,))
     for theirs, ours in names.items():
-        yield f"{block}.{theirs}", f"{inner}.experts.{{}}.{ours}.weight", Turn(mlp, hidden) if theirs == "wo" else Turn(hidden, mlp)
+        yield (
+            f"{block}.{theirs}",
+            f"{inner}.experts.{{}}.{ours}.weight",
+            Turn(mlp, hidden) if theirs == "wo" else Turn(hidden, mlp),
+        )
 
 
 def _bfloat16(value: float) -> float:

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.geometry import whole
-from unified_ckpt.core.tables import Key
-from unified_ckpt.engine.assembled import Assembled, Assembly, Fragment, assembly
-from unified_ckpt.engine.source import Said
+from unified_ckpt.core.sharding.boxes import whole
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.protocol import Said
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.state import MODEL, OPTIMIZER
-from unified_ckpt.sources.json_files import read_json
+from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
+from unified_ckpt.sources.files.json import read_json
 from unified_ckpt.sources.orbax.arrays import Array, cells, open_arrays
 from unified_ckpt.sources.orbax.folders import Step, find_step, read_tree
 from unified_ckpt.sources.orbax.maxtext import UNKNOWN, config_of, huggingface, is_known, is_maxtext
 from unified_ckpt.sources.orbax.tree import Path, Places, places
+from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -44,20 +44,33 @@ def open_orbax(root: str, options: SourceOptions) -> Assembled:
     aliases: dict[str, str] = {}
     names = {name: [name] for name in weights}
     if options.names == "huggingface" and not is_maxtext(weights):
-        raise FormatError(f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'")
+        raise FormatError(
+            f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'"
+        )
     own = options.names == "own" or not is_maxtext(weights)
     if not own and options.names == "auto" and options.config is None and not is_known(weights):
         _LOG.warning("%s: %s; its own names are shown", step.path, UNKNOWN)
         own = True
     if not own:
-        tensors, aliases, names = huggingface(held, config_of(options.config, weights, where=step.path), where=step.path)
+        tensors, aliases, names = huggingface(
+            held, config_of(options.config, weights, where=step.path), where=step.path
+        )
         held = {key: one for key, one in held.items() if key[0] not in (MODEL, OPTIMIZER)}
     tensors |= {key: _own(one) for key, one in held.items()}
     for count, owners in placed.counts.items():
         counted = _count(arrays[count])
-        tensors |= {(OPTIMIZER, f"{ours}/step"): counted for theirs in owners for ours in names[theirs]}
+        tensors |= {
+            (OPTIMIZER, f"{ours}/step"): counted for theirs in owners for ours in names[theirs]
+        }
     said = _said(step, arrays, strings, placed)
-    return Assembled(step.path, tensors, format="orbax", said=said, aliases={MODEL: aliases}, rank_extra=partial(_position, step))
+    return Assembled(
+        step.path,
+        tensors,
+        format="orbax",
+        said=said,
+        aliases={MODEL: aliases},
+        rank_extra=partial(_position, step),
+    )
 
 
 def _leaves(step: Step) -> tuple[dict[Path, Array], dict[Path, str]]:
@@ -77,7 +90,13 @@ def _own(array: Array) -> Assembly:
     """As it is stored."""
     found = [
         Fragment(box, partial(array.read, box.offsets, box.shape), array.where, keep=True)
-        for box in cells(array.shape, array.chunk, array.dtype.itemsize, axes=range(len(array.shape)), nbytes=array.piece_nbytes)
+        for box in cells(
+            array.shape,
+            array.chunk,
+            array.dtype.itemsize,
+            axes=range(len(array.shape)),
+            nbytes=array.piece_nbytes,
+        )
     ]
     try:
         return assembly(array.dtype, array.shape, found)
@@ -87,11 +106,19 @@ def _own(array: Array) -> Assembly:
 
 def _count(array: Array) -> Assembly:
     """Adam's count, as torch's AdamW keeps it."""
-    return assembly(torch.float32, (), [Fragment(whole(()), lambda: array.read((), ()).to(torch.float32), array.where)])
+    return assembly(
+        torch.float32,
+        (),
+        [Fragment(whole(()), lambda: array.read((), ()).to(torch.float32), array.where)],
+    )
 
 
-def _said(step: Step, arrays: Mapping[Path, Array], strings: Mapping[Path, str], placed: Places) -> Said:
-    number = int(arrays[placed.step].read((), ()).item()) if placed.step is not None else step.number
+def _said(
+    step: Step, arrays: Mapping[Path, Array], strings: Mapping[Path, str], placed: Places
+) -> Said:
+    number = (
+        int(arrays[placed.step].read((), ()).item()) if placed.step is not None else step.number
+    )
     extra: dict[Any, Any] = {}
     for path in placed.values:
         _put(extra, path, arrays[path].read((), ()).item())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from unified_ckpt.core.tables import Key
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.state import MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 
 Path = tuple[str, ...]
 _WEIGHTS = ("params", "model")  # where train states have them, likeliest first
@@ -28,11 +28,18 @@ class Places:
 
 def weights_root(paths: Collection[Path]) -> Path:
     """What stands before the weights' own names: Flax has a second `params`."""
-    first = next((name for name in _WEIGHTS if any(path[0] == name and len(path) > 1 for path in paths)), None)
+    first = next(
+        (name for name in _WEIGHTS if any(path[0] == name and len(path) > 1 for path in paths)),
+        None,
+    )
     if first is None:
         return ()
     inner = {path[1] for path in paths if path[0] == first}
-    return (first, "params") if inner == {"params"} and all(len(path) > 2 for path in paths if path[0] == first) else (first,)
+    return (
+        (first, "params")
+        if inner == {"params"} and all(len(path) > 2 for path in paths if path[0] == first)
+        else (first,)
+    )
 
 
 def places(shapes: Mapping[Path, tuple[int, ...]]) -> Places:
@@ -55,19 +62,31 @@ def places(shapes: Mapping[Path, tuple[int, ...]]) -> Places:
     seen: dict[Key, Path] = {}
     for path, key in tensors.items():
         if seen.setdefault(key, path) != path:
-            raise FormatError(f"{'.'.join(path)} and {'.'.join(seen[key])}: both are {key[1]} of {key[0]}; needed names that differ")
+            raise FormatError(
+                f"{'.'.join(path)} and {'.'.join(seen[key])}: both are {key[1]} of {key[0]}; needed names that differ"
+            )
     return Places(tensors, counts, tuple(values), step)
 
 
 def _part(path: Path, root: Path) -> str:
     if root:
-        return MODEL if path[: len(root)] == root else "opt_state" if path[0] in _OPTIMIZERS else path[0]
+        return (
+            MODEL
+            if path[: len(root)] == root
+            else "opt_state"
+            if path[0] in _OPTIMIZERS
+            else path[0]
+        )
     return "opt_state" if path[0] in _OPTIMIZERS else MODEL
 
 
-def _adam(shapes: Mapping[Path, tuple[int, ...]], root: Path) -> tuple[dict[Path, Key], dict[Path, tuple[str, ...]]]:
+def _adam(
+    shapes: Mapping[Path, tuple[int, ...]], root: Path
+) -> tuple[dict[Path, Key], dict[Path, tuple[str, ...]]]:
     """optax's ScaleByAdamState, wherever it stands: `count` beside `mu` and `nu`, two trees like the weights or a part of them."""
-    weights = {path[len(root[:1]) :]: shape for path, shape in shapes.items() if path[: len(root)] == root}
+    weights = {
+        path[len(root[:1]) :]: shape for path, shape in shapes.items() if path[: len(root)] == root
+    }
     moments: dict[Path, Key] = {}
     counts: dict[Path, tuple[str, ...]] = {}
     for count in [path for path, shape in shapes.items() if path[-1] == "count" and not shape]:
@@ -76,12 +95,17 @@ def _adam(shapes: Mapping[Path, tuple[int, ...]], root: Path) -> tuple[dict[Path
         if (
             not inner
             or inner != set(beside["nu"])
-            or any(weights.get(path) != shape for of in beside.values() for path, shape in of.items())
+            or any(
+                weights.get(path) != shape for of in beside.values() for path, shape in of.items()
+            )
         ):
             continue
         names = {path: ".".join(path[len(root[1:]) :]) for path in beside["mu"]}
         for theirs, ours in _MOMENTS.items():
-            moments |= {(*count[:-1], theirs, *path): (OPTIMIZER, f"{name}/{ours}") for path, name in names.items()}
+            moments |= {
+                (*count[:-1], theirs, *path): (OPTIMIZER, f"{name}/{ours}")
+                for path, name in names.items()
+            }
         counts[count] = tuple(names.values())
     return moments, counts
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.dtypes import itemsize
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.header import Entry, header_nbytes, parse_header
 from unified_ckpt.format.index import parse_index
-from unified_ckpt.runtime.regular import open_file
-from unified_ckpt.runtime.tensors import TORCH_DTYPES
-from unified_ckpt.sources.json_files import read_json
-from unified_ckpt.sources.paddle.quant import HIGHEST, LOWEST, SCALES
-from unified_ckpt.sources.paddle.slabs import Held, narrowed
-from unified_ckpt.sources.zipped import Mapped
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.sources.files.json import read_json
+from unified_ckpt.sources.paddle.quantized_moments import HIGHEST, LOWEST, SCALES
+from unified_ckpt.sources.paddle.slices import Held, narrowed
+from unified_ckpt.sources.restricted_pickle.archive import Mapped
 
 BF16 = "U16"  # Paddle gives numpy a bfloat16 as uint16, and has no parameters of that type
 _FIRST_READ = 64 << 10
@@ -48,13 +48,26 @@ def indexed(root: str, index_file: str, *, absent: Collection[str] = ()) -> dict
     held: dict[str, Held] = {}
     for name in files:
         found = held_in(os.path.join(root, name))
-        strangers = [one for one in found if weight_map.get(one) != name and not one.endswith((SCALES, LOWEST, HIGHEST))]
+        strangers = [
+            one
+            for one in found
+            if weight_map.get(one) != name and not one.endswith((SCALES, LOWEST, HIGHEST))
+        ]
         if strangers:
-            raise FormatError(listed(f"{os.path.join(root, name)}: has tensors that {index_file} has not there", strangers))
+            raise FormatError(
+                listed(
+                    f"{os.path.join(root, name)}: has tensors that {index_file} has not there",
+                    strangers,
+                )
+            )
         held |= found
-    lost = sorted(name for name in weight_map if name not in held and not name.endswith(tuple(absent)))
+    lost = sorted(
+        name for name in weight_map if name not in held and not name.endswith(tuple(absent))
+    )
     if lost:
-        raise IncompleteError(listed(f"{root}: tensors that {index_file} names are in no file", lost))
+        raise IncompleteError(
+            listed(f"{root}: tensors that {index_file} names are in no file", lost)
+        )
     return held
 
 
@@ -76,10 +89,18 @@ def _held(path: str, name: str, entry: Entry, mapped: Callable[[], Mapped]) -> H
     dtype = torch.bfloat16 if entry.dtype == BF16 else TORCH_DTYPES.get(entry.dtype)
     if dtype is None or prod(entry.shape) * itemsize(entry.dtype) != entry.stop - entry.start:
         raise FormatError(f"{path}: {name}: has dtype {entry.dtype}, which Paddle does not write")
-    return Held(dtype, entry.shape, path, partial(view, mapped, entry.start, dtype, entry.shape), start=entry.start)
+    return Held(
+        dtype,
+        entry.shape,
+        path,
+        partial(view, mapped, entry.start, dtype, entry.shape),
+        start=entry.start,
+    )
 
 
-def view(mapped: Callable[[], Mapped], start: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+def view(
+    mapped: Callable[[], Mapped], start: int, dtype: torch.dtype, shape: tuple[int, ...], box: Box
+) -> torch.Tensor:
     """A box of a tensor that lies row-major from byte `start` of a file; an alias of the mapped file."""
     count = prod(shape)
     if count == 0:

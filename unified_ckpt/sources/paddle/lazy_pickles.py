@@ -17,14 +17,14 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from unified_ckpt.core.geometry import Box
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.runtime.regular import open_file
-from unified_ckpt.sources.paddle.slabs import Held, narrowed
-from unified_ckpt.sources.stubs import stub
-from unified_ckpt.sources.trees import check_tree
-from unified_ckpt.sources.zipped import Mapped
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.sources.paddle.slices import Held, narrowed
+from unified_ckpt.sources.restricted_pickle.archive import Mapped
+from unified_ckpt.sources.restricted_pickle.limits import check_tree
+from unified_ckpt.sources.restricted_pickle.stubs import stub
 
 _PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
 _SHORT = 1024  # bytes; what is longer stays in the file
@@ -63,15 +63,21 @@ class Array:
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, by_columns, raw = state
         if not isinstance(dtype, _Dtype) or dtype.order not in "<|=" or dtype.name not in _DTYPES:
-            raise FormatError(f"has an array of dtype {dtype!r}; needed one of {', '.join(_DTYPES)}, little endian")
+            raise FormatError(
+                f"has an array of dtype {dtype!r}; needed one of {', '.join(_DTYPES)}, little endian"
+            )
         if not all(isinstance(n, int) and n >= 0 for n in shape):
             raise FormatError(f"has an array of shape {shape!r}")
         self.shape, self.by_columns = tuple(shape), bool(by_columns)
         self.dtype = _DTYPES[dtype.name]
         self.raw = raw.encode("latin1") if isinstance(raw, str) else raw
         nbytes = prod(self.shape) * self.dtype.itemsize
-        if not isinstance(self.raw, Stored | bytes) or (not _is_text(self.raw) and _nbytes(self.raw) != nbytes):
-            raise FormatError(f"has an array of shape {self.shape} and {self.dtype} that does not have {nbytes} bytes")
+        if not isinstance(self.raw, Stored | bytes) or (
+            not _is_text(self.raw) and _nbytes(self.raw) != nbytes
+        ):
+            raise FormatError(
+                f"has an array of shape {self.shape} and {self.dtype} that does not have {nbytes} bytes"
+            )
 
 
 class _Dtype:
@@ -196,9 +202,15 @@ def load_arrays(path: str) -> Any:
                 raise IncompleteError(f"{path}: ends early: {error}") from error
         except Exception as error:  # a damaged pickle may raise anything
             if not reader.strangers:
-                raise FormatError(f"{path}: is damaged, or no pickle of arrays: {type(error).__name__}: {error}") from error
+                raise FormatError(
+                    f"{path}: is damaged, or no pickle of arrays: {type(error).__name__}: {error}"
+                ) from error
     if reader.strangers:
-        raise FormatError(listed(f"{path}: asks for classes that are not read from files", sorted(reader.strangers)))
+        raise FormatError(
+            listed(
+                f"{path}: asks for classes that are not read from files", sorted(reader.strangers)
+            )
+        )
     return found
 
 
@@ -206,14 +218,27 @@ def held_arrays(path: str, found: Mapping[Any, Any]) -> dict[str, Held]:
     """The arrays of a dict that `load_arrays` gave, also as (name, array), as views of the mapped file; those that were cut in parts of
     1 GiB for an old protocol as one."""
     mapped = cache(partial(Mapped, path))
-    made = {str(name): _held(path, str(name), array, mapped) for name, value in found.items() if (array := _array(value)) is not None}
+    made = {
+        str(name): _held(path, str(name), array, mapped)
+        for name, value in found.items()
+        if (array := _array(value)) is not None
+    }
     for name, told in mapping(path, found, _PARTS).items():
         entry = mapping(path, {name: told}, name)
         wanted, shape = list(entry.get("slices", ())), tuple(entry.get("OriginShape", ()))
         parts = [made.pop(part) for part in wanted if part in made]
-        if not parts or len(parts) != len(wanted) or not shape or sum(prod(part.shape) for part in parts) != prod(shape):
-            raise IncompleteError(f"{path}: {name}: has {len(parts)} of its {len(wanted)} parts, or not all elements of {shape}")
-        made[name] = Held(parts[0].dtype, shape, path, partial(_pasted, tuple(parts), shape), costs=True)
+        if (
+            not parts
+            or len(parts) != len(wanted)
+            or not shape
+            or sum(prod(part.shape) for part in parts) != prod(shape)
+        ):
+            raise IncompleteError(
+                f"{path}: {name}: has {len(parts)} of its {len(wanted)} parts, or not all elements of {shape}"
+            )
+        made[name] = Held(
+            parts[0].dtype, shape, path, partial(_pasted, tuple(parts), shape), costs=True
+        )
     return made
 
 
@@ -234,8 +259,19 @@ def _array(value: Any) -> Array | None:
 def _held(path: str, name: str, array: Array, mapped: Callable[[], Mapped]) -> Held:
     if array.by_columns and len(array.shape) > 1 and _is_text(array.raw):
         raise FormatError(f"{path}: {name}: is stored by columns in an old protocol; needed rows")
-    start = array.raw.start if isinstance(array.raw, Stored) and not array.raw.text and not array.by_columns else None
-    return Held(array.dtype, array.shape, path, partial(_view, array, mapped), costs=_is_text(array.raw), start=start)
+    start = (
+        array.raw.start
+        if isinstance(array.raw, Stored) and not array.raw.text and not array.by_columns
+        else None
+    )
+    return Held(
+        array.dtype,
+        array.shape,
+        path,
+        partial(_view, array, mapped),
+        costs=_is_text(array.raw),
+        start=start,
+    )
 
 
 def _view(array: Array, mapped: Callable[[], Mapped], box: Box) -> torch.Tensor:
@@ -245,7 +281,9 @@ def _view(array: Array, mapped: Callable[[], Mapped], box: Box) -> torch.Tensor:
         if raw.text:
             memory = bytearray(str(memory, "utf-8").encode("latin1"))
             if len(memory) != nbytes:
-                raise FormatError(f"{mapped().path}: an array of shape {array.shape} has {len(memory)} bytes; needed {nbytes}")
+                raise FormatError(
+                    f"{mapped().path}: an array of shape {array.shape} has {len(memory)} bytes; needed {nbytes}"
+                )
         return narrowed(_shaped(array, memory), box)
     return narrowed(_held_here(array), box)
 
@@ -258,7 +296,11 @@ def _shaped(array: Array, memory: Any) -> torch.Tensor:
     if not prod(array.shape):
         return torch.empty(array.shape, dtype=array.dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=array.dtype)
-    return flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape)))) if array.by_columns else flat.view(array.shape)
+    return (
+        flat.view(array.shape[::-1]).permute(*reversed(range(len(array.shape))))
+        if array.by_columns
+        else flat.view(array.shape)
+    )
 
 
 def _pasted(parts: tuple[Held, ...], shape: tuple[int, ...], box: Box) -> torch.Tensor:

@@ -11,18 +11,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.sources.paddle.lazy_pickles import held_arrays, load_arrays, mapping, plain
 from unified_ckpt.sources.paddle.names import GATE_UP, Model, layer_of, needed_shape, split_axis
 from unified_ckpt.sources.paddle.ranks import RankFile, is_spread, rank_files
-from unified_ckpt.sources.paddle.slabs import Held, joined
+from unified_ckpt.sources.paddle.slices import Held, joined
 from unified_ckpt.sources.paddle.tensors import POWERS, STATES, Slabs, State
 
 _NAMES = "StructuredToParameterName@@"
 _MASTERS, _SCHEDULER, _MASTER_WORD = "master_weights", "LR_Scheduler", "_fp32_master_0"
 
-_Slices = dict[str, dict[int, list[Held]]]  # by parameter, by tensor parallel rank; several are copies
+_Slices = dict[
+    str, dict[int, list[Held]]
+]  # by parameter, by tensor parallel rank; several are copies
 
 
 @dataclass(slots=True)
@@ -34,7 +36,9 @@ class _Found:
     scheduler: Any = None
 
 
-def legacy_state(root: str, entries: Collection[str], model: Model) -> tuple[State, Mapping[str, Any]]:
+def legacy_state(
+    root: str, entries: Collection[str], model: Model
+) -> tuple[State, Mapping[str, Any]]:
     """The tensors, and the learning rate's state if an optimizer's file has it. IncompleteError naming files that are missing."""
     found = _Found()
     of_ranks: dict[tuple[int, ...], dict[str, str]] = {}
@@ -44,12 +48,17 @@ def legacy_state(root: str, entries: Collection[str], model: Model) -> tuple[Sta
     optimizers = rank_files(root, entries, "optimizer", "pdopt")
     for one in optimizers:
         if _place(one) not in of_ranks:
-            raise IncompleteError(f"{root}: {one.file} is there, and no model_state of its rank; needed it for the parameters' names")
+            raise IncompleteError(
+                f"{root}: {one.file} is there, and no model_state of its rank; needed it for the parameters' names"
+            )
         _read_optimizer(os.path.join(root, one.file), one, of_ranks[_place(one)], found)
     degree = 1 + max(one.at.get("tp", 0) for one in files)
     axes = _axes(root, found, model, degree)
     whole_ones = [_joined(root, slices, axes, degree) for slices in (found.model, found.masters)]
-    states = {kind: _joined(root, slices, axes if kind in STATES else {}, degree) for kind, slices in found.optimizer.items()}
+    states = {
+        kind: _joined(root, slices, axes if kind in STATES else {}, degree)
+        for kind, slices in found.optimizer.items()
+    }
     state = State(whole_ones[0], whole_ones[1], states, found.statics, spread=is_spread(optimizers))
     return state, {"scheduler": found.scheduler} if found.scheduler else {}
 
@@ -65,9 +74,13 @@ def _read_model(path: str, rank: RankFile, found: _Found) -> dict[str, str]:
         raise FormatError(f"{path}: holds a {type(told).__name__}; needed arrays by name")
     table = mapping(path, told, _NAMES)
     held = held_arrays(path, told)
-    strangers = sorted(str(name) for name in told if str(name) not in held and "@@" not in str(name))  # Paddle's own entries have that
+    strangers = sorted(
+        str(name) for name in told if str(name) not in held and "@@" not in str(name)
+    )  # Paddle's own entries have that
     if strangers or not held:
-        raise FormatError(listed(f"{path}: has entries that are no arrays, or none at all", strangers))
+        raise FormatError(
+            listed(f"{path}: has entries that are no arrays, or none at all", strangers)
+        )
     for name, one in held.items():
         found.model.setdefault(name, {}).setdefault(rank.at.get("tp", 0), []).append(one)
     found.statics |= {str(name): str(static) for name, static in table.items()}
@@ -94,7 +107,12 @@ def _read_optimizer(path: str, rank: RankFile, names: Mapping[str, str], found: 
         else:
             unknown.append(static)
     if unknown:
-        raise FormatError(listed(f"{path}: has state that is not read, or of parameters that its .pdparams does not name", unknown))
+        raise FormatError(
+            listed(
+                f"{path}: has state that is not read, or of parameters that its .pdparams does not name",
+                unknown,
+            )
+        )
 
 
 def _axes(root: str, found: _Found, model: Model, degree: int) -> dict[str, int]:
@@ -103,11 +121,15 @@ def _axes(root: str, found: _Found, model: Model, degree: int) -> dict[str, int]
     if degree == 1:
         return {}
     if not model.alike or None in (model.hidden, model.heads, model.intermediate, model.vocab):
-        raise FormatError(f"{root}: slices of {degree} tensor parallel ranks are joined by the model's sizes; needed its config.json")
+        raise FormatError(
+            f"{root}: slices of {degree} tensor parallel ranks are joined by the model's sizes; needed its config.json"
+        )
     axes = {}
     for name, slices in found.model.items():
         shape = next(iter(slices.values()))[0].shape
-        axis = split_axis(name, len(shape), layer_of(name, static=found.statics.get(name)), tied=bool(model.tied))
+        axis = split_axis(
+            name, len(shape), layer_of(name, static=found.statics.get(name)), tied=bool(model.tied)
+        )
         if axis is not None and shape[axis] != needed_shape(name, len(shape), model)[axis]:
             axes[name] = axis
     return axes
@@ -118,7 +140,11 @@ def _joined(root: str, of: _Slices, axes: Mapping[str, int], degree: int) -> dic
     for name, by_rank in of.items():
         axis = axes.get(name)
         if axis is not None and len(by_rank) != degree:
-            raise IncompleteError(f"{root}: {name}: is in files of {len(by_rank)} tensor parallel ranks of {degree}")
-        copies = [joined(name, held, None, sections=1)[0].held for _, held in sorted(by_rank.items())]
+            raise IncompleteError(
+                f"{root}: {name}: is in files of {len(by_rank)} tensor parallel ranks of {degree}"
+            )
+        copies = [
+            joined(name, held, None, sections=1)[0].held for _, held in sorted(by_rank.items())
+        ]
         made[name] = joined(name, copies, axis, sections=2 if f".{GATE_UP}." in name else 1)
     return made

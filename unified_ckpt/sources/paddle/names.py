@@ -13,15 +13,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from unified_ckpt.core.geometry import Box, whole
+from unified_ckpt.core.sharding.boxes import Box, whole
 from unified_ckpt.errors import FormatError
 
 # Models whose parameters have Hugging Face's names after the first word, which is PaddleNLP's `base_model_prefix`.
-_ALIKE = frozenset({"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma"})
+_ALIKE = frozenset(
+    {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma"}
+)
 
 QKV, GATE_UP = "qkv_proj", "gate_up_fused_proj"
 # Linear layers by how tensor parallel ranks split them: out, in, or not at all. lm_head and embeddings are told apart below.
-_COLUMN = frozenset({"q_proj", "k_proj", "v_proj", QKV, "gate_proj", "up_proj", GATE_UP, "w1", "w3", "q_b_proj", "kv_b_proj"})
+_COLUMN = frozenset(
+    {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        QKV,
+        "gate_proj",
+        "up_proj",
+        GATE_UP,
+        "w1",
+        "w3",
+        "q_b_proj",
+        "kv_b_proj",
+    }
+)
 _ROW = frozenset({"o_proj", "down_proj", "w2", "out_proj"})
 _PLAIN = frozenset({"gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa", "score"})
 _EMBEDDINGS = frozenset({"embed_tokens", "word_embeddings"})
@@ -68,11 +84,17 @@ def model_of(config: Mapping[str, Any]) -> Model:
 
     def size(name: str) -> int | None:
         found = config.get(name)
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        return (
+            found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        )
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    per_head = size("head_dim") or (hidden // heads if heads and hidden and hidden % heads == 0 else None)
-    tied, kind, dtype = (config.get(name) for name in ("tie_word_embeddings", "model_type", "dtype"))
+    per_head = size("head_dim") or (
+        hidden // heads if heads and hidden and hidden % heads == 0 else None
+    )
+    tied, kind, dtype = (
+        config.get(name) for name in ("tie_word_embeddings", "model_type", "dtype")
+    )
     dtype = dtype or config.get("torch_dtype")
     return Model(
         kind=kind if isinstance(kind, str) else None,
@@ -95,13 +117,23 @@ def layer_of(name: str, *, static: str | None = None) -> Layer | None:
     """
     leaf = _leaf(name)
     by_name: Layer | None = None
-    for kind, names in (("column", _COLUMN), ("row", _ROW), ("plain", _PLAIN), ("embedding", _EMBEDDINGS)):
+    for kind, names in (
+        ("column", _COLUMN),
+        ("row", _ROW),
+        ("plain", _PLAIN),
+        ("embedding", _EMBEDDINGS),
+    ):
         if leaf in names:
             by_name = kind  # type: ignore[assignment]  # one of the literals above
     if leaf == _HEAD:
         by_name = "head"
     by_static = _layer_of_class(static) if static else None
-    if by_name and by_static and (by_name == "embedding") != (by_static == "embedding") and by_name != "head":
+    if (
+        by_name
+        and by_static
+        and (by_name == "embedding") != (by_static == "embedding")
+        and by_name != "head"
+    ):
         raise FormatError(f"{name}: is called a layer of kind {by_name}, and {static} by Paddle")
     return by_name or by_static
 
@@ -123,7 +155,9 @@ def is_adapter(name: str) -> bool:
 
 def settled(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:
     """The model, and whether it is tied where the config does not say and the hidden size is one of lm_head's two, not both."""
-    head = next((shape for name, shape in shapes.items() if is_head(name) and len(shape) == 2), None)
+    head = next(
+        (shape for name, shape in shapes.items() if is_head(name) and len(shape) == 2), None
+    )
     if model.tied is not None or head is None or model.hidden not in head or head[0] == head[1]:
         return model
     return replace(model, tied=head[1] == model.hidden)
@@ -201,22 +235,41 @@ def torch_name(name: str, model: Model) -> str:
     """Hugging Face's name where the model is known, PEFT's of an adapter; else the name as it is."""
     if not model.alike:
         return name
-    found = "model." + name.removeprefix(f"{model.kind}.") if name.startswith(f"{model.kind}.") else name
+    found = (
+        "model." + name.removeprefix(f"{model.kind}.")
+        if name.startswith(f"{model.kind}.")
+        else name
+    )
     return f"base_model.model.{found}.weight" if is_adapter(name) else found
 
 
 def paddle_name(name: str, model: Model) -> str:
     """The inverse of `torch_name`."""
-    found = name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
-    return found.replace("model.", f"{model.kind}.", 1) if found.startswith("model.") and model.alike else found
+    found = (
+        name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
+    )
+    return (
+        found.replace("model.", f"{model.kind}.", 1)
+        if found.startswith("model.") and model.alike
+        else found
+    )
 
 
-def cuts_of(name: str, shape: tuple[int, ...], model: Model, *, turned: bool, rename: bool) -> list[Cut]:
+def cuts_of(
+    name: str, shape: tuple[int, ...], model: Model, *, turned: bool, rename: bool
+) -> list[Cut]:
     """The tensors of torch's that one of Paddle's holds: itself, or what it fuses. `rename`: into Hugging Face's names."""
     ours = torch_name(name, model) if rename else name
     leaf = _leaf(name)
     if not rename or leaf not in (QKV, GATE_UP):
-        return [Cut(ours, shape[::-1] if turned else shape, ((whole(shape[::-1] if turned else shape), whole(shape)),), turned)]
+        return [
+            Cut(
+                ours,
+                shape[::-1] if turned else shape,
+                ((whole(shape[::-1] if turned else shape), whole(shape)),),
+                turned,
+            )
+        ]
     rows = _groups_of_qkv(name, shape[-1], model) if leaf == QKV else _halves(name, shape[-1])
     made = []
     for into, ranges in rows.items():  # ranges of Paddle's last axis, which is torch's first
@@ -224,9 +277,13 @@ def cuts_of(name: str, shape: tuple[int, ...], model: Model, *, turned: bool, re
         boxes, at = [], 0
         for start, stop in ranges:
             ours_box = Box((at, *(0,) * (len(shape) - 1)), (stop - start, *shape[:-1]))
-            boxes.append((ours_box, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop - start))))
+            boxes.append(
+                (ours_box, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop - start)))
+            )
             at += stop - start
-        made.append(Cut(ours.replace(f".{leaf}.", f".{into}."), (total, *shape[:-1]), tuple(boxes), turned))
+        made.append(
+            Cut(ours.replace(f".{leaf}.", f".{into}."), (total, *shape[:-1]), tuple(boxes), turned)
+        )
     return made
 
 
@@ -239,7 +296,9 @@ def _halves(name: str, size: int) -> dict[str, list[tuple[int, int]]]:
 def _groups_of_qkv(name: str, size: int, model: Model) -> dict[str, list[tuple[int, int]]]:
     heads, groups, d = model.heads, model.kv_heads, model.head_dim
     if not heads or not groups or not d or heads % groups or size != (heads + 2 * groups) * d:
-        raise FormatError(f"{name}: has {size} outputs; needed a config.json whose heads and head_dim make up as many")
+        raise FormatError(
+            f"{name}: has {size} outputs; needed a config.json whose heads and head_dim make up as many"
+        )
     queries = heads // groups * d
     found: dict[str, list[tuple[int, int]]] = {"q_proj": [], "k_proj": [], "v_proj": []}
     for start in range(0, size, queries + 2 * d):

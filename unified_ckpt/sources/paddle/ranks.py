@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from unified_ckpt.core.tables import listed
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import IncompleteError
 
 _DIMS = ("tp", "pp", "shard", "moe")
@@ -33,7 +33,11 @@ def is_spread(files: Collection[RankFile]) -> bool:
 def rank_files(root: str, entries: Collection[str], stem: str, ending: str) -> list[RankFile]:
     """The ranks' files of one kind, or the one file without a rank. IncompleteError naming those that the others' numbers need."""
     pattern = re.compile(rf"{stem}((?:[._](?:{'|'.join(_DIMS)})\d+)*)\.{ending}")
-    found = [RankFile(entry, _numbers(match[1])) for entry in sorted(entries) if (match := pattern.fullmatch(entry))]
+    found = [
+        RankFile(entry, _numbers(match[1]))
+        for entry in sorted(entries)
+        if (match := pattern.fullmatch(entry))
+    ]
     dims = [dim for dim in _DIMS if any(dim in one.at for one in found)]
     sizes = [1 + max(one.at.get(dim, 0) for one in found) for dim in dims]
     have = {one.within(dims) for one in found}

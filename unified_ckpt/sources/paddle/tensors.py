@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 
-from unified_ckpt.core.geometry import whole
-from unified_ckpt.core.tables import Key, listed
-from unified_ckpt.engine.assembled import Assembly, Fragment, assembly
+from unified_ckpt.core.sharding.boxes import whole
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import listed
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
-from unified_ckpt.runtime.state import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.sources.paddle.beta_powers import Betas, Clock, clock_of, steps_of
 from unified_ckpt.sources.paddle.names import (
     Cut,
     Model,
@@ -29,8 +30,8 @@ from unified_ckpt.sources.paddle.names import (
     settled,
     torch_name,
 )
-from unified_ckpt.sources.paddle.slabs import Held, Slab, alike, fragments, shape_of
-from unified_ckpt.sources.paddle.steps import Betas, Clock, clock_of, steps_of
+from unified_ckpt.sources.paddle.slices import Held, Slab, alike, fragments, shape_of
+from unified_ckpt.views.shards import Assembly, Fragment, assembly
 
 STATES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # in `extra`, where one of them is not known
@@ -62,7 +63,9 @@ class Translated:
     counts: bool
 
 
-def translated(root: str, state: State, model: Model, *, rename: bool, steps: int | None) -> Translated:
+def translated(
+    root: str, state: State, model: Model, *, rename: bool, steps: int | None
+) -> Translated:
     """`rename`: into Hugging Face's names. `steps`: the trainer's count. FormatError or IncompleteError naming parameters."""
     model = settled(model, {name: shape_of(slabs) for name, slabs in state.model.items()})
     ties = _ties(state, model)
@@ -70,7 +73,10 @@ def translated(root: str, state: State, model: Model, *, rename: bool, steps: in
     states = {kind: _untied(slabs, ties) for kind, slabs in state.optimizer.items()}
     _check_whole(root, weights, masters, states, spread=state.spread)
     _check_layers(root, weights, model)
-    cuts = {name: _cuts(root, name, shape_of(slabs), state.statics.get(name), model, rename=rename) for name, slabs in weights.items()}
+    cuts = {
+        name: _cuts(root, name, shape_of(slabs), state.statics.get(name), model, rename=rename)
+        for name, slabs in weights.items()
+    }
     found: dict[Key, Assembly] = {}
     moments = [(OPTIMIZER, f"/{STATES[kind]}", states[kind]) for kind in STATES if kind in states]
     for part, kind, named in ((MODEL, "", weights), (MASTER, "", masters), *moments):
@@ -81,17 +87,41 @@ def translated(root: str, state: State, model: Model, *, rename: bool, steps: in
     if clock is not None:
         for name in states[POWERS[0]]:
             held = tuple(states[kind][name][0].held for kind in POWERS)
-            step = Fragment(whole(()), partial(_step, f"{root}: {name}", held, clock), held[0].where)
-            found |= {(OPTIMIZER, f"{cut.name}/step"): assembly(torch.float32, (), [step]) for cut in cuts[name]}
-    names = [cut.name for name in cuts if any(name in named for named in states.values()) for cut in cuts[name]]
-    theirs = {(torch_name(tied, model) if rename else tied): cuts[one][0].name for tied, one in ties.items()}
-    return Translated(found, _aliases(found, theirs), names, clock.betas if clock else (None, None), counts=clock is not None)
+            step = Fragment(
+                whole(()), partial(_step, f"{root}: {name}", held, clock), held[0].where
+            )
+            found |= {
+                (OPTIMIZER, f"{cut.name}/step"): assembly(torch.float32, (), [step])
+                for cut in cuts[name]
+            }
+    names = [
+        cut.name
+        for name in cuts
+        if any(name in named for named in states.values())
+        for cut in cuts[name]
+    ]
+    theirs = {
+        (torch_name(tied, model) if rename else tied): cuts[one][0].name
+        for tied, one in ties.items()
+    }
+    return Translated(
+        found,
+        _aliases(found, theirs),
+        names,
+        clock.betas if clock else (None, None),
+        counts=clock is not None,
+    )
 
 
 def _ties(state: State, model: Model) -> dict[str, str]:
     """lm_head -> the embedding, of a model in which they are one."""
     embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
-    heads = [name for named in (state.model, state.masters, *state.optimizer.values()) for name in named if is_head(name)]
+    heads = [
+        name
+        for named in (state.model, state.masters, *state.optimizer.values())
+        for name in named
+        if is_head(name)
+    ]
     return dict.fromkeys(heads, embedding) if embedding and model.tied else {}
 
 
@@ -104,7 +134,12 @@ def _untied(named: Mapping[str, Slabs], ties: Mapping[str, str]) -> dict[str, Sl
 
 
 def _check_whole(
-    root: str, weights: Mapping[str, Slabs], masters: Mapping[str, Slabs], states: Mapping[str, Mapping[str, Slabs]], *, spread: bool
+    root: str,
+    weights: Mapping[str, Slabs],
+    masters: Mapping[str, Slabs],
+    states: Mapping[str, Mapping[str, Slabs]],
+    *,
+    spread: bool,
 ) -> None:
     """Every state has a parameter and its shape; a parameter that has some state has all of it.
 
@@ -112,12 +147,27 @@ def _check_whole(
     """
     unknown = sorted(set(states) - STATES.keys() - set(POWERS))
     if unknown:
-        raise FormatError(listed(f"{root}: has optimizer state that is not read; needed AdamW's or Momentum's", unknown))
-    owners = [name for named in (masters, *states.values()) for name in named if name not in weights]
+        raise FormatError(
+            listed(
+                f"{root}: has optimizer state that is not read; needed AdamW's or Momentum's",
+                unknown,
+            )
+        )
+    owners = [
+        name for named in (masters, *states.values()) for name in named if name not in weights
+    ]
     if owners:
-        raise FormatError(listed(f"{root}: has state of parameters that the model has not", sorted(set(owners))))
-    trained = list(weights) if spread else list(dict.fromkeys(name for named in states.values() for name in named))
-    lost = [f"{name}/{kind}" for kind, named in states.items() for name in trained if name not in named]
+        raise FormatError(
+            listed(f"{root}: has state of parameters that the model has not", sorted(set(owners)))
+        )
+    trained = (
+        list(weights)
+        if spread
+        else list(dict.fromkeys(name for named in states.values() for name in named))
+    )
+    lost = [
+        f"{name}/{kind}" for kind, named in states.items() for name in trained if name not in named
+    ]
     lost += [f"{name} (master weight)" for name in trained if masters and name not in masters]
     if lost:
         raise IncompleteError(listed(f"{root}: optimizer state is missing", lost))
@@ -125,7 +175,9 @@ def _check_whole(
         for name, slabs in named.items():
             has, needed = shape_of(slabs), shape_of(weights[name])
             if has != needed and kind not in POWERS:
-                raise IncompleteError(f"{root}: {name}: {kind} has shape {has} in {_files(slabs)}; needed the parameter's, {needed}")
+                raise IncompleteError(
+                    f"{root}: {name}: {kind} has shape {has} in {_files(slabs)}; needed the parameter's, {needed}"
+                )
             if kind in POWERS and has not in ((), (1,)):
                 raise FormatError(f"{root}: {name}: {kind} has shape {has}; needed one element")
 
@@ -135,14 +187,18 @@ def _check_layers(root: str, weights: Mapping[str, Slabs], model: Model) -> None
     found = {int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))}
     lost = [f"layer {number}" for number in range(model.layers or 0) if number not in found]
     if lost and model.alike and not any(is_adapter(name) for name in weights):
-        raise IncompleteError(listed(f"{root}: config.json says {model.layers} layers; in no file are", lost))
+        raise IncompleteError(
+            listed(f"{root}: config.json says {model.layers} layers; in no file are", lost)
+        )
 
 
 def _files(slabs: Slabs) -> str:
     return ", ".join(dict.fromkeys(slab.held.where for slab in slabs))
 
 
-def _cuts(root: str, name: str, shape: tuple[int, ...], static: str | None, model: Model, *, rename: bool) -> list[Cut]:
+def _cuts(
+    root: str, name: str, shape: tuple[int, ...], static: str | None, model: Model, *, rename: bool
+) -> list[Cut]:
     try:
         check_shape(name, shape, model)
         turned = is_turned(name, shape, layer_of(name, static=static), tied=model.tied)
@@ -164,7 +220,9 @@ def _clock(root: str, states: Mapping[str, Mapping[str, Slabs]], steps: int | No
     if one is None:
         return None
     if POWERS[1] not in states:
-        raise IncompleteError(f"{root}: has {POWERS[0]} and no {POWERS[1]}; needed both to tell Adam's steps")
+        raise IncompleteError(
+            f"{root}: has {POWERS[0]} and no {POWERS[1]}; needed both to tell Adam's steps"
+        )
     try:
         return clock_of([_number(states[kind][one][0].held) for kind in POWERS], steps)
     except FormatError as error:

@@ -1,0 +1,450 @@
+"""The unified folder, and a plain Hugging Face model folder, as a Source: manifest, indexes and headers, each read once when needed."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.byte_ranges import coalesce
+from unified_ckpt.core.sharding.dtypes import itemsize, packed
+from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
+from unified_ckpt.core.text import listed
+from unified_ckpt.engine.folder.commit import PROBE, refuse_run
+from unified_ckpt.engine.folder.part_index import read_index
+from unified_ckpt.engine.folder.rank_table import check_table, words
+from unified_ckpt.engine.source.box_digests import check_blocks, has_whole_blocks
+from unified_ckpt.engine.source.protocol import Catalog, Location, Said, fill_box
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteError,
+    IntegrityError,
+    NotFoundError,
+)
+from unified_ckpt.format import codec, digests, header, index, names
+from unified_ckpt.format.header import Entry
+from unified_ckpt.format.manifest import (
+    DigestFile,
+    Manifest,
+    OptimizerRecord,
+    RankExtraFile,
+    parse_manifest,
+)
+from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, absolute, reader
+
+_MODEL = "model"
+_DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
+
+
+class Folder:
+    """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder, which has weights only."""
+
+    def __init__(
+        self,
+        storage: Reader,
+        manifest: Manifest | None,
+        weight_maps: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self.storage, self.manifest = storage, manifest
+        self._weight_maps = weight_maps
+        self._headers: dict[str, dict[str, Entry]] = {}
+        self._members: dict[str, dict[str, set[str]]] = {}
+        self._proved: set[str] = set()
+        self.held = ExitStack()  # until `close`
+
+    @property
+    def format(self) -> str:
+        return "unified" if self.manifest is not None else "huggingface"
+
+    @property
+    def parts(self) -> Sequence[str]:
+        return sorted(self._weight_maps)
+
+    def names(self, part: str) -> Collection[str]:
+        return self._weight_maps.get(part, {}).keys()
+
+    def aliases(self, part: str) -> Mapping[str, str]:
+        if self.manifest is None or part not in self.manifest.parts:
+            return {}
+        return self.manifest.parts[part].aliases
+
+    def file_of(self, part: str, name: str) -> str:
+        return self._weight_maps[part][name]
+
+    def members(self, part: str) -> Mapping[str, Collection[str]]:
+        """The tensors of each file of a part, as its index says."""
+        if part not in self._members:
+            members: dict[str, set[str]] = {}
+            for name, file in self._weight_maps.get(part, {}).items():
+                members.setdefault(file, set()).add(name)
+            self._members[part] = members
+        return self._members[part]
+
+    def header(self, file: str) -> Mapping[str, Entry]:
+        """What a file holds. Same errors as `check_files`."""
+        self.check_files([file])
+        return self._headers[file]
+
+    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
+        self.check_files({self._weight_maps[part][name] for name in names})
+        found = {}
+        for name in names:
+            entry = self._entry(part, name)
+            found[name] = spec_of(entry.dtype, packed(entry.dtype, entry.shape))
+        return found
+
+    def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
+        self.check_files({self._weight_maps[part][name] for part, name in wanted})
+        return Catalog(
+            self.storage,
+            {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in wanted},
+        )
+
+    def read(self, part: str, name: str, box: Box) -> bytes:
+        file, spec = self._weight_maps[part][name], self.specs(part, [name])[name]
+        body = bytearray(box.numel * itemsize(spec.dtype))
+        fill_box(
+            self.storage, Location(file, self._entry(part, name).start), spec, box, memoryview(body)
+        )
+        saved = (
+            self.block_digests([(part, name)])[part, name] if has_whole_blocks(spec, box) else None
+        )
+        if saved is not None:
+            check_blocks((part, name), spec, box, memoryview(body), saved, where=f", in {file}")
+        return bytes(body)
+
+    def check_files(self, files: Collection[str]) -> None:
+        """Every byte of these files is there, and their headers say what the manifest and the index say.
+
+        IncompleteError naming files and tensors, IntegrityError or FormatError for a file that is not the one that was written.
+        """
+        sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
+        missing = [file for file, size in sizes.items() if size is None]
+        if missing:
+            _check_there(self.storage)
+            raise IncompleteError(
+                listed(
+                    f"{self.storage.root}: files are missing",
+                    [self._missing(file) for file in sorted(missing)],
+                )
+            )
+        for file, size in sorted(sizes.items()):
+            self._headers[file] = self._read_header(file, size or 0)
+
+    def proof(self) -> DigestFile | None:
+        """The record of its digests, None where it has none. FormatError for digests of another kind: they must not count as none."""
+        record = self.manifest.digests if self.manifest is not None else None
+        if record is not None:
+            record.check_known(self.storage.root)
+        return record
+
+    def block_digests(
+        self, wanted: Collection[tuple[str, str]]
+    ) -> Mapping[tuple[str, str], Sequence[int] | None]:
+        record = self.proof()
+        if record is None:
+            return dict.fromkeys(wanted)
+        if record.file not in self._headers:
+            self._headers[record.file] = self._parse_header(
+                record.file, self._checked_size(record.file, record.nbytes)
+            )
+        entries: dict[tuple[str, str], Entry] = {}
+        for part, name in wanted:
+            entry = self._headers[record.file].get(f"{part}:{name}")
+            if entry is None:
+                raise IntegrityError(
+                    f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor"
+                )
+            entries[part, name] = entry
+        found: dict[tuple[str, str], Sequence[int] | None] = {}
+        for start, stop, members in coalesce(
+            {key: (entry.start, entry.stop) for key, entry in entries.items()},
+            gap=_DIGEST_GAP_NBYTES,
+        ):
+            body = bytearray(stop - start)
+            self.storage.read_at(record.file, start, memoryview(body))
+            for key in members:
+                entry = entries[key]
+                found[key] = struct.unpack_from(
+                    f"<{(entry.stop - entry.start) // 8}Q", body, entry.start - start
+                )
+        return found
+
+    def said(self) -> Said:
+        manifest = self.manifest
+        if manifest is None:
+            return Said()
+        stored = self._extra_blobs()
+        record = manifest.optimizer or OptimizerRecord(groups=[])
+        named = (
+            self._named(group.options, stored, f"param_groups_{i}")
+            for i, group in enumerate(record.groups)
+        )
+        groups = [
+            {**dict(group), "options": options}
+            for group, options in zip(record.groups, named, strict=True)
+        ]
+        scalars = self._named(record.scalars, stored, "optimizer")
+        for name, state in scalars.items():
+            if not isinstance(state, dict):
+                raise FormatError(
+                    f"{self.storage.root}/{names.MANIFEST}: optimizer: the state of {name} is a {type(state).__name__}; needed a dict"
+                )
+        return Said(
+            save_id=manifest.save_id,
+            step=manifest.step,
+            extra=codec.decode(manifest.extra, stored, path="extra"),
+            modules=self._named(manifest.modules, stored, "modules"),
+            groups=groups,
+            scalars=scalars,
+            rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
+            metrics=manifest.metrics,
+            has_digests=manifest.digests is not None,
+            omitted_parts=manifest.omitted_parts,
+            objects=manifest.objects,
+        )
+
+    def _named(self, tree: Any, stored: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """A tree of values by name; FormatError where it is something else. None is an empty one."""
+        found = codec.decode(tree, stored, path=what)
+        if found is not None and not (
+            isinstance(found, dict) and all(isinstance(name, str) for name in found)
+        ):
+            raise FormatError(
+                f"{self.storage.root}/{names.MANIFEST}: {what} is no dict of values by name; needed one"
+            )
+        return found or {}
+
+    def _extra_blobs(self) -> Mapping[str, Any]:
+        record = self.manifest.extra_file if self.manifest is not None else None
+        if record is None:
+            return {}
+        self._checked_size(record.file, record.nbytes)
+        body = self.storage.read(record.file)
+        if f"{digests.crc(body):016x}" != record.crc:
+            raise IntegrityError(
+                f"{self.storage.root}/{record.file}: is not the file that was written; needed CRC {record.crc}"
+            )
+        entries = header.parse_header(body, file_size=len(body), file=record.file)
+        return {name: memoryview(body)[entry.start : entry.stop] for name, entry in entries.items()}
+
+    def rank_extra(self, rank: int) -> Any:
+        """What rank `rank` of the save gave. Reads that entry only."""
+        record = self.manifest.rank_extra if self.manifest is not None else None
+        if record is None:
+            return None
+        if not 0 <= rank < record.world_size:
+            raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
+        entries = self._rank_extra_entries(record)
+        where = f"{self.storage.root}/{record.file}"
+        (crc,), (low, high) = (
+            words(self.storage, record.file, entries["crcs"], rank, 1),
+            words(self.storage, record.file, entries["offsets"], rank, 2),
+        )
+        stored = entries["blobs"]
+        if not low <= high <= stored.stop - stored.start:
+            raise IntegrityError(
+                f"{where}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs"
+            )
+        body = bytearray(high - low)
+        self.storage.read_at(record.file, stored.start + low, memoryview(body))
+        if digests.crc(body) != crc:
+            raise IntegrityError(
+                f"{where}: entry {rank} has CRC {digests.crc(body):016x}; needed {crc:016x}"
+            )
+        return codec.unpack(bytes(body), "rank_extra") if body else None
+
+    def check_rank_extra(self) -> None:
+        """Raises what is wrong with the file of the ranks' extra state, as far as its size and its header tell."""
+        if self.manifest is not None and self.manifest.rank_extra is not None:
+            self._rank_extra_entries(self.manifest.rank_extra)
+
+    def _rank_extra_entries(self, record: RankExtraFile) -> Mapping[str, Entry]:
+        if record.file not in self._headers:
+            size = self._checked_size(record.file, record.nbytes)
+            self._headers[record.file] = self._parse_header(
+                record.file, size, crc=record.header_crc
+            )
+        entries = self._headers[record.file]
+        if not {"crcs", "offsets", "blobs"} <= entries.keys():
+            raise FormatError(
+                f"{self.storage.root}/{record.file}: holds {', '.join(entries)}; needed crcs, offsets and blobs"
+            )
+        if record.file not in self._proved:
+            check_table(self.storage, record, entries)
+            self._proved.add(record.file)
+        return entries
+
+    def forget(self) -> None:
+        """Gives up the headers that were read, which are most of what it holds. They are read again when they are wanted."""
+        self._headers = {}
+
+    def close(self) -> None:
+        self.storage.close()
+        self.held.close()
+
+    def _entry(self, part: str, name: str) -> Entry:
+        file = self._weight_maps[part][name]
+        if file not in self._headers:
+            self.check_files([file])
+        entry = self._headers[file].get(name)
+        if entry is None:
+            raise IntegrityError(
+                f"{self.storage.root}/{file}: has no tensor {name!r}, which the index of {part} puts there"
+            )
+        return entry
+
+    def _missing(self, file: str) -> str:
+        tensors = [
+            f"{part}:{name}"
+            for part in self._weight_maps
+            for name in sorted(self.members(part).get(file, ()))
+        ]
+        return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{' …' if len(tensors) > 3 else ''}"
+
+    def _read_header(self, file: str, size: int) -> dict[str, Entry]:
+        if self.manifest is None:
+            return self._parse_header(file, size)
+        part = next(name for name, of in self.manifest.parts.items() if file in of.files)
+        record = self.manifest.parts[part].files[file]
+        entries = self._parse_header(
+            file, self._checked_size(file, record.nbytes), crc=record.header_crc
+        )
+        differ = sorted(entries.keys() ^ self.members(part)[file])
+        if differ:
+            which = "its header" if differ[0] in entries else f"the index of {part}"
+            raise IntegrityError(
+                f"{self.storage.root}/{file}: only {which} names {differ[0]!r}; needed the same tensors in both"
+            )
+        return entries
+
+    def _checked_size(self, file: str, needed: int) -> int:
+        size = self.storage.size(file)
+        if size is None:
+            raise IncompleteError(f"{self.storage.root}/{file}: is missing")
+        if size != needed:
+            raise IntegrityError(
+                f"{self.storage.root}/{file}: has {size} bytes; the manifest says {needed}"
+            )
+        return size
+
+    def _parse_header(self, file: str, size: int, *, crc: str | None = None) -> dict[str, Entry]:
+        where = f"{self.storage.root}/{file}"
+        first = bytearray(min(header.PREFIX_NBYTES, size))
+        self.storage.read_at(file, 0, memoryview(first))
+        head = bytearray(header.header_nbytes(bytes(first), file_size=size, file=where))
+        self.storage.read_at(file, 0, memoryview(head))
+        if crc is not None and f"{digests.crc(head):016x}" != crc:
+            raise IntegrityError(
+                f"{where}: its header has CRC {digests.crc(head):016x}; the manifest says {crc}: it is another file's"
+            )
+        return header.parse_header(bytes(head), file_size=size, file=where)
+
+
+def open_path(path: str, *, hold: bool) -> Folder:
+    """The checkpoint at a local path or an fsspec URL; whatever takes its place later, this one is read. NotFoundError says what is there
+    instead.
+
+    `hold`: nobody who asks removes it until it is closed; one rank of a job is enough.
+    """
+    storage = reader(absolute(path))
+    if isinstance(storage, LocalStorage):
+        kind = storage.kind("")
+        if kind is None:
+            parent, name = os.path.split(storage.root)
+            raise NotFoundError(
+                f"{storage.root}: there is no such folder{_whereabouts(LocalStorage(parent), name)}"
+            )
+        if kind == "file":
+            raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
+    with ExitStack() as held:
+        held.callback(storage.close)
+        if isinstance(storage, LocalStorage):
+            storage.pin()
+            held.callback(storage.place.close)
+            if hold:
+                held.enter_context(reading(storage.root, place=storage.place))
+        folder = open_folder(storage)
+        if folder.manifest is None:
+            _check_there(
+                storage
+            )  # of what is removed the manifest goes first, and what is left looks like weights
+        folder.held = held.pop_all()
+    return folder
+
+
+def open_folder(storage: Reader) -> Folder:
+    """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
+    if storage.size(names.MANIFEST) is not None:
+        manifest = parse_manifest(
+            storage.read(names.MANIFEST), file=f"{storage.root}/{names.MANIFEST}"
+        )
+        maps = {part: read_index(storage, part, record) for part, record in manifest.parts.items()}
+        return Folder(
+            storage,
+            manifest,
+            {part: weight_map for part, weight_map in maps.items() if weight_map is not None},
+        )
+    found = storage.names()
+    folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
+    if names.is_staging(folder) or names.DIGESTS in found or PROBE in found:
+        raise FormatError(
+            f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint"
+        )
+    single = names.file_name(_MODEL, number=1, count=1)
+    if names.index_name(_MODEL) in found:
+        parsed = index.parse_index(
+            storage.read(names.index_name(_MODEL)),
+            file=f"{storage.root}/{names.index_name(_MODEL)}",
+        )
+        if not index.is_left_over(
+            parsed.weight_map, single=single, there=found, where=storage.root
+        ):
+            return _indexed(storage, parsed.weight_map, found)
+    if single in found:
+        bare = Folder(storage, None, {})
+        bare.check_files([single])
+        return Folder(storage, None, {_MODEL: dict.fromkeys(bare._headers[single], single)})
+    refuse_run(storage)
+    raise NotFoundError(
+        f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}"
+    )
+
+
+def _indexed(storage: Reader, weight_map: Mapping[str, str], there: Collection[str]) -> Folder:
+    """Hugging Face's folder of several files: what these hold and the index lacks is of the model too, as transformers and others take it.
+    FormatError where a file has a tensor that is another file's by the index."""
+    every = dict(weight_map)
+    folder = Folder(storage, None, {_MODEL: every})
+    for file in sorted(set(weight_map.values()) & set(there)):
+        stale = sorted(name for name in folder.header(file) if every.setdefault(name, file) != file)
+        if stale:
+            raise FormatError(
+                listed(f"{storage.root}/{file}: has tensors that are another file's", stale)
+            )
+    return folder
+
+
+def _check_there(storage: Reader) -> None:
+    if isinstance(storage, LocalStorage) and storage.place.is_replaced():
+        raise NotFoundError(
+            f"{storage.root}: was removed or replaced while it was read; load again what is there now"
+        )
+
+
+def _whereabouts(parent: LocalStorage, name: str) -> str:
+    """A hint for an error: where an interrupted replacement left the checkpoint, if it did."""
+    try:
+        aside = [entry for entry in parent.names() if names.is_replaced(entry, name)]
+    except CheckpointError:
+        return ""
+    return (
+        f"; an interrupted replacement left a copy at {parent.path(aside[0])}: rename it back"
+        if aside
+        else ""
+    )

@@ -1,0 +1,82 @@
+"""Stored tensors that are two where the target ties them to one. Compares their digests, or their bytes where there are no digests.
+
+How a tensor could be lost: the target's one tensor takes the first of the two, and nothing says that the other was another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.dtypes import nbytes
+from unified_ckpt.engine.load.match import Match
+from unified_ckpt.engine.source.protocol import Source
+
+_CHUNK_NBYTES = 16 << 20  # read at a time
+
+
+def compare_tied(
+    matches: Sequence[Match],
+    tied: Mapping[Key, Sequence[str]],
+    source: Source,
+    *,
+    rank: int,
+    digests: bool,
+) -> tuple[dict[Key, str], list[str]]:
+    """Target tensors whose stored tensors differ, each with a sentence; and those whose stored tensors are equal.
+
+    `tied`: by target tensor, the other stored names for it, in the part that feeds it. Without digests each rank compares what it holds.
+    """
+    differing: dict[Key, str] = {}
+    equal = []
+    for match in matches:
+        row = match.target.row
+        key = (row.part.partition("@")[0], row.fqn)
+        others = tied.get(key, ())
+        different = next(
+            (
+                other
+                for other in others
+                if not _equal(match, other, source, rank=rank, digests=digests)
+            ),
+            None,
+        )
+        if different is not None:
+            differing[key] = (
+                f"{key[0]}:{key[1]}: the target ties what the checkpoint has as {match.name} and {different}, which differ; untie them, or "
+                f"leave one out with SourceOptions(rename=[{{'match': {different.rpartition('/')[0] or different!r}, 'drop': True}}])"
+            )
+        elif others:
+            equal.append(f"{key[0]}:{key[1]}")
+    return differing, equal
+
+
+def _equal(match: Match, other: str, source: Source, *, rank: int, digests: bool) -> bool:
+    spec = match.target.row.spec
+    if source.specs(match.part, [other])[other] != spec:
+        return False
+    keys = (match.part, match.name), (match.part, other)
+    saved = source.block_digests(keys) if digests else dict.fromkeys(keys)
+    ours, theirs = saved[keys[0]], saved[keys[1]]
+    if ours is not None and theirs is not None:
+        return list(ours) == list(theirs)
+    boxes = (
+        chunk
+        for box, _ in match.target.row.sharding.boxes(rank, spec.shape)
+        for chunk in _chunks(box, spec.dtype)
+    )
+    return all(
+        source.read(match.part, match.name, box) == source.read(match.part, other, box)
+        for box in boxes
+    )
+
+
+def _chunks(box: Box, dtype: str) -> Iterator[Box]:
+    if not box.shape:
+        yield box
+        return
+    rows = max(1, _CHUNK_NBYTES // max(1, nbytes(dtype, box.shape[1:])))
+    for first in range(0, box.shape[0], rows):
+        offsets = (box.offsets[0] + first, *box.offsets[1:])
+        yield Box(offsets, (min(rows, box.shape[0] - first), *box.shape[1:]))

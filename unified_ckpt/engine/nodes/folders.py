@@ -1,0 +1,70 @@
+"""The folders of one save on several machines, each opened when something is first wanted of it: of thousands a rank reads few."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from unified_ckpt.engine.folder.reader import Folder, open_folder
+from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.runtime.storage.storage import Reader
+
+_MOST = 16  # of which all is kept that was parsed
+
+
+class Folders:
+    """By number. Closes the storages. `opened`: those that are another's and open already, with what was read of them. `save_id`: of all,
+    where it matters.
+
+    What was parsed of one is given up when enough others were wanted since, and read again if it is wanted again.
+    """
+
+    def __init__(
+        self,
+        storages: Sequence[Reader],
+        opened: Mapping[int, Folder] = MappingProxyType({}),
+        *,
+        save_id: str | None = None,
+    ) -> None:
+        self._storages, self._opened, self._save_id = storages, opened, save_id
+        self._last = OrderedDict(opened)  # wanted last, at the end
+        self._errors: dict[int, CheckpointError] = {}
+        self._lock = threading.Lock()
+        self._give_up()
+
+    def __getitem__(self, number: int) -> Folder:
+        """Raises the error that it met at first, again: nobody waits twice for a machine that does not answer."""
+        with self._lock:
+            if number in self._errors:
+                raise type(self._errors[number])(str(self._errors[number]))
+            if number not in self._last:
+                try:
+                    self._last[number] = self._opened.get(number) or self._open(
+                        self._storages[number]
+                    )
+                except CheckpointError as error:
+                    self._errors[number] = error
+                    raise
+            self._last.move_to_end(number)
+            self._give_up()
+            return self._last[number]
+
+    def _give_up(self) -> None:
+        while len(self._last) > _MOST:
+            _, folder = self._last.popitem(last=False)
+            folder.forget()
+
+    def _open(self, storage: Reader) -> Folder:
+        folder = open_folder(storage)
+        found = folder.manifest.save_id if folder.manifest is not None else None
+        if self._save_id is not None and found != self._save_id:
+            raise StorageError(
+                f"{storage.root}: holds save {found} by now; needed {self._save_id}, which was there when the load began"
+            )
+        return folder
+
+    def close(self) -> None:
+        for storage in self._storages:
+            storage.close()

@@ -1,0 +1,258 @@
+"""Accelerate's checkpoints through the engine: `save_state(accelerator, path)`, `load_state(accelerator, path)`, one call each.
+
+All that the accelerator has prepared or registered goes into one unified folder. `attach(accelerator)` puts the two in place of
+`accelerator.save_state` and `accelerator.load_state`, for scripts that are not ours.
+
+How state could be lost: an older checkpoint goes before the newer one is there (here after the commit); one that is not whole counts as the
+newest; a folder with other files in it is taken for the checkpoint's; something that the accelerator holds is not in the checkpoint and
+keeps its fresh value unsaid.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+try:
+    import accelerate  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "unified_ckpt.integrations.accelerate.calls: needs `pip install unified-ckpt[accelerate]`"
+    ) from error
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.load.load import LoadReport
+from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.errors import LayoutError
+from unified_ckpt.integrations.accelerate import folders, hooks
+from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
+from unified_ckpt.runtime.comm.collective import Meeting
+
+__all__ = ["attach", "load_state", "save_state", "save_state_async"]
+
+_LOG = logging.getLogger("unified_ckpt")
+_Path = str | os.PathLike[str]
+_OWN = (
+    "_unified_checkpointer"  # an accelerator's attribute: plan and buffers stay from save to save
+)
+_ATTACHED = "_unified_attached"
+
+
+def save_state(
+    accelerator: Any,
+    path: _Path | None = None,
+    *,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    attach: Callable[[str], object] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Saves all that the accelerator has prepared or registered. Every process calls.
+
+    Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, and `total_limit` holds after the commit; its step is
+    n. The other arguments are those of `uc.save`. Raises LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
+    """
+    path, number, what = _begin_save(accelerator, path, step, attach, options)
+    report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **what)
+    accelerator.project_configuration.iteration += 1
+    folders.rotate_project(accelerator, os.fspath(path), number)
+    return report
+
+
+def save_state_async(
+    accelerator: Any,
+    path: _Path | None = None,
+    *,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    attach: Callable[[str], object] | None = None,
+    options: SaveOptions | None = None,
+) -> PendingSave:
+    """`save_state` that returns once this process's bytes are copied. The next save or load waits for it, and raises its error."""
+    path, number, what = _begin_save(accelerator, path, step, attach, options)
+
+    def after(_: SaveReport) -> None:
+        folders.rotate_project(accelerator, os.fspath(path), number)
+
+    pending = _checkpointer(accelerator).save_async(
+        path, metrics=metrics, options=options, after_commit=after, **what
+    )
+    accelerator.project_configuration.iteration += 1
+    return pending
+
+
+def load_state(
+    accelerator: Any,
+    path: _Path | None = None,
+    *,
+    strict: bool = True,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Puts everything back, on any number of processes and any layout. Every process calls, after `accelerator.prepare`.
+
+    Without a path it takes the project's newest good checkpoint, and says in one warning which newer ones it passed over. MismatchError,
+    before anything is changed, for what the accelerator has and the checkpoint lacks; `strict=False` loads what fits. What only the
+    checkpoint has is told in a warning. NotFoundError for what is no unified checkpoint.
+    """
+    options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
+    checkpointer.wait()
+    meeting = checkpointer._ranks().meet(
+        "load_state", same=False, timeout_seconds=options.timeout_seconds
+    )
+    with meeting.phase("folder"):
+        states.refuse(accelerator)
+        found = (
+            folders.newest(meeting, accelerator)
+            if path is None
+            else os.path.abspath(os.path.expanduser(os.fspath(path)))
+        )
+    _check(meeting, accelerator, found, strict=strict)
+    with meeting.phase("hooks"):
+        hooks.run_load_hooks(accelerator, found)
+    held = states.held(accelerator)
+    report = checkpointer.load(
+        found,
+        model=held.model,
+        optimizer=held.optimizers or None,
+        parts=held.parts,
+        strict=strict,
+        options=options,
+    )
+    told = report.extra.get(states.KEY, {}) if isinstance(report.extra, dict) else {}
+    meeting = checkpointer._ranks().meet(
+        "load_state", same=False, timeout_seconds=options.timeout_seconds
+    )
+    with meeting.phase("install"):
+        states.install(accelerator, told, states.own_of(accelerator, found, report.rank_extra))
+        folders.count_on(accelerator, found)
+    return report
+
+
+def attach(
+    accelerator: Any,
+    *,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> None:
+    """Makes `accelerator.save_state` and `accelerator.load_state` go through the engine. Again is no matter.
+
+    As in Accelerate, a save to a path that holds a checkpoint replaces it (unless `save_options` say otherwise), and automatic naming
+    goes before a path. A folder that Accelerate wrote itself is loaded by Accelerate. Its arguments for other formats mean nothing here.
+    """
+    states.refuse(accelerator)
+    if vars(accelerator).get(_ATTACHED):
+        return
+    saving = unless_chosen(save_options or SaveOptions(), if_exists="replace")
+    stock = accelerator.load_state
+
+    def save(output_dir: _Path | None = None, *_: Any, **__: Any) -> Path:
+        named = accelerator.project_configuration.automatic_checkpoint_naming
+        options = saving.model_copy(update={"if_exists": "error"}) if named else saving
+        return Path(save_state(accelerator, None if named else output_dir, options=options).path)
+
+    def load(
+        input_dir: _Path | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        strict: bool = True,
+        **more: Any,
+    ) -> None:
+        if _is_stock(accelerator, input_dir):
+            stock(input_dir, load_kwargs, **more)
+            return
+        load_state(accelerator, input_dir, strict=strict, options=load_options)
+
+    accelerator.save_state, accelerator.load_state = save, load
+    setattr(accelerator, _ATTACHED, True)
+
+
+def _checkpointer(accelerator: Any) -> Checkpointer:
+    found: Checkpointer = vars(accelerator).setdefault(_OWN, Checkpointer())
+    return found
+
+
+def _begin_save(
+    accelerator: Any,
+    path: _Path | None,
+    step: int | None,
+    attach: Callable[[str], object] | None,
+    options: SaveOptions | None,
+) -> tuple[_Path, int, dict[str, Any]]:
+    """Collective. Where to, the number of the save, and what: arguments of `Checkpointer.save`."""
+    options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
+    checkpointer.wait()
+    number = accelerator.project_configuration.iteration
+    meeting = checkpointer._ranks().meet(
+        "save_state", same=False, timeout_seconds=options.timeout_seconds
+    )
+    with meeting.phase("state"):
+        states.refuse(accelerator)
+        if path is None and step is not None:
+            raise LayoutError(
+                "save_state: the step of an automatically named checkpoint is its number; needed a path, or no step"
+            )
+        place = folders.place_save(accelerator, path, if_exists=options.if_exists)
+        held, extra, rank_extra = (
+            states.held(accelerator),
+            states.extra_of(accelerator),
+            states.rank_extra_of(accelerator),
+        )
+    files = hooks.run_save_hooks(meeting, accelerator, os.fspath(place))
+    return (
+        place,
+        number,
+        {
+            "model": held.model,
+            "optimizer": held.optimizers or None,
+            "parts": held.parts,
+            "extra": extra,
+            "rank_extra": rank_extra,
+            "step": number if path is None else step,
+            "attach": hooks.attaching(accelerator, files, attach),
+        },
+    )
+
+
+def _check(meeting: Meeting, accelerator: Any, path: str, *, strict: bool) -> None:
+    """Collective. Whether the checkpoint has what the accelerator holds; those who see the folder tell the others."""
+    with meeting.phase("open"):
+        if accelerator.is_local_main_process and folders.is_committed(path):
+            with open_source(path) as source:
+                extra = source.extra
+            told = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}
+            meeting.settle("holds", json.dumps(told.get(states.HOLDS, {}), sort_keys=True))
+    with meeting.phase("check"):
+        if not meeting.has("holds"):
+            folders.check_path(path)
+        here, saved = states.holds(accelerator), json.loads(meeting.get("holds"))
+        wrong, surplus = states.compare(here, saved)
+        if strict and wrong:
+            raise states.differ(path, [*wrong, *surplus])
+    if meeting.rank == 0 and (wrong or surplus):
+        _LOG.warning(
+            "load_state of %s leaves out what does not fit: %s", path, "; ".join([*wrong, *surplus])
+        )
+
+
+def _is_stock(accelerator: Any, path: _Path | None) -> bool:
+    """Collective. Whether Accelerate's own load is the one to use, by rank 0's eyes."""
+    meeting = (
+        _checkpointer(accelerator)
+        ._ranks()
+        .meet("load_state", same=False, timeout_seconds=LoadOptions().timeout_seconds)
+    )
+    with meeting.phase("kind"):
+        if meeting.rank == 0:
+            stock = (
+                folders.is_stock(os.path.expanduser(os.fspath(path)))
+                if path is not None
+                else folders.only_stock(accelerator)
+            )
+            meeting.put("stock", b"yes" if stock else b"no")
+    return meeting.get("stock") == b"yes"

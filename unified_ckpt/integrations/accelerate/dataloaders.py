@@ -1,0 +1,237 @@
+"""Where Accelerate's dataloaders stand: epoch, order, and with `use_stateful_dataloader` the position, also for another number of ranks.
+
+How data could be repeated or skipped: the epoch or the seed of the order is not put back; what was fetched is taken for what was seen; a
+position is counted in steps of another size. Positions are therefore kept as samples of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, get_sampler
+from torch.utils.data import IterableDataset, RandomSampler
+
+_LOG = logging.getLogger("unified_ckpt")
+_LOADED = "_unified_state"  # a dataloader's attribute: where it stands, from a load until it starts
+
+
+def loader_states(accelerator: Any) -> list[dict[str, Any]]:
+    """One state for each dataloader that is prepared: of this rank, now."""
+    return [
+        _state(accelerator, number, loader)
+        for number, loader in enumerate(accelerator._dataloaders)
+    ]
+
+
+def _state(accelerator: Any, number: int, loader: Any) -> dict[str, Any]:
+    if _LOADED in vars(loader):
+        loaded: dict[str, Any] = vars(loader)[_LOADED]
+        return loaded
+    running = _running(accelerator, loader)
+    midway = running is not None and not running.end_of_dataloader
+    # Accelerate counts an epoch once its loop has ended, which is after a save at its last batch.
+    epoch = (
+        running.iteration + (not midway) if running is not None else getattr(loader, "iteration", 0)
+    )
+    sampler = get_sampler(loader)
+    state: dict[str, Any] = {"epoch": epoch, "midway": midway, "order": _order(sampler)}
+    if (
+        midway
+        and isinstance(sampler, RandomSampler)
+        and not isinstance(sampler, SeedableRandomSampler)
+    ):
+        _LOG.warning(
+            "dataloader %d: is saved in the middle of an epoch, and its order cannot be had again; needed "
+            "DataLoaderConfiguration(use_seedable_sampler=True)",
+            number,
+        )
+    if (
+        midway
+        and not epoch
+        and _is_stateful(loader)
+        and loader.num_workers
+        and isinstance(sampler, SeedableRandomSampler)
+    ):
+        _LOG.warning(
+            "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws before it knows the seed; unless "
+            "loader.load_state_dict({}) came before the loop, the rest of the epoch will be in another order",
+            number,
+        )
+    if _is_stateful(loader):
+        state["untouched"] = loader.base_dataloader._initial_iter_for_state_dict
+    if midway and _is_stateful(loader):
+        state["position"] = loader.state_dict()
+        state["samples"] = (
+            _steps(state["position"]) * loader.total_batch_size if _is_counted(loader) else None
+        )
+    return state
+
+
+def _running(accelerator: Any, loader: Any) -> Any:
+    """The dataloader that a loop goes through now, if it is this one or a copy of it that skips batches."""
+    active = [one for one in accelerator.gradient_state.dataloader_references if one is not None]
+    return next((one for one in reversed(active) if _is_same(accelerator, one, loader)), None)
+
+
+def _is_same(accelerator: Any, one: Any, loader: Any) -> bool:
+    """Whether it is the dataloader, or a copy of it that Accelerate has made to skip batches."""
+    return one is loader or (
+        one.dataset is loader.dataset
+        and all(one is not prepared for prepared in accelerator._dataloaders)
+    )
+
+
+def _order(sampler: Any) -> dict[str, Any]:
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"seed": sampler.initial_seed}
+    generator = getattr(sampler, "generator", None)
+    return {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else {}
+
+
+def load_loader_states(
+    accelerator: Any,
+    saved: Sequence[Mapping[str, Any]],
+    *,
+    same_ranks: bool,
+    random: Callable[[], None],
+) -> None:
+    """Puts the states back. `same_ranks`: they are this rank's own, else those of rank 0 of another number of ranks.
+
+    `random` sets the random states: at once, and again where the interrupted epoch goes on, since to start it draws from them.
+    """
+    vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of a load before this one
+    waiting = []
+    for number, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
+        loader.iteration = state["epoch"]
+        _set_order(get_sampler(loader), state["order"])
+        if _is_stateful(loader):
+            state = _set_position(number, loader, state, same_ranks=same_ranks)
+        if state["midway"]:
+            vars(loader)[_LOADED] = dict(state)
+            waiting.append(loader)
+    random()
+    if waiting:
+        _resume(accelerator, waiting, random)
+
+
+def _set_order(sampler: Any, order: Mapping[str, Any]) -> None:
+    if "seed" in order and isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = order["seed"]
+    elif "generator" in order and hasattr(sampler, "generator"):
+        sampler.generator = sampler.generator or torch.Generator()
+        sampler.generator.set_state(order["generator"])
+
+
+def _set_position(
+    number: int, loader: Any, state: Mapping[str, Any], *, same_ranks: bool
+) -> Mapping[str, Any]:
+    """The state that the dataloader has then."""
+    loader.base_dataloader.next_iter_state = None  # of a load before this one
+    if not state.get("untouched", True):
+        loader.load_state_dict(
+            {}
+        )  # its first loop makes an iterator as any later loop does, and draws as many random numbers
+    if state.get("position") is None:
+        return state
+    position, samples = state["position"], state["samples"]
+    step = loader.total_batch_size if _is_counted(loader) else 0
+    if not same_ranks or (samples is not None and samples != _steps(position) * step):
+        if samples is None or not step:
+            _LOG.warning(
+                "dataloader %d: where it stood cannot be told for another number of ranks; its epoch starts again",
+                number,
+            )
+            return {**state, "midway": False, "position": None}
+        if samples % step:
+            _LOG.warning(
+                "dataloader %d: %d samples come again: a step is of %d samples now",
+                number,
+                samples % step,
+                step,
+            )
+        position = _moved(loader.dl_state_dict, samples // step)
+    loader.load_state_dict(position)
+    return {**state, "position": position, "samples": samples and samples // step * step}
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _is_counted(loader: Any) -> bool:
+    """Whether the position is a number of steps through one order that all ranks share, and nothing else."""
+    if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return (
+        not hasattr(loader.dataset, "state_dict")
+        and getattr(loader, "batch_sampler", None) is not None
+    )
+
+
+def _steps(position: Mapping[str, Any]) -> int:
+    """Batches that a rank has had, in the words of torchdata's StatefulDataLoader, without workers or with."""
+    if "_snapshot" in position:
+        return int(position["_snapshot"]["_snapshot_step"]) + int(position["_steps_since_snapshot"])
+    return int(position["_num_yielded"])
+
+
+def _moved(position: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """A position at another step."""
+    moved: dict[str, Any] = copy.deepcopy(dict(position))
+    if "_snapshot" in moved:
+        main = moved["_snapshot"]["_main_snapshot"]
+        moved["_snapshot"] |= {
+            "_snapshot_step": steps,
+            "_last_yielded_worker_id": (steps - 1) % main["_num_workers"],
+        }
+        main["_sampler_iter_yielded"] = steps
+        moved["_steps_since_snapshot"] = 0
+    else:
+        moved |= {"_sampler_iter_yielded": steps, "_num_yielded": steps}
+    moved["_iterator_finished"] = False
+    return moved
+
+
+def _resume(accelerator: Any, waiting: list[Any], random: Callable[[], None]) -> None:
+    """Where an epoch goes on, through its dataloader or a copy that skips batches: random states as they were at its first new batch.
+
+    Accelerate tells its gradient state of each loop that starts, and asks the dataloader for its state before it fetches the batch after
+    the one that comes next; in the run that was saved nothing had been drawn in between.
+    """
+    gradient_state = accelerator.gradient_state
+    told = type(gradient_state)._add_dataloader
+
+    def starts(started: Any) -> None:
+        told(gradient_state, started)
+        loader = next((one for one in waiting if _is_same(accelerator, started, one)), None)
+        if loader is None:
+            return
+        waiting.remove(loader)
+        if not waiting:
+            del gradient_state._add_dataloader
+        del vars(loader)[_LOADED]
+        if started is not loader:
+            loader.iteration = started.iteration + 1  # the copy counts the epoch for itself alone
+        if not isinstance(started, DataLoaderDispatcher):  # which asks on rank 0 only
+            _at_first_batch(started, random)
+
+    gradient_state._add_dataloader = starts
+
+
+def _at_first_batch(started: Any, call: Callable[[], None]) -> None:
+    asked, skipped = (
+        type(started)._update_state_dict,
+        iter(range(getattr(started, "skip_batches", 0))),
+    )
+
+    def asks() -> None:
+        if next(skipped, None) is None:
+            del started._update_state_dict
+            call()
+        asked(started)
+
+    started._update_state_dict = asks

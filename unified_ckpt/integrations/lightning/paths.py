@@ -1,0 +1,216 @@
+"""Names on the disk as Lightning gives them: what a `ckpt_path` is, links to the last checkpoint, and what may be removed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from unified_ckpt.engine.folder.backup import before_name
+from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.manager.steps.remove import remove
+from unified_ckpt.manager.steps.scan import is_ours
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+_TORCH_FILES = (b"PK\x03\x04", b"\x80")  # a zip of torch.save, and the pickle that it wrote before
+_DEPTH = 4  # of <root>/lightning_logs/version_0/checkpoints/<name>
+
+
+def check_path(path: str) -> Literal["unified", "stock"]:
+    """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where it is none."""
+    if committed_at(path) is not None:
+        return "unified"
+    if os.path.isfile(path):
+        with open_file(path) as file:
+            first = file.read(4)
+        if first.startswith(_TORCH_FILES):
+            return "stock"
+        raise FormatError(
+            f"ckpt_path {path}: is a file of another format; needed a unified folder, or a file that Lightning wrote"
+        )
+    if os.path.islink(path):
+        raise NotFoundError(
+            f"ckpt_path {path}: is a link to {os.readlink(path)}, which is not there; needed a checkpoint{_hint(path)}"
+        )
+    if not os.path.isdir(path):
+        raise NotFoundError(f"ckpt_path {path}: is not there; needed a checkpoint{_hint(path)}")
+    entries = os.listdir(path)
+    if {".metadata", "meta.pt"} <= set(entries):
+        return "stock"
+    if is_ours(dict.fromkeys(entries, 0)):
+        raise NotFoundError(
+            f"ckpt_path {path}: has no valid manifest: it is unfinished, or was removed in part; needed a whole one{_hint(path)}"
+        )
+    inside = newest_inside(path)
+    if inside:
+        raise NotFoundError(
+            f"ckpt_path {path}: is a run's folder; needed one of its checkpoints, the newest is {inside}"
+        )
+    if any(name.endswith((".safetensors", ".bin", ".distcp")) for name in entries):
+        raise FormatError(
+            f"ckpt_path {path}: is a folder of another format, without Lightning's state; needed uc.load, for its weights alone"
+        )
+    raise NotFoundError(
+        f"ckpt_path {path}: is a folder without a checkpoint; needed a unified folder, or a file that Lightning wrote"
+    )
+
+
+def newest_inside(path: str, *, depth: int = _DEPTH) -> str:
+    """The checkpoint with the highest step in a folder or below it; "" for none."""
+    found: list[tuple[int, str, str]] = []
+    for here, folders, _ in os.walk(path):
+        for name in list(folders):
+            manifest = None if name.startswith(".") else committed_at(os.path.join(here, name))
+            if manifest is not None:
+                found.append((manifest.step or 0, manifest.created, os.path.join(here, name)))
+        level = os.path.relpath(here, path).count(os.sep) + (here != path)
+        names = {os.path.split(one)[1] for _, _, one in found}
+        folders[:] = (
+            []
+            if level >= depth - 1
+            else [name for name in folders if name not in names and not name.startswith(".")]
+        )
+    return max(found)[2] if found else ""
+
+
+def _hint(path: str) -> str:
+    inside = newest_inside(os.path.dirname(path), depth=1)
+    return f"; the newest beside it is {inside}" if inside else ""
+
+
+def requeued(path: str) -> str:
+    """Where the newest checkpoint of a SLURM requeue was cut short, and only its name counts: the newest whole one before it."""
+    folder, name = os.path.split(path)
+    if (
+        os.path.exists(path)
+        or not re.fullmatch(r"hpc_ckpt_\d+\.ckpt", name)
+        or not os.path.isdir(folder)
+    ):
+        return path
+    numbered = [
+        (int(match[1]), entry)
+        for entry in os.listdir(folder)
+        if (match := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", entry))
+    ]
+    whole = [
+        entry
+        for _, entry in sorted(numbered)
+        if os.path.isfile(os.path.join(folder, entry)) or committed_at(os.path.join(folder, entry))
+    ]
+    if not whole:
+        return path
+    _LOG.warning(
+        "%s is passed over: it is not there, its save was cut short; %s is taken", path, whole[-1]
+    )
+    return os.path.join(folder, whole[-1])
+
+
+@contextlib.contextmanager
+def way_cleared(path: str) -> Iterator[None]:
+    """For the time of a save, a link has another name; it goes after the commit. Its new name begins as before, so that `ckpt_path="last"`
+    still finds it. One rank calls.
+    """
+    folder, name = os.path.split(path)
+    if LocalStorage(folder).kind(name) != "link":
+        yield
+        return
+    stem, suffix = os.path.splitext(path)
+    aside = next(
+        one for i in range(1, 1000) if not os.path.lexists(one := f"{stem}-before-{i}{suffix}")
+    )
+    os.rename(path, aside)
+    try:
+        yield
+    except BaseException:
+        if not os.path.lexists(path):
+            os.rename(aside, path)
+        raise
+    try:
+        os.unlink(aside)
+    except OSError as error:
+        _LOG.warning("%s is left, a link to the checkpoint before: %s", aside, error)
+
+
+def link(target: str, path: str) -> None:
+    """Makes a link, relative, in place of a link in one step. A checkpoint of ours there is removed first, anything else is renamed."""
+    parent, name = os.path.split(os.path.abspath(path))
+    storage = LocalStorage(parent)
+    kind = storage.kind(name)
+    found = committed_at(path) if kind == "folder" else None
+    if found is not None:
+        remove(storage, name, save_id=found.save_id)
+    elif kind not in (None, "link"):
+        kept = before_name(storage, name, kind=kind)
+        storage.rename(name, kept)
+        _LOG.warning(
+            "%s: what had this name was no committed checkpoint; it is kept as %s",
+            path,
+            storage.path(kept),
+        )
+    made = os.path.join(parent, f".link-{os.getpid()}-{name}")
+    os.symlink(os.path.relpath(os.path.abspath(target), parent), made)
+    try:
+        os.replace(made, path)
+    except OSError:
+        os.unlink(made)
+        raise
+
+
+def remove_checkpoint(path: str, *, newest: str, first_of_all: bool) -> None:
+    """Removes a link, or a checkpoint of ours that is not the newest; links to it then lead to the newest. All else stays, and a
+    warning says why. The first rank of each machine calls; one of them is the first of all.
+    """
+    parent, name = os.path.split(os.path.abspath(path))
+    kind = LocalStorage(parent).kind(name)
+    if kind == "link" and first_of_all:
+        os.unlink(path)
+    if kind in (None, "link"):
+        return
+    try:
+        found = committed_at(path) if kind == "folder" else None
+        if found is not None and found.island is None and not first_of_all:
+            return
+        if found is None:
+            why = "it is no checkpoint of this library"
+        elif (
+            newest
+            and os.path.realpath(path) == os.path.realpath(newest)
+            and not name.startswith(".")
+        ):  # those are Lightning's own, for a moment
+            why = "it is the newest"
+        else:
+            _lead_elsewhere(parent, path, newest)
+            why = (
+                ""
+                if remove(LocalStorage(parent), name, save_id=found.save_id)
+                else "it is being read"
+            )
+    except CheckpointError as error:
+        why = str(error)
+    if why and first_of_all:
+        _LOG.warning("%s stays: %s", path, why)
+
+
+def _lead_elsewhere(folder: str, going: str, newest: str) -> None:
+    for entry in os.listdir(folder):
+        here = os.path.join(folder, entry)
+        if newest and os.path.islink(here) and os.path.realpath(here) == os.path.realpath(going):
+            link(newest, here)
+
+
+def bind_links(callback: Any) -> None:
+    """A ModelCheckpoint(save_last="link") makes its links in one step."""
+
+    def make(trainer: Any, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    if hasattr(callback, "_link_checkpoint"):
+        callback._link_checkpoint = make

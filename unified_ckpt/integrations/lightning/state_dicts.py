@@ -1,0 +1,203 @@
+"""Between the dicts that Lightning and its hooks handle and the parts of a checkpoint: names, lazy reading, what a hook has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.format.names import check_part_name
+from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
+from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
+from unified_ckpt.views.model import with_model
+
+_PART_NBYTES = (
+    1 << 20
+)  # a dict of tensors that is smaller is read with the rest of what Lightning keeps
+
+
+class StoredTensors(MutableMapping[str, torch.Tensor]):
+    """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is asked for.
+
+    Hooks may take names out, put tensors in and rename. `stored`: name here -> name in the checkpoint, of what nobody has touched;
+    `own`: what was put in.
+    """
+
+    def __init__(self, path: str, part: str) -> None:
+        self._path, self._part = path, part
+        with closing(_open(path)) as folder:
+            names = [*folder.names(part), *folder.aliases(part)]
+        self.stored = {name: name for name in names}
+        self.own: dict[str, torch.Tensor] = {}
+        self._first = dict(self.stored)
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.own) or self.stored != self._first
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.own:
+            return self.own[name]
+        stored = self.stored[name]
+        with SourceView(_open(self._path)) as source:
+            return source[self._part][stored][...]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self.stored.pop(name, None)
+        self.own[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.own:
+            del self.own[name]
+        else:
+            del self.stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.stored, *self.own])
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.own)
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """As a dict's: with all tensors read."""
+        with SourceView(_open(self._path)) as source:
+            return {
+                **{name: source[self._part][stored][...] for name, stored in self.stored.items()},
+                **self.own,
+            }
+
+
+def _open(path: str) -> Source:
+    return with_model(open_path(path, hold=True))
+
+
+def model_part(
+    module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Mapping[str, Any], *, rank: int
+) -> Any:
+    """What a rank gives as the model: the module itself where no hook has changed `taken`, its state dict.
+
+    Plain tensors that are no parameters are rank 0's alone, as in stock Lightning: running statistics differ from rank to rank.
+    """
+    flat = flatten_model(module)
+    if state_dict.keys() == taken.keys() and all(
+        state_dict[name] is tensor for name, tensor in taken.items()
+    ):
+        if rank == 0 or all(_is_common(tensor) for tensor in flat.tensors.values()):
+            return module
+        return {name: tensor for name, tensor in flat.tensors.items() if _is_common(tensor)}
+    found = {}
+    for raw, value in state_dict.items():
+        name = clean_name(raw, ())
+        own = flat.tensors.get(flat.aliases.get(name, name))
+        found[name] = own if own is not None and value is taken.get(raw) else value
+    return {name: tensor for name, tensor in found.items() if rank == 0 or _is_common(tensor)}
+
+
+def optimizer_part(
+    module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> FlatOptimizer | None:
+    """The optimizers' state by the module's names, whatever hooks have made of its state dict. LayoutError for what has no one place."""
+    return flatten_optimizer(optimizers, flatten_model(module).names()) if optimizers else None
+
+
+def take_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Takes dicts of tensors which hooks have added out of a checkpoint: those that are large, or sharded. They become parts."""
+    found = {}
+    for key, value in list(checkpoint.items()):
+        if _is_part(key, value):
+            found[key] = {
+                name: tensor
+                for name, tensor in checkpoint.pop(key).items()
+                if rank == 0 or _is_common(tensor)
+            }
+    return found
+
+
+def fill(
+    module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool
+) -> dict[str, torch.Tensor]:
+    """Copies into the module what a hook has put into the state dict. Returns the rest, to be read: stored name -> target.
+
+    MismatchError before anything is copied where names or shapes differ; names only if `strict`.
+    """
+    flat = flatten_model(module)
+    stored = state_dict.stored if isinstance(state_dict, StoredTensors) else {}
+    own = {name: state_dict[name] for name in state_dict if name not in stored}
+    targets = {
+        **flat.tensors,
+        **{alias: flat.tensors[name] for alias, name in flat.aliases.items()},
+    }
+    filled = {flat.aliases.get(name, name) for name in state_dict}
+    missing = sorted(flat.tensors.keys() - filled) if strict else []
+    unexpected = sorted(state_dict.keys() - targets.keys()) if strict else []
+    wrong = [
+        f"{name}: state_dict has shape {tuple(own[name].shape)}, the module {tuple(targets[name].shape)}"
+        for name in own.keys() & targets
+        if own[name].shape != targets[name].shape
+    ]
+    if missing or unexpected or wrong:
+        lines = [
+            *wrong,
+            *(f"{n}: is not in state_dict" for n in missing),
+            *(f"{n}: is in state_dict, wanted by nothing" for n in unexpected),
+        ]
+        raise MismatchError(
+            "after on_load_checkpoint, state_dict and module differ:\n  " + "\n  ".join(lines),
+            missing=missing,
+            unexpected=unexpected,
+            wrong=wrong,
+        )
+    with torch.no_grad():
+        for name in own.keys() & targets:
+            _copy(targets[name], own[name])
+    return {
+        where: targets[name]
+        for name, where in stored.items()
+        if name in flat.tensors or (name in targets and flat.aliases[name] not in state_dict)
+    }
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        whole = value.to(target.device, target.dtype)
+        everywhere = DTensor.from_local(
+            whole, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
+        )
+        value = everywhere.redistribute(
+            target.device_mesh, target.placements
+        )  # each rank cuts its own part: nothing is sent
+    target.copy_(value)
+
+
+def _is_common(tensor: object) -> bool:
+    """Whether all ranks hold it together, or alike."""
+    return isinstance(tensor, torch.nn.Parameter | DTensor)
+
+
+def _is_part(key: str, value: object) -> bool:
+    if (
+        not isinstance(value, Mapping)
+        or not value
+        or key in (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS)
+    ):
+        return False
+    if not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
+    ):
+        return False
+    try:
+        check_part_name(key)
+    except FormatError:
+        return False
+    return (
+        any(isinstance(t, DTensor) for t in value.values())
+        or sum(t.nbytes for t in value.values()) >= _PART_NBYTES
+    )

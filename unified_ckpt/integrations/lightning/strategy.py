@@ -1,0 +1,303 @@
+"""A Trainer's strategy with its ways to save, load and remove replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from unified_ckpt.api import Checkpointer
+from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.folder.commit import StepPath
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    LayoutError,
+    MismatchError,
+    NotFoundError,
+    StorageError,
+)
+from unified_ckpt.integrations.lightning.data_position import Place
+from unified_ckpt.integrations.lightning.paths import (
+    bind_links,
+    check_path,
+    remove_checkpoint,
+    requeued,
+    way_cleared,
+)
+from unified_ckpt.integrations.lightning.state_dicts import (
+    StoredTensors,
+    fill,
+    model_part,
+    optimizer_part,
+    take_parts,
+)
+from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
+from unified_ckpt.runtime.storage.storage import is_url
+from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER, WEIGHTS
+
+_LOG = logging.getLogger("unified_ckpt")
+_TAKEN = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+_REMEDIES = {
+    "FSDPStrategy": "ModelParallelStrategy (FSDP2)",
+    "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2), or Lightning's own checkpoints",
+}
+
+
+class Bound:
+    """A strategy whose ways to save and load are replaced by these."""
+
+    def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
+        self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
+        _refuse(self.strategy)
+        # Like Lightning, which writes last.ckpt again and again; the older one stays until the newer is committed.
+        self._save_options = unless_chosen(save_options, if_exists="replace")
+        self._checkpointer = Checkpointer()
+        self._place = Place(trainer)
+        self._path = ""  # of the unified folder that is being resumed from
+        self._optimizers: list[str] | None = None  # what it says of its optimizers
+        self._newest = ""  # what this run committed last
+        self._taken: dict[str, Any] = {}  # the state dict as hooks have got it
+        self._stock: dict[str, Callable[..., Any]] = {}
+        for name in (
+            "save_checkpoint", "load_checkpoint", "remove_checkpoint", "load_model_state_dict", "load_optimizer_state_dict",
+            "lightning_module_state_dict", "optimizer_state",
+        ):  # fmt: skip
+            self._stock[name] = getattr(self.strategy, name)
+            setattr(self.strategy, name, getattr(self, name))
+
+    def begin(self, stage: str) -> None:
+        """Before a run. StorageError for a place that cannot be written to."""
+        self.trainer._checkpoint_connector._loaded_checkpoint = {}  # Lightning would go on with what a resume that failed has left
+        if stage != "fit":
+            return
+        self._place.forget()
+        for callback in self.trainer.checkpoint_callbacks:
+            where = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
+            if is_url(where):
+                raise StorageError(
+                    f"{where}: checkpoints are written to mounted folders by this version; needed a local dirpath"
+                )
+            bind_links(callback)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    # saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As it is: nothing gathered, nothing copied."""
+        state: dict[str, Any] = self.strategy.lightning_module.state_dict()
+        self._taken = dict(state)
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As it is, for hooks that look at it; what is saved is the optimizer's own."""
+        state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        return state
+
+    def _endings(self) -> tuple[str, ...]:
+        """How the names end that callbacks and requeues choose; any other name is the caller's."""
+        return (
+            ".ckpt",
+            *(
+                one.FILE_EXTENSION
+                for one in self.trainer.checkpoint_callbacks
+                if getattr(one, "FILE_EXTENSION", "")
+            ),
+        )
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        if storage_options is not None:
+            raise StorageError(
+                "save_checkpoint(storage_options=...): no CheckpointIO is at work here; needed None"
+            )
+        trainer, rank = self.trainer, self.trainer.global_rank
+        path: str = self.strategy.broadcast(
+            _absolute(filepath)
+        )  # metrics in file names may differ between ranks
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
+        full = "optimizer_states" in checkpoint
+        optimizers = list(self.strategy.optimizers) if full else []
+        module = self.strategy.lightning_module
+        model = model_part(module, checkpoint["state_dict"], self._taken, rank=rank)
+        optimizer = optimizer_part(module, optimizers)
+        parts = take_parts(rest, rank=rank)
+        extra = {
+            "lightning": rest,
+            "optimizers": [_kind(one) for one in optimizers] if full else None,
+            "replicas": self._place.replicas(),
+        }
+        with way_cleared(path) if rank == 0 else contextlib.nullcontext():
+            try:
+                self._checkpointer.save(
+                    StepPath(path) if path.endswith(self._endings()) else path,
+                    model=model,
+                    optimizer=optimizer,
+                    parts=parts or None,
+                    extra=extra,
+                    rank_extra=self._place.state_dict() if full else None,
+                    step=trainer.global_step,
+                    metrics=_numbers(trainer.callback_metrics),
+                    options=self._save_options,
+                )
+            except FormatError as error:
+                if "hyper_parameters" in str(error):
+                    error.add_note("save_hyperparameters(ignore=[...]) leaves arguments out")
+                raise
+        self._newest, self._taken = path, {}
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        if self.trainer.local_rank == 0:
+            remove_checkpoint(
+                _absolute(filepath), newest=self._newest, first_of_all=self.trainer.is_global_zero
+            )
+
+    # loading
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path, kind = self._find(checkpoint_path)
+        self._path = path if kind == "unified" else ""
+        if kind == "stock":
+            found: dict[str, Any] = self._stock["load_checkpoint"](path, weights_only=weights_only)
+            return found
+        with open_source(path) as source:
+            said = source.extra if isinstance(source.extra, Mapping) else {}
+            if "lightning" not in said:
+                raise FormatError(
+                    f"ckpt_path {path}: no Trainer of Lightning wrote it; needed uc.load(path, model=module), and fit without it"
+                )
+            checkpoint: dict[str, Any] = {
+                **said["lightning"],
+                "state_dict": StoredTensors(path, MODEL),
+            }
+            self._optimizers = said["optimizers"]
+            if self._fitting():
+                if self._optimizers is None:
+                    raise MismatchError(
+                        f"ckpt_path {path}: holds no optimizer, it was saved with save_weights_only; needed a full checkpoint to resume, "
+                        "or uc.load(path, model=module) and fit without it"
+                    )
+                self._place.expect(checkpoint, source.rank_extra, said["replicas"])
+            checkpoint.update(
+                {
+                    part: StoredTensors(path, part)
+                    for part in source.parts
+                    if part not in (*WEIGHTS, OPTIMIZER)
+                }
+            )
+        if self._optimizers is not None:
+            checkpoint["optimizer_states"] = []  # that it is there is all that Lightning looks at
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._path:
+            self._stock["load_model_state_dict"](checkpoint, strict=strict)
+            return
+        state_dict = checkpoint["state_dict"]
+        target: Any = self.strategy.lightning_module
+        if not isinstance(state_dict, StoredTensors) or state_dict.changed:
+            target, strict = fill(target, state_dict, strict=strict), False
+        options = self._load_options.model_copy(update={"parts": (MODEL,)})
+        report = self._checkpointer.load(self._path, model=target, strict=strict, options=options)
+        missing = report.missing if isinstance(target, dict) else ()
+        if report.wrong or missing:  # what is not strict is about names alone
+            raise MismatchError(
+                "\n  ".join(
+                    [f"{self._path}: checkpoint and module differ:", *report.wrong, *missing]
+                ),
+                wrong=report.wrong,
+            )
+        if self._fitting() and not self.strategy.lightning_restore_optimizer:
+            self.load_optimizer_state_dict(checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self._path:
+            self._stock["load_optimizer_state_dict"](checkpoint)
+            return
+        optimizers = list(self.strategy.optimizers)
+        here = [_kind(one) for one in optimizers]
+        if here != self._optimizers:
+            saved = ", ".join(self._optimizers or ()) or "none"
+            raise MismatchError(
+                f"ckpt_path {self._path}: holds the state of {saved}; configure_optimizers gives {', '.join(here) or 'none'}; needed the "
+                "same, or uc.load(path, model=module) and fit without it"
+            )
+        if optimizers:
+            options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
+            self._checkpointer.load(
+                self._path,
+                model=self.strategy.lightning_module,
+                optimizer=optimizers,
+                options=options,
+            )
+
+    def _find(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
+        """The path, and who wrote what is there; the same on every rank, as rank 0 sees it."""
+        answer: tuple[str, str, str] = ("", "", "")
+        if self.trainer.is_global_zero:
+            path = requeued(_absolute(checkpoint_path))
+            try:
+                answer = (path, "unified" if is_url(path) else check_path(path), "")
+            except CheckpointError as error:
+                answer = (path, type(error).__name__, str(error))
+        path, kind, why = self.strategy.broadcast(answer)
+        if why:
+            raise FormatError(why) if kind == "FormatError" else NotFoundError(why)
+        return path, kind
+
+    def _fitting(self) -> bool:
+        return str(getattr(self.trainer.state.fn, "value", "")) == "fit"
+
+
+def _refuse(strategy: Any) -> None:
+    """LayoutError for a strategy that this version does not save. By name: there are two packages of the same classes."""
+    kinds = [one.__name__ for one in type(strategy).__mro__]
+    refused = next((name for name in kinds if name in _REMEDIES), None)
+    if refused or not set(kinds) & set(_TAKEN):
+        name = refused or kinds[0]
+        remedy = _REMEDIES.get(name, f"one of {', '.join(_TAKEN)}")
+        raise LayoutError(
+            f"UnifiedCheckpointCallback: {name} is not saved by this version; needed {remedy}"
+        )
+    plugin = type(strategy.checkpoint_io).__name__
+    if plugin != "TorchCheckpointIO":
+        _LOG.warning(
+            "UnifiedCheckpointCallback: %s is only asked for checkpoints that stock Lightning wrote",
+            plugin,
+        )
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    found = os.fspath(path)
+    return found if is_url(found) else os.path.abspath(found)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What people look for in a list of checkpoints."""
+    found = {
+        name: float(value)
+        for name, value in metrics.items()
+        if not isinstance(value, torch.Tensor) or value.numel() == 1
+    }
+    return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -1,0 +1,40 @@
+"""An error as text for the other ranks, and back: the same class and words on each of them."""
+
+from __future__ import annotations
+
+import json
+
+from unified_ckpt import errors
+from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+
+
+def encode_error(error: BaseException, *, rank: int, world: int) -> str:
+    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes a RankError."""
+    known = isinstance(error, CheckpointError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    where = (
+        f"rank {rank}: "
+        if world > 1 and not isinstance(error, RankError) and not getattr(error, "named", False)
+        else ""
+    )
+    lists = (
+        [error.missing, error.unexpected, error.wrong] if isinstance(error, MismatchError) else []
+    )
+    return json.dumps(
+        {
+            "kind": type(error).__name__ if known else "RankError",
+            "text": where + text,
+            "lists": lists,
+        }
+    )
+
+
+def decode_error(text: str) -> CheckpointError:
+    """The inverse: the same class and text on every rank."""
+    told = json.loads(text)
+    kind = getattr(errors, told["kind"], RankError)
+    if kind is MismatchError:
+        missing, unexpected, wrong = told["lists"]
+        return MismatchError(told["text"], missing=missing, unexpected=unexpected, wrong=wrong)
+    error: CheckpointError = kind(told["text"])
+    return error

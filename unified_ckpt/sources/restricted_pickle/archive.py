@@ -1,0 +1,215 @@
+"""A tensor in a slice of a file that `torch.save` wrote into, as DCP has them: mapped where it lies, never copied.
+
+Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the tensor's pickle and `<name>/data/<key>` with its
+storage (torch/serialization.py). The pickle names a storage by a tuple ("storage", class, key, device, elements).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.sources.restricted_pickle.opcodes import check_numbers
+
+# Others are stored as bytes, their dtype beside them.
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_NUMBER = re.compile(r"[-_]?\d+")
+LOCAL = struct.Struct(
+    "<4s22xHH"
+)  # of a zip entry's local header: magic, name's length, extra's length
+
+
+def check_archive_name(path: str) -> None:
+    """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or renamed to rank 0's place.
+
+    torch.save calls the root folder of an archive as the file, without its suffix. Only a root that differs from the file's name in its
+    numbers alone is proof: written to a stream, an archive's root is `archive`. A file whose name has no number may be renamed.
+    Raises FormatError; zipfile.BadZipFile where the archive is cut.
+    """
+    with open_file(path) as file:
+        if file.read(4) != b"PK\x03\x04":
+            return  # written without an archive
+        with zipfile.ZipFile(file) as archive:
+            root = next(iter(archive.namelist()), "").partition("/")[0]
+    stem, suffix = os.path.splitext(os.path.split(path)[1])
+    if root != stem and _NUMBER.search(stem) and _NUMBER.sub("", root) == _NUMBER.sub("", stem):
+        raise FormatError(
+            f"{path}: was written as {root}{suffix}: files were swapped or copied; put each file back under its own name"
+        )
+
+
+class Mapped:
+    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors reach the file. It is not kept open."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @cached_property
+    def _memory(self) -> memoryview:
+        with open_file(self.path) as file:  # torch opens it by its path
+            nbytes = os.fstat(file.fileno()).st_size
+        if not nbytes:
+            return memoryview(b"")
+        return memoryview(
+            cast(
+                "Any",
+                torch.from_file(self.path, shared=False, size=nbytes, dtype=torch.uint8).numpy(),
+            )
+        )
+
+    def bytes(self, start: int, length: int) -> memoryview:
+        """FormatError where the file ends before."""
+        found = self._memory[start : start + length]
+        if len(found) != length:
+            raise FormatError(
+                f"{self.path}: ends at byte {len(self._memory)}; needed {start + length}"
+            )
+        return found
+
+    def tensor(self, start: int, length: int) -> torch.Tensor:
+        """The tensor that `torch.save` wrote to bytes [start, start + length): an alias. FormatError where it is none."""
+        held = self.bytes(start, length)
+        try:
+            return _tensor(held)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: bytes [{start}, {start + length}): {error}") from error
+        except Exception as error:  # a damaged archive may raise anything
+            raise FormatError(
+                f"{self.path}: bytes [{start}, {start + length}) are damaged, or no tensor: {error}"
+            ) from error
+
+
+class _View(io.RawIOBase):
+    """A memoryview as a file: `io.BytesIO` would copy it."""
+
+    def __init__(self, held: memoryview) -> None:
+        self._held, self._at = held, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = max(0, (0, self._at, len(self._held))[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any, /) -> int:
+        view = memoryview(into).cast("B")
+        found = self._held[self._at : self._at + len(view)]
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _tensor(held: memoryview) -> torch.Tensor:
+    with zipfile.ZipFile(cast("Any", _View(held))) as archive:
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        swollen = [
+            info.filename
+            for info in archive.infolist()
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(held)
+        ]
+        if swollen:
+            raise FormatError(
+                f"{swollen[0]}: is compressed, or larger than the archive; needed entries that are stored"
+            )
+        order = entries.get("byteorder")
+        if order is not None and archive.read(order).decode() != sys.byteorder:
+            raise FormatError(
+                f"is of a machine whose byte order is {archive.read(order).decode()}; needed {sys.byteorder}"
+            )
+        pickled = archive.read(entries["data.pkl"])
+        check_numbers(pickled)
+        found = _Tensor(io.BytesIO(pickled), held, entries).load()
+    if not isinstance(found, torch.Tensor):
+        raise FormatError(f"holds a {type(found).__name__}; needed a tensor")
+    return found
+
+
+class _Tensor(pickle.Unpickler):
+    """The pickle of one tensor: it may name how a tensor is rebuilt, storage classes, and nothing else."""
+
+    def __init__(
+        self, file: io.BytesIO, held: memoryview, entries: dict[str, zipfile.ZipInfo]
+    ) -> None:
+        super().__init__(file)
+        self._held, self._entries = held, entries
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return _rebuild
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module in ("torch", "torch.storage") and name in STORAGES:
+            return name
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise FormatError(f"asks for {module}.{name}, which is not read from files")
+
+    def persistent_load(self, told: Any, /) -> torch.Tensor:
+        """The storage, as a tensor of one dim."""
+        kind, name, key, _, count = told
+        if kind != "storage":
+            raise FormatError(f"asks for a {kind!r}; needed a storage")
+        dtype = STORAGES[name]
+        info = self._entries[f"data/{key}"]
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise FormatError("its storage is compressed; needed one that is stored")
+        magic, name_nbytes, extra_nbytes = LOCAL.unpack_from(self._held, info.header_offset)
+        start = info.header_offset + LOCAL.size + name_nbytes + extra_nbytes
+        count = (
+            info.file_size if name == "UntypedStorage" else count
+        )  # of some versions elements, of others bytes
+        if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
+            raise FormatError(
+                f"its storage has {info.file_size} bytes; needed {count * dtype.itemsize}"
+            )
+        if count == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._held, dtype=dtype, count=count, offset=start)
+
+
+def _rebuild(
+    storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *more: object
+) -> torch.Tensor:
+    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`; v3 has the dtype
+    after these, and counts in its elements. Last may come what of the values is not in the storage: {"conj": True, "neg": True}."""
+    dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage.dtype
+    found = storage.view(dtype).as_strided(tuple(shape), tuple(stride), first)
+    told = more[-1] if len(more) > 2 and isinstance(more[-1], Mapping) else {}
+    if not told.keys() <= {"conj", "neg"}:
+        raise FormatError(f"says {sorted(told)} of its tensor; needed conj and neg")
+    found = found.conj() if told.get("conj") else found
+    return torch._neg_view(found) if told.get("neg") else found

@@ -1,0 +1,61 @@
+"""What stands in for objects of classes that are not imported, when a pickle is read."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class Stub:
+    """Stands in for an object of a class that is not imported: `args` it was made with, `state` it was given."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Stub:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """`__new__` has done it: some pickles call that only."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class Fields:
+    """Stands in for a plain dataclass, of which there may be millions: C's reader makes it and fills its `__dict__` by itself."""
+
+
+def stub(name: str, *, base: type = Stub) -> type:
+    """A class of its own for one name, as messages show it."""
+    return type(name.rpartition(".")[2], (base,), {})
+
+
+# Classes that only hold what they are given, which scripts put among their settings.
+HOLDERS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    *(
+        f"pathlib{inner}.{kind}"
+        for inner in ("", "._local")
+        for kind in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    ),
+)
+
+
+def plain(value: Any) -> Any:
+    """A tree with dicts for stubs of namespaces, and text for those of paths."""
+    if isinstance(value, Stub):
+        is_path = type(value).__name__.endswith("Path")
+        return (
+            os.path.join(*map(str, value.args or ["."]))
+            if is_path
+            else plain(dict(value.state or {}))
+        )
+    if type(value) is dict:
+        return {key: plain(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value

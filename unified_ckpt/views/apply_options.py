@@ -1,0 +1,56 @@
+"""What a caller asks to be done to a source before it is read: rules, layers stacked or not, a function of theirs; in this order."""
+
+from __future__ import annotations
+
+from unified_ckpt.engine.source.by_position import ByPosition, Order
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.format.renames import Renames, parse_renames
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.views.rename_rules import renamed
+from unified_ckpt.views.stack_layers import stack_layers, unstack_layers
+from unified_ckpt.views.user_function import converted
+
+
+def view(source: Source, options: SourceOptions) -> Source:
+    """NotFoundError, FormatError where the file or the function is not there, or does not fit the source."""
+    if not isinstance(source, ByPosition):
+        return _view(source, options)
+
+    def named(order: Order | None) -> Source:
+        found = _view(source.whole, options)
+        if order is not None and options.optimizer_order is None:
+            ours, theirs = (
+                [list(one["names"]) for one in found.said().groups],
+                [[name for name, _ in group] for group in order],
+            )
+            if ours != theirs:
+                raise FormatError(
+                    "optimizer state is by position, and the optimizer to be filled has another order than the checkpoint gives under "
+                    "these names; needed SourceOptions(optimizer_order=[[names of group 0, as the file has them], ...])"
+                )
+        return found
+
+    return ByPosition(_view(source.without_optimizer(), options), named)
+
+
+def _view(source: Source, options: SourceOptions) -> Source:
+    if isinstance(options.rename, str):
+        source = renamed(source, read_renames(options.rename), where=options.rename)
+    elif options.rename is not None:
+        source = renamed(source, Renames(rules=options.rename), where="SourceOptions(rename=...)")
+    if options.layers is not None:
+        change = stack_layers if options.layers == "stacked" else unstack_layers
+        source = change(source, dim=options.layer_dim, lists=options.layer_lists)
+    return source if options.conversion_fn is None else converted(source, options.conversion_fn)
+
+
+def read_renames(path: str) -> Renames:
+    """The rules of a file."""
+    try:
+        with open(path, "rb") as file:
+            return parse_renames(file.read(), file=path)
+    except OSError as error:
+        raise NotFoundError(
+            f"{path}: cannot be read: {error.strerror}; needed a TOML or JSON file of rename rules"
+        ) from error

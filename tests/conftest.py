@@ -21,6 +21,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "procs" if "procs/" in file else file
+            return "processes" if "processes/" in file else file
 
     return Scheduler(config, log)

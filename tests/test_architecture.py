@@ -33,6 +33,23 @@ LAYERS = [
     ["integrations", "cli"],
     ["__main__.py"],
 ]
+# The same inside a package: a folder imports only what stands in an earlier row, and itself.
+INNER_LAYERS = {
+    "core": [["text.py"], ["sharding"], ["recipes.py"], ["planning", "nodes"], ["retention.py"]],
+    "runtime": [["gc_pause.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
+    "engine": [["source", "plan"], ["folder"], ["save", "nodes"], ["load"], ["rewrite", "repair"]],
+    "sources": [
+        ["detect", "restricted_pickle", "files"],
+        ["pytorch"],
+        ["huggingface", "deepspeed", "megatron", "nanotron", "orbax", "paddle"],
+        ["step_names.py", "open.py", "__init__.py"],
+    ],
+    "manager": [
+        ["rules", "steps"],
+        ["stopping", "tiers"],
+        ["option_aliases.py", "restore.py", "save_scheduler.py", "manager.py"],
+    ],
+}
 LAYER = {place: number for number, places in enumerate(LAYERS) for place in places}
 EFFECTS = {
     "os",
@@ -113,10 +130,18 @@ def trees() -> dict[str, ast.Module]:
 
 def test_every_file_has_a_place(trees: dict[str, ast.Module]) -> None:
     assert [path for path in trees if place(path) not in LAYER] == []
-    deep = [
-        path for path in trees if path.count("/") > 1 and not path.startswith("sources/")
-    ]  # a family of formats has a package
-    assert deep == [], "packages are flat"
+    inner = {
+        f"{package}/{place}"
+        for package, rows in INNER_LAYERS.items()
+        for row in rows
+        for place in row
+    }
+    strays = [
+        path
+        for path in trees
+        if path.partition("/")[0] in INNER_LAYERS and "/".join(path.split("/")[:2]) not in inner
+    ]
+    assert [path for path in strays if not path.endswith("__init__.py")] == []
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders - set(LAYER) == set()
 
@@ -131,6 +156,33 @@ def test_modules_import_what_stands_to_the_left(trees: dict[str, ast.Module]) ->
             if LAYER[place(target)] >= LAYER[place(path)]:
                 wrong.append(f"{path} imports {name}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", INNER_LAYERS)
+def test_inner_folders_import_earlier_rows(trees: dict[str, ast.Module], package: str) -> None:
+    layer = {place: number for number, row in enumerate(INNER_LAYERS[package]) for place in row}
+    wrong = []
+    for path, tree in trees.items():
+        if not path.startswith(f"{package}/") or path == f"{package}/__init__.py":
+            continue
+        inside = path.split("/")[1]
+        for name in imports(tree):
+            target = ours(name)
+            if target is None or not target.startswith(f"{package}/"):
+                continue
+            other = target.split("/")[1]
+            if other != inside and layer[other] > layer[inside]:
+                wrong.append(f"{path} imports {name}")
+    assert wrong == []
+
+
+def test_folders_hold_few_files() -> None:
+    crowded = {
+        folder.relative_to(ROOT).as_posix(): count
+        for folder in ROOT.rglob("*")
+        if folder.is_dir() and (count := len(list(folder.glob("*.py")))) > 17
+    }
+    assert crowded == {}
 
 
 def test_no_module_imports_itself_by_a_detour(trees: dict[str, ast.Module]) -> None:
@@ -168,7 +220,7 @@ def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("fsspec", {"runtime/remote.py"}),
+        ("fsspec", {"runtime/storage/remote.py"}),
         ("pydantic", {"format/manifest.py", "format/renames.py", "options.py"}),
     ],
 )
@@ -190,7 +242,7 @@ def test_ranks_talk_in_one_module(trees: dict[str, ast.Module]) -> None:
     wrong = [
         f"{path} imports {name}"
         for path, tree in trees.items()
-        if path not in TRAINS | {"runtime/comm.py"}
+        if path not in TRAINS | {"runtime/comm/comm.py"}
         for name in imports(tree, types_too=False)
         if re.match(r"torch\.distributed\b", name) and not types.match(name)
     ]
@@ -199,16 +251,23 @@ def test_ranks_talk_in_one_module(trees: dict[str, ast.Module]) -> None:
 
 def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     lines = {relative(path): len(path.read_text().splitlines()) for path in FILES}
-    assert {path: count for path, count in lines.items() if count > 350} == {}
+    assert {path: count for path, count in lines.items() if count > 500} == {}
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function below its signature and docstring."""
+    body = (
+        node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+    )
+    return (node.end_lineno or 0) - body[0].lineno + 1
 
 
 def test_functions_fit_a_screen(trees: dict[str, ast.Module]) -> None:
     long = [
-        f"{path}: {node.name} has {(node.end_lineno or 0) - node.lineno + 1} lines"
+        f"{path}: {node.name} has {body_lines(node)} lines"
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno >= 60
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > 135
     ]
     assert long == []
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from machines import SAVE, folder_of, on_machine
-from manifests import IndexFile, sealed
 
 import unified_ckpt as uc
+from tests.support.manifests import IndexFile, sealed
+from tests.support.simulated_nodes import SAVE, folder_of, on_machine
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from round_trips import Case, check, draw_case
+
+from tests.support.round_trips import Case, check, draw_case
 
 
 @st.composite

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import part_of
 
 import unified_ckpt as uc
+from tests.support.oracles import part_of
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
 from unified_ckpt.runtime.comm.comm import Comm

@@ -22,7 +22,6 @@ from unified_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from unified_ckpt.integrations.lightning.data_position import Place
 from unified_ckpt.integrations.lightning.paths import (
     bind_links,
     check_path,
@@ -30,6 +29,7 @@ from unified_ckpt.integrations.lightning.paths import (
     requeued,
     way_cleared,
 )
+from unified_ckpt.integrations.lightning.position import Place
 from unified_ckpt.integrations.lightning.state_dicts import (
     StoredTensors,
     fill,

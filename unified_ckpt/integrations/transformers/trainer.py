@@ -36,8 +36,8 @@ from unified_ckpt.integrations.transformers.compatibility import (
     of_another_model,
     optimizer_kind,
 )
-from unified_ckpt.integrations.transformers.data_position import Position
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
+from unified_ckpt.integrations.transformers.position import Position
 from unified_ckpt.integrations.transformers.resume import (
     PREFIX,
     check_path,

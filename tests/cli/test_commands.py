@@ -1,0 +1,414 @@
+"""The command line, on checkpoints that `uc.save` and the safetensors library have written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import unified_ckpt as uc
+from tests.support.manifests import edit_index
+from unified_ckpt.cli import main as command
+from unified_ckpt.cli.main import main
+
+LAYERS = 12
+SMALL = uc.SaveOptions(max_file_bytes=4096)
+
+
+def model_of(layers: int = LAYERS) -> dict[str, torch.Tensor]:
+    made = {f"model.layers.{i}.mlp.up.weight": torch.full((8, 16), float(i)) for i in range(layers)}
+    return {"model.embed.weight": torch.arange(64.0).reshape(4, 16), **made}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint-7"
+    model = model_of()
+    model["lm_head.weight"] = model["model.embed.weight"]
+    module = (
+        torch.nn.ParameterDict()
+    )  # a real optimizer wants a module; its names are those of the dict without the dots
+    module["embed"], module["norm"] = (
+        torch.nn.Parameter(torch.ones(4, 16)),
+        torch.nn.Parameter(torch.ones(16)),
+    )
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [module["embed"]], "lr": 0.5},
+            {"params": [module["norm"]], "weight_decay": 0.0},
+        ]
+    )
+    for parameter in module.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    uc.save(
+        folder,
+        model=module,
+        optimizer=optimizer,
+        parts={"ema": model},
+        step=7,
+        options=SMALL,
+        **extras(),
+    )
+    return folder
+
+
+def extras() -> dict[str, object]:
+    extra = {
+        "epoch": 3,
+        "loss": float("nan"),
+        "seen": Counter(a=2),
+        "w": torch.ones(3),
+        "shape": (1, 2),
+        "device": torch.device("cpu"),
+    }
+    return {"extra": extra, "rank_extra": {"rng": torch.get_rng_state()}}
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / saved.name))
+
+
+@pytest.fixture
+def hugging_face(tmp_path: Path) -> Path:
+    (tmp_path / "hf").mkdir()
+    save_file(model_of(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "hf"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert main([str(a) for a in arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main([str(a) for a in arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_inspect_tells_what_the_manifest_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, "inspect", folder)
+    manifest = json.loads((folder / "unified_checkpoint.json").read_bytes())
+    for found in (
+        str(folder),
+        manifest["save_id"],
+        manifest["created"],
+        f"torch {torch.__version__}",
+        "1 rank\n",
+        "unified checkpoint 1.3",
+    ):
+        assert found in text
+    assert "step           7\n" in text
+    assert (
+        "epoch=3, loss=float(nan), seen=Counter(1), w=torch.Tensor(float32, [3]), shape=(1, 2), device=torch.device(cpu)"
+        in text
+    )
+    assert (
+        "param group 0  1 parameter: lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01"
+        in text
+    )
+    assert "weight_decay=0.0" in text
+
+
+def test_inspect_folds_layers_and_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "inspect", folder).splitlines()
+    assert "│  └─ layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in lines
+    assert "└─ lm_head.weight                   = model.embed.weight" in lines
+    assert any(
+        line.startswith("ema  13 tensors, 6.25 KiB in 2 files: ema-00001-of-00002.safetensors …")
+        for line in lines
+    )
+    assert any(
+        "embed/{exp_avg,exp_avg_sq}" in line and line.endswith("256 B each") for line in lines
+    )
+    assert lines.index("model  2 tensors, 320 B in model.safetensors") < next(
+        i for i, line in enumerate(lines) if line.startswith("optim")
+    )
+
+
+def test_inspect_all_and_match(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "inspect", folder, "--all", "--match", "*.layers.1*.weight")
+    assert "ema  3 of 13 tensors, 1.5 KiB" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("  model.")]
+    assert [row[0] for row in rows] == [f"model.layers.{i}.mlp.up.weight" for i in (1, 10, 11)]
+    index = json.loads((folder / "ema.safetensors.index.json").read_bytes())["weight_map"]
+    assert [row[-1] for row in rows] == [index[row[0]] for row in rows]
+    assert "optimizer" not in text
+    assert "\nema" not in shown(capsys, "inspect", folder, "--match", "optimizer:*")
+    assert "no tensor matches q" in shown(capsys, "inspect", folder, "--match", "q")
+
+
+def test_inspect_json_is_the_whole_truth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(shown(capsys, "inspect", folder, "--json"))
+    assert (told["step"], told["world_size"], told["rank_extra"], told["extra"]["epoch"]) == (
+        7,
+        1,
+        1,
+        3,
+    )
+    assert [group["names"] for group in told["param_groups"]] == [["embed"], ["norm"]]
+    with uc.open(folder) as source:
+        for part, one in told["parts"].items():
+            assert {n: t["shape"] for n, t in one["tensors"].items()} == {
+                n: list(source[part][n].shape) for n in source[part]
+            }
+    assert told["parts"]["ema"]["aliases"] == {"lm_head.weight": "model.embed.weight"}
+    assert {file: (folder / file).stat().st_size for file in told["parts"]["ema"]["files"]} == told[
+        "parts"
+    ]["ema"]["files"]
+
+
+def test_inspect_reads_hugging_face_folders_and_urls(
+    hugging_face: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fsspec
+
+    assert "layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in shown(
+        capsys, "inspect", hugging_face
+    )
+    files = fsspec.filesystem("memory")
+    files.put(str(hugging_face), "/test_cli/hf", recursive=True)
+    by_url = json.loads(shown(capsys, "inspect", "memory://test_cli/hf", "--json"))
+    assert by_url["format"] == "huggingface"
+    assert (
+        by_url["parts"]
+        == json.loads(shown(capsys, "inspect", f"file://{hugging_face}", "--json"))["parts"]
+    )
+
+
+@pytest.mark.parametrize("extra", [[], ["--all", "--match", "*embed*"], ["--json"]])
+def test_inspect_starts_without_torch(folder: Path, extra: list[str]) -> None:
+    program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "inspect", str(folder), *extra],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "embed" in done.stdout
+
+
+def test_names_cannot_drive_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a.\x1b[31m": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    for extra in ([], ["--all"], ["--json"]):
+        assert "\x1b" not in shown(capsys, "inspect", tmp_path / "hf", *extra)
+
+
+def test_numbers_that_differ_in_kind_do_not_fold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"layers.{i}.experts.{j}.w" for i in range(1, 4) for j in range(4)] + [
+        "layers.0.w",
+        "layers.00.w",
+        "layers.5.experts.0.w",
+    ]
+    shapes = dict.fromkeys(names, (2, 2)) | {"layers.7.experts.0.w": (3,)}
+    (tmp_path / "hf").mkdir()
+    save_file(
+        {name: torch.ones(shape) for name, shape in shapes.items()},
+        tmp_path / "hf" / "model.safetensors",
+    )
+    labels = [
+        line.rpartition("─ ")[2].split("  ")[0]
+        for line in shown(capsys, "inspect", tmp_path / "hf").splitlines()
+        if "─" in line
+    ]
+    assert labels == [
+        "layers",
+        "0.w",
+        "{1..3}.experts.{0..3}.w",
+        "5.experts.0.w",
+        "7.experts.0.w",
+        "00.w",
+    ]
+
+
+def test_verify_of_a_good_folder(
+    folder: Path, hugging_face: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "sizes and headers are right (21 tensors, 7.2 KiB" in shown(capsys, "verify", folder)
+    assert "every digest is right (21 tensors" in shown(capsys, "verify", "--deep", folder)
+    assert "there are no digests to check bytes against" in shown(
+        capsys, "verify", "--deep", hugging_face
+    )
+    told = json.loads(shown(capsys, "verify", "--deep", "--json", folder))
+    assert (told["ok"], told["digests"], told["problems"], told["tensors"], told["nbytes"]) == (
+        True,
+        True,
+        [],
+        21,
+        320 + 648 + 6400,
+    )
+
+
+def test_verify_names_the_tensor_of_a_flipped_bit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "ema-00002-of-00002.safetensors"
+    body = bytearray(file.read_bytes())
+    body[-1] ^= 1
+    file.write_bytes(body)
+    shown(capsys, "verify", folder)
+    text = shown(capsys, "verify", folder, "--deep", code=1)
+    assert (
+        "damaged, 1 problem\n  ema:model.layers.9.mlp.up.weight: block 0 (from byte 0 of the tensor, in ema-00002"
+        in text
+    )
+    told = json.loads(shown(capsys, "verify", folder, "--deep", "--json", code=1))
+    assert (told["ok"], len(told["problems"])) == (False, 1)
+
+
+def test_verify_of_a_truncated_and_of_a_missing_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder / "ema-00002-of-00002.safetensors", 700)
+    (folder / "model.safetensors").unlink()
+    lost = [
+        n
+        for n, f in json.loads((folder / "ema.safetensors.index.json").read_bytes())[
+            "weight_map"
+        ].items()
+        if "-00002-" in f
+    ]
+    text = shown(capsys, "verify", folder, code=1)
+    assert lost
+    for name in [*(f"ema:{name}" for name in lost), "model:embed", "model:norm"]:
+        assert f"\n  {name}: cannot be read: " in text
+    assert f"damaged, {len(lost) + 2} problems" in text
+    assert "model.safetensors with 2 tensor" in refused(capsys, "inspect", folder)
+    shown(
+        capsys, "inspect", folder, "--match", "optimizer:*"
+    )  # reads only the headers that it needs
+
+
+def test_verify_of_a_damaged_index_and_of_damaged_digests(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(folder / "digests.safetensors", 100)
+    text = shown(capsys, "verify", "--deep", folder, code=1)
+    assert text.count("digests.safetensors: has 100 bytes") == 1
+    edit_index(folder, "ema", lambda index: index["weight_map"].pop("model.embed.weight"))
+    text = shown(capsys, "verify", "--deep", folder, code=1)
+    assert (
+        "ema-00001-of-00002.safetensors: only its header names 'model.embed.weight'; needed the same tensors in both"
+        in text
+    )
+    assert "ema:lm_head.weight: is tied to model.embed.weight" in text
+    os.truncate(folder / "ema.safetensors.index.json", 20)
+    text = shown(capsys, "verify", folder, code=1)
+    assert "ema.safetensors.index.json: has CRC " in text
+    assert "`unified-ckpt verify --repair` makes it anew" in text
+
+
+def test_what_is_no_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "unified_checkpoint.json").unlink()
+    for verb in ("inspect", "verify"):
+        assert f"unified-ckpt {verb}: {folder}: is an unfinished save" in refused(
+            capsys, verb, folder
+        )
+        assert "there is no such folder" in refused(capsys, verb, tmp_path / "nothing")
+        assert "is a file" in refused(capsys, verb, folder / "model.safetensors")
+        assert f"did you mean {folder}?" in refused(capsys, verb, folder.parent)
+        assert "Protocol not known: nowhere" in refused(capsys, verb, "nowhere://a/b")
+    folder.rename(tmp_path / f".replaced-0a-{folder.name}")
+    assert (
+        f"an interrupted replacement left a copy at {tmp_path}/.replaced-0a-checkpoint-7"
+        in refused(capsys, "inspect", folder)
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["inspect"], ["verify", "a", "b"], ["mend", "a"], ["verify", "--match", "x", "a"]],
+)
+def test_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: unified-ckpt" in capsys.readouterr().err
+
+
+def test_python_m(folder: Path) -> None:
+    command_line = [sys.executable, "-m", "unified_ckpt"]
+    assert (
+        json.loads(
+            subprocess.run(
+                [*command_line, "inspect", str(folder), "--json"], capture_output=True, check=True
+            ).stdout
+        )["step"]
+        == 7
+    )
+    assert (
+        subprocess.run(
+            [*command_line, "inspect", "nothing"], capture_output=True, check=False, cwd=folder
+        ).returncode
+        == 1
+    )
+    assert subprocess.run(command_line, capture_output=True, check=False).returncode == 2
+
+
+def test_a_reader_that_leaves_and_a_terminal_without_branches(folder: Path) -> None:
+    command_line = [sys.executable, "-m", "unified_ckpt", "inspect", str(folder)]
+    read, write = os.pipe()
+    os.close(read)
+    left = subprocess.run(
+        command_line, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert (left.returncode, left.stderr) == (1, "")
+    poor = subprocess.run(
+        command_line,
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert b"layers.{0..11}.mlp.up.weight" in poor.stdout
+
+
+def test_verify_shows_a_bar_on_a_terminal(folder: Path) -> None:
+    command_line = [sys.executable, "-m", "unified_ckpt", "verify", "--deep", str(folder)]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    subprocess.run(command_line, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    with io.FileIO(ours) as terminal:
+        assert b"0.00/7.20k" in terminal.read(65536)
+    os.close(theirs)
+
+
+def test_demo_gets_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unified_ckpt.cli import demo
+
+    got = []
+    monkeypatch.setattr(
+        demo,
+        "run",
+        lambda arguments: got.append((arguments.dir, arguments.keep, arguments.json)) or 1,
+    )
+    assert command.main(["demo", "--dir", "x", "--keep"]) == 1
+    assert command.main(["demo", "--json"]) == 1
+    assert got == [("x", True, False), (None, False, True)]

@@ -1,0 +1,476 @@
+"""`unified-ckpt list` and `prune`: what lies under a root, and what goes by which rule."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.managers import (
+    blank,
+    copy,
+    cut_off,
+    folders,
+    lose,
+    manager_of,
+    put,
+    state,
+    steps_in,
+)
+from tests.support.manifests import edit_manifest
+from unified_ckpt.cli import prune
+from unified_ckpt.cli.main import main
+from unified_ckpt.format.names import MANIFEST
+from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert main([str(a) for a in arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def age(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (0, 0))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three good ones, one incomplete, one misnamed, one of another library; a cut-off save and the only copy of another."""
+    root = tmp_path / "run"
+    for step, loss in ((10, 0.5), (20, 0.25), (30, 0.75)):
+        uc.save(
+            root / f"checkpoint-{step}",
+            step=step,
+            metrics={"loss": loss},
+            **state(step, full=step != 20),
+        )
+    copy(root / "checkpoint-10", root / "checkpoint-40")
+    copy(root / "checkpoint-10", root / "checkpoint-50")
+    cut_off(root / "checkpoint-50")
+    (root / "checkpoint-60").mkdir()
+    (root / "checkpoint-60" / "optimizer.pt").write_bytes(b"x")
+    (root / ".unified-ab-checkpoint-70").mkdir()
+    copy(root / "checkpoint-10", root / ".replaced-ab-checkpoint-5")
+    return root
+
+
+def test_prune_does_not_let_damaged_newer_ones_push_out_the_last_good_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, 5, 10, 20)
+    put(tmp_path, 25, full=False)
+    put(tmp_path, 30)
+    blank(tmp_path / "checkpoint-20" / "optimizer.safetensors")
+    flip_header(tmp_path / "checkpoint-30" / "model.safetensors")
+    text = shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    assert steps_in(tmp_path) == [10, 20, 25, 30]
+    assert "stays checkpoint-20: damaged, and does not count: optimizer.safetensors: " in text
+    assert (
+        "stays checkpoint-30: damaged, and does not count: model.safetensors: its header has CRC "
+        in text
+    )
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+
+
+def flip_header(file: Path) -> None:
+    body = bytearray(file.read_bytes())
+    body[20] ^= 1
+    file.write_bytes(body)
+
+
+def test_list_tells_step_size_status_and_who_keeps_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, "list", run, "--keep-latest", 1, "--metric", "loss").splitlines()
+    assert lines[0] == str(run)
+    assert lines[1].split() == [
+        "step",
+        "size",
+        "files",
+        "created",
+        "took",
+        "kind",
+        "format",
+        "status",
+        "kept",
+        "by",
+    ]
+    rows = {line.split()[0]: line for line in lines[2:]}
+    assert "full" in rows["10"]
+    assert rows["10"].rstrip().endswith("complete")
+    assert rows["20"].endswith("latest 1, best by loss")
+    assert "model only" in rows["20"]
+    assert rows["30"].endswith("newest, newest full, latest 1")
+    assert (
+        "misnamed: its manifest says step 10; needed a name that says the same"
+        in rows["checkpoint-40"]
+    )
+    assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
+    assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
+    assert (
+        "incomplete: it is half-written: trainer_state.json, which comes last, is missing"
+        in rows["60"]
+    )
+    assert "  6 checkpoints, " in shown(capsys, "list", run)
+    assert ", 3 of them bad" in shown(capsys, "list", run)
+    after = lines[lines.index("  left by interrupted saves, no checkpoints:") + 1 :]
+    assert after[0].startswith("    .replaced-ab-checkpoint-5  ")
+    assert after[0].endswith("it holds the only copy of a checkpoint: rename it back")
+    assert after[1].startswith(
+        "    .unified-ab-checkpoint-70  0 B in 0 files, last changed 0.0 h ago"
+    )
+
+
+def test_list_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(shown(capsys, "list", run, "--json"))
+    (one,) = told["runs"]
+    assert one["path"] == str(run)
+    by_name = {record["name"]: record for record in one["steps"]}
+    manifest = json.loads((run / "checkpoint-30" / "unified_checkpoint.json").read_bytes())
+    found = by_name["checkpoint-30"]
+    assert (found["step"], found["status"], found["kept_by"]) == (
+        30,
+        "complete",
+        ["newest", "newest full", "no rule"],
+    )
+    assert (found["created"], found["seconds"], found["metrics"]) == (
+        manifest["created"],
+        manifest["seconds"],
+        {"loss": 0.75},
+    )
+    assert found["nbytes"] == sum(file.stat().st_size for file in (run / "checkpoint-30").iterdir())
+    assert [left["kind"] for left in one["leftovers"]] == ["replaced", "construction"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "omitted"),
+    [
+        (("model",), "model only, without optimizer", ["optimizer"]),
+        (("model", "optimizer"), "full", []),
+        (("master_weights", "optimizer"), "full, without model", ["model"]),
+    ],
+)
+def test_list_and_inspect_name_omitted_parts(
+    tmp_path: Path,
+    parts: tuple[str, ...],
+    kind: str,
+    omitted: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights = state(3)
+    if "master_weights" in parts:
+        weights["master_weights"] = {
+            name: tensor.double() for name, tensor in weights["model"].items()
+        }
+    uc.save(tmp_path / "checkpoint-3", step=3, **weights, options=uc.SaveOptions(parts=parts))
+    assert f"  {kind}  complete" in shown(capsys, "list", tmp_path)
+    assert (
+        json.loads(shown(capsys, "list", tmp_path, "--json"))["runs"][0]["steps"][0][
+            "omitted_parts"
+        ]
+        == omitted
+    )
+    text = shown(capsys, "inspect", tmp_path / "checkpoint-3")
+    assert [line.split() for line in text.splitlines() if "left out" in line] == (
+        [["left", "out", *omitted]] if omitted else []
+    )
+    assert (
+        json.loads(shown(capsys, "inspect", tmp_path / "checkpoint-3", "--json"))["omitted_parts"]
+        == omitted
+    )
+
+
+def test_list_several_runs_under_one_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path / "a", 1, 2)
+    put(tmp_path / "b" / "checkpoints", 3)
+    (tmp_path / "notes").mkdir()
+    text = shown(capsys, "list", tmp_path)
+    assert [line for line in text.splitlines() if line.startswith(str(tmp_path))] == [
+        f"{tmp_path}/a",
+        f"{tmp_path}/b/checkpoints",
+    ]
+    assert "\n2 runs: 3 checkpoints, " in text
+    assert "no checkpoints named checkpoint-<step>" in shown(capsys, "list", tmp_path / "notes")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[Path, Path]:
+    """A run of two tiers, whose local directory has one of another run too."""
+    root, local = tmp_path / "run", tmp_path / "local"
+    put(local, 90)
+    with manager_of(
+        None, root, interval_steps=10, local_interval_steps=1, local_directory=str(local)
+    ) as manager:
+        for step in range(1, 13):
+            manager.save(step, **state(step))
+            if step == 10:
+                manager.wait()
+    copy(root / "checkpoint-10", local / "checkpoint-10")
+    return root, local
+
+
+def test_list_of_two_tiers(tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    root, local = tiers
+    lines = shown(capsys, "list", root, "--local", local).splitlines()
+    assert lines[0] == f"{root} and {local}"
+    assert lines[1].split()[:3] == ["step", "tier", "size"]
+    assert [line.split()[:2] for line in lines[2:-1]] == [
+        ["10", "local"],
+        ["10", "root"],
+        ["12", "local"],
+        ["90", "local"],
+    ]
+    assert lines[2].endswith("complete")
+    assert lines[3].endswith("newest, newest full, no rule")
+    assert lines[4].endswith("newest, newest full, latest 1")
+    assert lines[5].endswith("complete, of another run")
+    (one,) = json.loads(
+        shown(capsys, "list", root, "--local", local, "--keep-latest-local", 2, "--json")
+    )["runs"]
+    assert one["local"] == str(local)
+    assert [
+        (found["step"], found["tier"], found["of_this_run"], bool(found["kept_by"]))
+        for found in one["steps"]
+    ] == [
+        (10, "root", True, True),
+        (10, "local", True, True),
+        (12, "local", True, True),
+        (90, "local", False, False),
+    ]
+    assert main(["list", str(root), "--local", str(root / "none")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_prune_leaves_the_other_tier_alone(
+    tiers: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, local = tiers
+    put(root, 20)
+    before = folders(local)
+    shown(capsys, "prune", root, "--keep-latest", 1)
+    assert (steps_in(root), folders(local)) == ([20], before)
+    shown(capsys, "prune", local, "--keep-latest", 1)
+    assert steps_in(local) == [90]
+    assert ".unified_tier.json" in folders(local)
+
+
+def test_list_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path / "none")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_list_leaves_out_a_folder_that_cannot_be_read_and_shows_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "run", 1)
+    (tmp_path / "lost+found").mkdir()
+
+    def refused(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refused)
+    assert main(["list", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "1 checkpoint" in captured.out
+    assert (
+        captured.err
+        == f"unified-ckpt list: {tmp_path / 'lost+found'} is left out: it cannot be read: Permission denied\n"
+    )
+
+
+def test_prune_by_rules_removes_good_ones_only(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = folders(run)
+    text = shown(capsys, "prune", run, "--keep-latest", 1, "--dry-run")
+    assert "would remove checkpoint-10  " in text
+    assert "no rule keeps it" in text
+    assert folders(run) == before
+    text = shown(capsys, "prune", run, "--keep-latest", 1)
+    assert f"{run}: removed 1 folder, " in text
+    assert set(before) - set(folders(run)) == {"checkpoint-10"}
+    assert "removed 0 folders" in shown(capsys, "prune", run, "--keep-latest", 1)
+
+
+def test_prune_limit_1_with_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.6)):
+        uc.save(tmp_path / f"checkpoint-{step}", step=step, metrics={"loss": loss}, **state(step))
+    told = json.loads(
+        shown(
+            capsys,
+            "prune",
+            tmp_path,
+            "--keep-latest",
+            1,
+            "--keep-best",
+            1,
+            "--metric",
+            "loss",
+            "--json",
+        )
+    )
+    assert list(told["removed"]) == ["checkpoint-1", "checkpoint-3"]
+    assert (told["dry_run"], told["stayed"]) == (False, {})
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_prune_model_only_by_steps_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, 1, 8)
+    put(tmp_path, 2, 3, 4, 5, 6, full=False)
+    shown(capsys, "prune", tmp_path, "--keep-every-steps-model-only", 2)
+    assert steps_in(tmp_path) == [1, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("verb", ["list", "prune"])
+def test_an_empty_root_is_not_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    put(tmp_path, 1, 2)
+    monkeypatch.chdir(tmp_path)
+    assert main([verb, "", "--keep-latest", "1"]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"unified-ckpt {verb}: ROOT is empty; needed a folder, as . for this one\n"
+    )
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_prune_incomplete_and_leftovers_only_when_old_and_ours(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = folders(run)
+    text = shown(capsys, "prune", run, "--incomplete", "--leftovers")
+    assert (
+        "stays checkpoint-50: incomplete: it has no unified_checkpoint.json; changed 0.0 h ago"
+        in text
+    )
+    assert "stays checkpoint-60: it is of another engine (Hugging Face Trainer)" in text
+    assert "stays .unified-ab-checkpoint-70: a save may be at work in it" in text
+    assert folders(run) == before
+    for folder in run.iterdir():
+        age(folder)
+    text = shown(capsys, "prune", run, "--incomplete", "--leftovers")
+    assert set(before) - set(folders(run)) == {"checkpoint-50", ".unified-ab-checkpoint-70"}
+    assert "stays .replaced-ab-checkpoint-5: " in text
+    assert "only copy" in text
+
+
+def test_prune_leaves_checkpoints_of_a_newer_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, 1, 2)
+    edit_manifest(tmp_path / "checkpoint-2", lambda told: told.update(format_version="2.0"))
+    age(tmp_path / "checkpoint-2")
+    assert "stays checkpoint-2: unified_checkpoint.json: format version is 2." in shown(
+        capsys, "prune", tmp_path, "--incomplete"
+    )
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_prune_never_takes_the_last_good_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, 1, 2, 3)
+    lose(tmp_path / "checkpoint-3")
+    lose(tmp_path / "checkpoint-2")
+    shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_prune_leaves_what_is_being_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, 1, 2)
+    with reading(str(tmp_path / "checkpoint-1")):
+        assert "stays checkpoint-1: it is being read" in shown(
+            capsys, "prune", tmp_path, "--keep-latest", 1, code=1
+        )
+    assert "removed checkpoint-1" in shown(capsys, "prune", tmp_path, "--keep-latest", 1)
+
+
+def test_prune_wants_to_be_told_what_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path / "a", 1)
+    assert main(["prune", str(tmp_path / "a")]) == 2
+    assert "needed a rule such as --keep-latest" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path / "a"), "--keep-best", "2"]) == 2
+    assert "--keep-best needs --metric" in capsys.readouterr().err
+    assert main(["prune", str(tmp_path), "--keep-latest", "1"]) == 1
+    assert "needed the folder of one run" in capsys.readouterr().err
+    for wrong in ("nan", "-3", "inf", "long"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["prune", str(tmp_path / "a"), "--leftovers", "--older-than-hours", wrong])
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["prune", str(tmp_path / "a"), "--keep-latest", wrong])
+
+
+@pytest.mark.parametrize("verb", [["list"], ["list", "--json"], ["prune", "--keep-latest", "1"]])
+def test_they_start_without_torch(tmp_path: Path, verb: list[str]) -> None:
+    put(tmp_path, 1, 2)
+    program = "import sys; from unified_ckpt.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or 3 * ('torch' in sys.modules))"
+    command = [sys.executable, "-c", program, verb[0], str(tmp_path), *verb[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "checkpoint" in done.stdout
+
+
+def test_prune_leaves_a_checkpoint_whose_manifest_cannot_be_read_just_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1, 2)
+    age(tmp_path / "checkpoint-2")
+
+    def stale(self: LocalStorage, name: str) -> bytes:
+        if name == f"checkpoint-2/{MANIFEST}":
+            raise uc.StorageError(f"{self.path(name)}: read failed: {os.strerror(errno.ESTALE)}")
+        return read(self, name)
+
+    read = LocalStorage.read
+    monkeypatch.setattr(LocalStorage, "read", stale)
+    text = shown(capsys, "prune", tmp_path, "--incomplete")
+    assert "stays checkpoint-2: nobody knows whether it is a checkpoint: " in text
+    assert "read failed: Stale file handle" in text
+    monkeypatch.undo()
+    assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
+
+
+def test_prune_leaves_a_step_that_a_run_has_replaced_with_a_good_one_since_it_looked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1)
+    lose(tmp_path / "checkpoint-1")
+    age(tmp_path / "checkpoint-1")
+    age_of = prune._age
+
+    def slow(storage: LocalStorage, one: StepRecord) -> float:
+        found = age_of(storage, one)
+        put(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
+        return found
+
+    monkeypatch.setattr(prune, "_age", slow)
+    assert "stays checkpoint-1: it has changed meanwhile" in shown(
+        capsys, "prune", tmp_path, "--incomplete", code=1
+    )
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.oracles import World, lowest_peak, movers, row, worlds
+from unified_ckpt.core.planning.io_assignment import Division, divide, fill_levels
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner, part_nbytes
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut
+
+LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
+
+
+def poured(loads: Sequence[int], total: int) -> list[int]:
+    """Final loads when one byte after the other goes to whoever has the fewest."""
+    heap = list(loads)
+    heapq.heapify(heap)
+    for _ in range(total):
+        heapq.heapreplace(heap, heap[0] + 1)
+    return sorted(heap)
+
+
+@given(LOADS, st.integers(0, 60))
+def test_fill_levels_pours_water(loads: list[int], total: int) -> None:
+    parts = fill_levels(loads, total)
+    assert sum(parts) == total
+    assert min(parts) >= 0
+    assert sorted(a + b for a, b in zip(loads, parts, strict=True)) == poured(loads, total)
+    assert fill_levels(tuple(loads), total) == parts
+
+
+@given(LOADS, st.integers(0, 10**15))
+def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
+    loads = [load * 10**13 for load in loads]
+    parts = fill_levels(loads, total)
+    ends = [a + b for a, b in zip(loads, parts, strict=True)]
+    assert sum(parts) == total
+    filled = [end for end, part in zip(ends, parts, strict=True) if part]
+    assert not filled or max(filled) - min(filled) <= 1
+    assert not filled or all(end >= max(filled) - 1 for end in ends)
+
+
+def by_rank(division: Division, holders: Sequence[int], fixed: Mapping[int, int]) -> dict[int, int]:
+    """Bytes that the ranks move after borders have been moved to whole lines."""
+    return {
+        r: fixed.get(r, 0)
+        + sum(m.segment.stop - m.segment.start for m in division.moved_by(r, exchanged_only=False))
+        for r in holders
+    }
+
+
+@given(worlds(), st.sets(st.integers(0, 3)))
+def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(
+    world: World, sparse: set[int]
+) -> None:
+    sparse = {n for n in sparse if n < len(world.rows) and world.rows[n].spec.nbytes}
+    division = divide(world.rows, holders=world.holders, fixed={}, sparse=sparse)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank in world.holders:
+        for m in division.moved_by(rank, exchanged_only=False):
+            assert rank in m.participants
+            assert (m.segment.stop - m.segment.start) % m.manner.line_nbytes == 0
+            assert m.segment.local % m.manner.line_nbytes == 0
+            assert not (m.row in sparse and m.manner.exchanged)
+            found.setdefault(m.row, []).append((m.segment.start, m.segment.stop))
+    assert set(found) == sparse | {
+        n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES
+    }
+    for n, pieces in found.items():
+        ends = [0, *(b for pair in sorted(pieces) for b in pair), world.rows[n].spec.nbytes]
+        assert ends[::2] == ends[1::2], world.rows[n]
+
+
+@given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
+def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
+    fixed = {rank: n for rank, n in fixed.items() if rank in world.holders}
+    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
+    large = sum(one.spec.nbytes for one in world.rows if one.spec.nbytes >= SMALL_NBYTES)
+    assert sum(division.loads.values()) == large + sum(fixed.values())
+    assert sum(by_rank(division, world.holders, fixed).values()) == large + sum(fixed.values())
+
+
+DP, TP = "dp", "tp"
+
+
+def decoder(
+    cuts: Mapping[str, tuple[Cut, ...]], *, vocab: int = 4096, hidden: int = 512, layers: int = 4
+) -> list[Row]:
+    """A small decoder; `cuts` by what a weight does: column and row parallel, embedding, the rest."""
+
+    def one(fqn: str, shape: tuple[int, ...], kind: str) -> Row:
+        return row(shape, *cuts.get(kind, ()), fqn=fqn)
+
+    rows = [
+        one("embed", (vocab, hidden), "embed"),
+        one("head", (vocab, hidden), "embed"),
+        one("norm", (hidden,), "rest"),
+    ]
+    for i in range(layers):
+        rows += [one(f"{i}.{name}", (hidden, hidden), "column") for name in ("q", "k", "v")]
+        rows += [
+            one(f"{i}.o", (hidden, hidden), "row"),
+            one(f"{i}.down", (hidden, 4 * hidden), "row"),
+        ]
+        rows += [one(f"{i}.{name}", (4 * hidden, hidden), "column") for name in ("gate", "up")]
+        rows += [one(f"{i}.{name}", (hidden,), "rest") for name in ("norm1", "norm2")]
+    return sorted(rows, key=lambda r: r.key)
+
+
+def everywhere(*cuts: Cut) -> dict[str, tuple[Cut, ...]]:
+    return dict.fromkeys(("embed", "column", "row", "rest"), cuts)
+
+
+def megatron(size: int, stride: int, *inner: Cut) -> dict[str, tuple[Cut, ...]]:
+    first, second = Cut(0, size, stride), Cut(1, size, stride)
+    return {
+        "embed": (first, *inner),
+        "column": (first, *inner),
+        "row": (second, *inner),
+        "rest": inner,
+    }
+
+
+LAYOUTS = {
+    "ddp 8": (everywhere(), 8),
+    "fsdp 8": (everywhere(Cut(0, 8, 1)), 8),
+    "hsdp 3 x 4": (everywhere(Cut(0, 4, 1)), 12),
+    "tp 4": (megatron(4, 1), 4),
+    "dp 3 x tp 4": (megatron(4, 1), 12),
+    "fsdp 4 x tp 2": (megatron(2, 1, Cut(0, 4, 2)), 8),
+    "dp 2 x fsdp 2 x tp 2": (megatron(2, 1, Cut(0, 2, 2)), 8),
+}
+
+
+def lower_bound(rows: Sequence[Row], holders: Sequence[int], fixed: Mapping[int, int]) -> float:
+    """No division has a lower largest load: the mean, or what one rank alone can move."""
+    alone = dict.fromkeys(holders, 0)
+    for one in (r for r in rows if r.spec.nbytes >= SMALL_NBYTES):
+        outer = manner(one.spec, one.sharding).outer
+        places: dict[tuple[int, ...], list[int]] = {}
+        for rank in holders:
+            places.setdefault(outer.coordinates(outer.position(rank) or 0), []).append(rank)
+        for coordinates, ranks in places.items():
+            if len(ranks) == 1:
+                alone[ranks[0]] += part_nbytes(one.spec, outer, coordinates)
+    large = sum(one.spec.nbytes for one in rows if one.spec.nbytes >= SMALL_NBYTES)
+    return max(
+        (large + sum(fixed.values())) / len(holders), *(alone[r] + fixed.get(r, 0) for r in holders)
+    )
+
+
+@pytest.mark.parametrize("vocab", [4096, 4099])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loads_are_level(layout: str, vocab: int) -> None:
+    cuts, world = LAYOUTS[layout]
+    rows, holders = decoder(cuts, vocab=vocab), tuple(range(world))
+    fixed = {0: 60_000, world - 1: 20_000}
+    division = divide(rows, holders=holders, fixed=fixed, sparse=())
+    assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(
+        rows, holders, fixed
+    )
+
+
+OVERLAP = {  # rows whose participants overlap and are not nested: what is levelled first cannot know the other's loads
+    "columns over one dim, rows over the other": (
+        4,
+        row((2, 1552, 12), Cut(0, 2, 2), Cut(2, 2, 1, 1, 8), dtype="C64", fqn="a"),
+        row((8, 2, 50_000), Cut(1, 2, 1, 4), Cut(2, 2, 2, 2), dtype="U8", fqn="b"),
+    ),
+    "a mesh of another order": (
+        4,
+        row((100, 3, 2547), Cut(1, 2, 2, 1, 3), Cut(0, 2, 1), dtype="U8", fqn="a"),
+        row(
+            (5, 52_906, 1),
+            Cut(0, 2, 2, 1, 6),
+            Cut(1, 2, 1, (473, 52_433)),
+            dtype="U8",
+            fqn="b",
+            ranks=(2, 3, 1, 0),
+        ),
+    ),
+    "a chain": (
+        8,
+        row((100, 4096), Cut(0, 4, 2, 1, 50), fqn="a"),  # two of four pairs of ranks hold it all
+        row((8, 65_536), Cut(0, 4, 2), fqn="b", ranks=(1, 2, 3, 4, 5, 6, 7, 0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAP)
+def test_what_overlapping_ranks_share_is_level(case: str) -> None:
+    world, *rows = OVERLAP[case]
+    check_level(World(rows, tuple(range(world))), {})
+
+
+@given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
+def test_no_division_has_a_lower_peak(world: World, fixed: dict[int, int]) -> None:
+    if len(world.holders) <= 8:  # the oracle looks at all sets of ranks
+        check_level(world, {rank: n for rank, n in fixed.items() if rank in world.holders})
+
+
+def check_level(world: World, fixed: Mapping[int, int]) -> None:
+    large = [one for one in world.rows if one.spec.nbytes >= SMALL_NBYTES]
+    bound = lowest_peak(
+        world.holders,
+        [demand for one in large for demand in movers(one, world.holders)],
+        {r: fixed.get(r, 0) for r in world.holders},
+    )
+    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
+    assert max(division.loads.values()) <= 1.005 * bound + 1
+    lines = sum(manner(one.spec, one.sharding).line_nbytes for one in large)
+    assert max(by_rank(division, world.holders, fixed).values()) <= 1.005 * bound + 1 + lines, (
+        "a border moves by half a line at most"
+    )
+
+
+def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
+    rows = [row((1024, 1024), fqn="a"), row((1024, 1024), fqn="b")]
+    division = divide(rows, holders=(0, 1, 2, 3), fixed={2: 6 << 20}, sparse=())
+    loads = by_rank(division, (0, 1, 2, 3), {2: 6 << 20})
+    assert loads[2] == 6 << 20
+    assert max(loads[r] for r in (0, 1, 3)) - min(loads[r] for r in (0, 1, 3)) <= 4
+
+
+def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> None:
+    uneven = row((5, 1 << 16), Cut(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
+    division = divide(
+        [uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={}, sparse=()
+    )
+    assert set(by_rank(division, (0, 1, 2, 3), {}).values()) == {2 << 18}
+
+
+def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
+    rows = [row((1001, 50_000), fqn="a"), row((999, 33_333), fqn="b")]
+    division = divide(rows, holders=(0, 1, 2), fixed={}, sparse=())
+    for rank in range(3):
+        for m in division.moved_by(rank, exchanged_only=False):
+            for border in (m.segment.start, m.segment.stop):
+                assert border % (64 * 1024) == 0 or border in (0, rows[m.row].spec.nbytes)
+    loads = by_rank(division, (0, 1, 2), {})
+    assert max(loads.values()) <= 1.01 * min(loads.values())
+
+
+def test_lines_are_never_broken() -> None:
+    division = divide([row((3, 1 << 15), Cut(1, 4, 1))], holders=(0, 1, 2, 3), fixed={}, sparse=())
+    lines = {
+        r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r, exchanged_only=False)]
+        for r in range(4)
+    }
+    assert all((stop - start) % (1 << 17) == 0 for moves in lines.values() for start, stop in moves)
+    assert sum(len(moves) for moves in lines.values()) == 3
+
+
+def test_a_rank_outside_a_listed_mesh_moves_nothing_of_it() -> None:
+    rows = [row((256, 256), Cut(0, 2, 1), ranks=(3, 1))]
+    division = divide(rows, holders=(1, 2, 3), fixed={}, sparse=())
+    assert list(division.moved_by(2, exchanged_only=False)) == []
+    assert [m.segment.start for m in division.moved_by(3, exchanged_only=False)] == [0]
+
+
+def test_only_what_is_exchanged_may_be_asked_for() -> None:
+    rows = [row((64, 1024), fqn="a"), row((64, 1024), Cut(1, 4, 1), fqn="b")]
+    division = divide(rows, holders=range(4), fixed={}, sparse=())
+    assert {m.row for m in division.moved_by(1, exchanged_only=True)} == {1}
+    assert {m.row for m in division.moved_by(1, exchanged_only=False)} == {0, 1}
+
+
+def test_moves_follow_each_other() -> None:
+    division = divide(
+        [row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={}, sparse=()
+    )
+    for rank in range(4):
+        assert all(
+            a.row < b.row for a, b in pairwise(division.moved_by(rank, exchanged_only=False))
+        )

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.oracles import World, assert_moved_once, moved, row, worlds
+from unified_ckpt.core.planning.exchange import Moves
+from unified_ckpt.core.planning.io_assignment import Division, Moved
+from unified_ckpt.core.planning.save_plan import TILE_NBYTES, FilePlan, plan_files, plan_moves
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut
+
+
+def plans(
+    rows: list[Row],
+    holders: tuple[int, ...],
+    files: list[FilePlan],
+    headers: Mapping[int, int] | None = None,
+) -> dict[int, Moves]:
+    nbytes = headers or dict.fromkeys(range(len(files)), 1000)
+    return {
+        r: plan_moves(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)[0]
+        for r in holders
+    }
+
+
+# files
+
+
+@given(worlds(max_rows=8), st.integers(1, 400_000))
+def test_each_row_is_in_one_file_of_its_part(world: World, bound: int) -> None:
+    files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
+    assert sorted(n for file in files for n in file.rows) == list(range(len(world.rows)))
+    for file in files:
+        assert {world.rows[n].part for n in file.rows} == {file.part}
+        assert sum(world.rows[n].spec.nbytes for n in file.rows) <= bound or len(file.rows) == 1
+        assert file.writer in world.holders
+    for part in {file.part for file in files}:
+        ours = [file for file in files if file.part == part]
+        assert [file.number for file in ours] == list(range(len(ours)))
+        assert [n for file in ours for n in file.rows] == [
+            n for n, one in enumerate(world.rows) if one.part == part
+        ]
+    writers = Counter(file.writer for file in files)
+    assert max(writers.values()) - min((writers[r] for r in world.holders), default=0) <= 1
+
+
+def test_writers_are_spread_over_the_holders() -> None:
+    rows = [row((1000,), fqn=f"w{i:02}") for i in range(16)]
+    files = plan_files(rows, holders=(4, 9, 12, 15), max_file_bytes=8000)
+    assert [file.writer for file in files] == [4, 4, 9, 9, 12, 12, 15, 15]
+
+
+# moves
+
+
+@given(worlds(max_rows=6), st.sampled_from([50_000, 1 << 30]))
+@settings(max_examples=60)
+def test_every_byte_is_written_once(world: World, bound: int) -> None:
+    files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
+    found = plans(world.rows, world.holders, files)
+    assert_moved_once(world.rows, found)
+    writer = {n: file.writer for file in files for n in file.rows}
+    for n, pieces in enumerate(moved(world.rows, found)):
+        if world.rows[n].spec.nbytes < SMALL_NBYTES:
+            assert {mover for _, _, mover in pieces} <= {writer[n]}, (
+                "small tensors go with their file's header"
+            )
+
+
+def test_who_writes_headers_writes_less_of_the_rest() -> None:
+    rows = [row((1024, 1024))]
+    files = [FilePlan("model", 0, (0,), 1)]
+    found = plans(rows, (0, 1, 2, 3), files, {0: 1 << 20})
+    counts = {r: sum(e.stop - e.start for e in one.extents) for r, one in found.items()}
+    assert counts[1] < min(counts[r] for r in (0, 2, 3))
+    assert abs(counts[1] + (1 << 20) - counts[0]) <= 8
+
+
+def test_small_tensors_count_as_load_too() -> None:
+    rows = [row((1024, 1024), fqn="a"), *(row((10_000,), fqn=f"b{i:02}") for i in range(20))]
+    files = plan_files(rows, holders=(0, 1), max_file_bytes=1 << 30)
+    found = plans(rows, (0, 1), files)
+    loads = [
+        sum(b - a for pieces in moved(rows, {r: one}) for a, b, _ in pieces)
+        for r, one in found.items()
+    ]
+    assert abs(loads[0] + 1000 - loads[1]) <= 8
+
+
+def test_a_tile_is_pages_and_holds_the_longest_line() -> None:
+    assert (
+        plan_moves(
+            [row((4,))],
+            holders=(0,),
+            files=[FilePlan("model", 0, (0,), 0)],
+            header_nbytes={0: 8},
+            rank=0,
+        )[1]
+        == TILE_NBYTES
+    )
+    long = row((2, 3_000_000, 2), Cut(1, 2, 1), Cut(2, 2, 2))
+    files = [FilePlan("model", 0, (0,), 0)]
+    _, tile_nbytes = plan_moves(
+        [long], holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
+    )
+    assert tile_nbytes % 4096 == 0
+    assert tile_nbytes >= TILE_NBYTES
+
+
+# cost: counts, never seconds
+
+
+def llama_405b(fsdp: int, tp: int) -> list[Row]:
+    """Every tensor of the model, and of AdamW's two moments."""
+    hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
+    inner = (Cut(0, fsdp, tp, name="fsdp"),)
+    column, line = [(Cut(dim, tp, 1, name="tp"), *inner) if tp > 1 else inner for dim in (0, 1)]
+    shapes = {"embed": (vocab, hidden, column), "head": (vocab, hidden, column)}
+    for i in range(126):
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("gate", ffn), ("up", ffn)):
+            shapes[f"{i:03}.{name}"] = (rows, hidden, column)
+        shapes[f"{i:03}.o"], shapes[f"{i:03}.down"] = (hidden, hidden, line), (hidden, ffn, line)
+    found = []
+    for fqn, (rows, columns, cuts) in shapes.items():
+        found.append(row((rows, columns), *cuts, dtype="BF16", fqn=fqn))
+        found += [
+            row((rows, columns), *cuts, fqn=f"{fqn}/{state}", part="optimizer")
+            for state in ("exp_avg", "exp_avg_sq")
+        ]
+    norms = [f"{i:03}.norm{j}" for i in range(126) for j in (1, 2)]
+    found += [row((hidden,), *inner, dtype="BF16", fqn=fqn) for fqn in norms]
+    return sorted(found, key=lambda r: r.key)
+
+
+def size(moves: Moves) -> int:
+    """Everything that the plan lists: what a rank moves alone, and the pieces that it moves or takes part in."""
+    return len(moves.extents) + sum(len(tile.pieces) for tile in (*moves.mine, *moves.shared))
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_one_ranks_plan_is_the_same_size_in_any_world(tp: int) -> None:
+    sizes = {}
+    for world in (64, 512, 4096):
+        rows, holders = llama_405b(world // tp, tp), tuple(range(world))
+        files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
+        headers = dict.fromkeys(range(len(files)), 1000)
+        sizes[world] = size(
+            plan_moves(
+                rows, holders=holders, files=files, header_nbytes=headers, rank=world // 2 + 1
+            )[0]
+        )
+    rows_held = len(llama_405b(8, tp))
+    assert max(sizes.values()) <= sizes[64] <= 20 * rows_held, sizes
+    assert sizes[4096] <= 3 * rows_held
+
+
+def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, real = 0, Division.moved_by
+
+    def counting(self: Division, rank: int, *, exchanged_only: bool) -> Iterator[Moved]:
+        nonlocal counted
+        for one in real(self, rank, exchanged_only=exchanged_only):
+            counted += 1
+            yield one
+
+    monkeypatch.setattr(Division, "moved_by", counting)
+    rows, holders = llama_405b(512, 1), tuple(range(512))
+    files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
+    plan_moves(
+        rows,
+        holders=holders,
+        files=files,
+        header_nbytes=dict.fromkeys(range(len(files)), 1000),
+        rank=3,
+    )
+    assert counted <= 4 * len(rows)
+
+
+def test_replicas_share_a_model_between_them() -> None:
+    sizes = {}
+    for world in (8, 64, 512):
+        rows = llama_405b(1, 1)
+        rows = [row(r.spec.shape, dtype=r.spec.dtype, fqn=r.fqn, part=r.part) for r in rows]
+        files = plan_files(rows, holders=tuple(range(world)), max_file_bytes=5_000_000_000)
+        headers = dict.fromkeys(range(len(files)), 1000)
+        moves, _ = plan_moves(
+            rows, holders=tuple(range(world)), files=files, header_nbytes=headers, rank=world - 1
+        )
+        total = sum(r.spec.nbytes for r in rows)
+        mine = sum(e.stop - e.start for e in moves.extents) + sum(
+            p.stop - p.start for t in moves.mine for p in t.pieces
+        )
+        assert mine <= 1.01 * total / world
+        sizes[world] = size(moves)
+    assert sizes[512] < sizes[64] < sizes[8], "more replicas, fewer pieces for each"

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.oracles import World, row, worlds
+from unified_ckpt.core.sharding.declarations import (
+    Row,
+    check_agreed,
+    check_complete,
+    decode_table,
+    describe,
+    encode_table,
+    group_tables,
+)
+from unified_ckpt.core.sharding.shardings import Cut
+from unified_ckpt.core.text import short
+from unified_ckpt.errors import LayoutError, MismatchError
+
+TP = Cut(0, 2, 1, name="tp")
+
+
+@given(worlds(), st.integers())
+@settings(max_examples=60)
+def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(
+    world: World, seed: int
+) -> None:
+    shuffled = list(world.rows)
+    random.Random(seed).shuffle(shuffled)
+    told = encode_table(shuffled)
+    assert told == encode_table(world.rows)
+    assert decode_table(told) == world.rows
+    assert encode_table(decode_table(told)) == told
+
+
+def test_each_rule_is_written_once() -> None:
+    rows = [row((8, 8), Cut(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)]
+    table = json.loads(encode_table(rows))
+    assert len(table["rules"]) == 1
+    assert len(encode_table(rows)) < len(encode_table(rows[:1])) + 50 * 60
+
+
+def test_details_of_cuts_survive() -> None:
+    rows = [
+        row(
+            (9, 4),
+            Cut(0, 2, 1, (4, 3, 2), 0, "tp"),
+            Cut(1, 3, 2, 1, 4, "dp"),
+            ranks=(5, 3, 1, 0, 2, 4),
+        )
+    ]
+    (back,) = decode_table(encode_table(rows))
+    assert back == rows[0]
+    assert [cut.name for cut in back.sharding.cuts] == ["tp", "dp"]
+
+
+def test_a_table_of_nothing() -> None:
+    assert decode_table(encode_table([])) == []
+
+
+# groups
+
+
+def test_pipeline_stages_are_groups_and_tied_weights_are_one_of_their_own() -> None:
+    first = [row((4,), fqn="embed"), row((4,), fqn="layers.0")]
+    last = [row((4,), fqn="layers.1"), row((4,), fqn="embed")]
+    groups = group_tables({"a": first, "b": last}, {"a": [0, 1], "b": [2, 3]})
+    assert [(g.index, g.tables, [r.fqn for r in g.rows]) for g in groups] == [
+        (0, ("a",), ["layers.0"]),
+        (1, ("a", "b"), ["embed"]),
+        (2, ("b",), ["layers.1"]),
+    ]
+
+
+def test_experts_spread_over_ranks_are_groups() -> None:
+    tables = {f"t{i}": [row((4,), fqn="norm"), row((4,), fqn=f"experts.{i}")] for i in range(4)}
+    groups = group_tables(tables, {f"t{i}": [i, i + 4] for i in range(4)})
+    assert [(g.tables, [r.fqn for r in g.rows]) for g in groups] == [
+        (("t0",), ["experts.0"]),
+        (("t0", "t1", "t2", "t3"), ["norm"]),
+        (("t1",), ["experts.1"]),
+        (("t2",), ["experts.2"]),
+        (("t3",), ["experts.3"]),
+    ]
+
+
+def test_rows_of_a_group_are_sorted_by_part_and_name() -> None:
+    rows = [row((2,), fqn="b"), row((2,), fqn="a/exp_avg", part="optimizer"), row((2,), fqn="a")]
+    (group,) = group_tables({"t": rows}, {"t": [0]})
+    assert [r.key for r in group.rows] == [
+        ("model", "a"),
+        ("model", "b"),
+        ("optimizer", "a/exp_avg"),
+    ]
+
+
+@given(st.randoms(), st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5))
+def test_groups_do_not_depend_on_order_or_on_table_ids(
+    rng: random.Random, contents: list[set[int]]
+) -> None:
+    tables = {
+        f"{i}": [row((4,), fqn=f"w{n}") for n in sorted(names)] for i, names in enumerate(contents)
+    }
+    roll = {f"{i}": [i] for i in range(len(contents))}
+    groups = group_tables(tables, roll)
+    order = list(tables)
+    rng.shuffle(order)
+    again = group_tables({f"x{t}": tables[t] for t in order}, {f"x{t}": roll[t] for t in order})
+    assert [(g.index, tuple("x" + t for t in g.tables), g.rows) for g in groups] == [
+        (g.index, g.tables, g.rows) for g in again
+    ]
+    assert sorted(r.fqn for g in groups for r in g.rows) == sorted(
+        {f"w{n}" for names in contents for n in names}
+    )
+    for group in groups:
+        for one in group.rows:
+            assert set(group.tables) == {t for t, rows in tables.items() if one in rows}
+
+
+def test_one_name_under_two_rules_is_in_two_groups() -> None:
+    whole, cut = row((4, 2)), row((4, 2), TP)
+    groups = group_tables(
+        {"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]}
+    )
+    assert [(g.tables, g.rows) for g in groups] == [(("a", "c"), (whole,)), (("b",), (cut,))]
+
+
+# claims that contradict each other
+
+
+def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
+    here = [row((4, 2), fqn="a"), row((4,), fqn="b"), row((1,), fqn="c")]
+    there = [row((5, 2), fqn="a"), row((4,), fqn="b", dtype="BF16"), row((1,), fqn="c")]
+    with pytest.raises(MismatchError, match=r"two shapes or dtypes \(2\)") as caught:
+        check_agreed({"x": here, "y": there}, {"x": [0, 1], "y": [2]})
+    assert len(caught.value.wrong) == 2
+    assert caught.value.wrong[0].startswith("model:a: rank 0 has F32 (4, 2), rank 2 has F32 (5, 2)")
+    assert caught.value.wrong[1].startswith("model:b: rank 0 has F32 (4,), rank 2 has BF16 (4,)")
+    assert all(text in str(caught.value) for text in caught.value.wrong)
+
+
+def test_two_rules_are_an_unequal_overlap() -> None:
+    tables = {"x": [row((4, 2), TP, fqn="a")], "y": [row((4, 2), fqn="a")]}
+    with pytest.raises(
+        LayoutError,
+        match=r"unequal overlap.*\n  model:a: rank 0 holds it by a whole copy.*rank 4 by dim 0 over 2 \(tp",
+    ):
+        check_agreed(tables, {"x": [4, 5], "y": [0]})
+
+
+def test_the_name_of_a_mesh_dim_is_no_part_of_a_rule() -> None:
+    tables = {"x": [row((4, 2), TP)], "y": [row((4, 2), Cut(0, 2, 1, name="model"))]}
+    check_agreed(tables, {"x": [0, 1], "y": [2, 3]})
+    assert len(group_tables(tables, {"x": [0, 1], "y": [2, 3]})) == 1
+
+
+def test_long_lists_are_cut_and_counted() -> None:
+    tables = {
+        "x": [row((4,), fqn=f"w{i:02}") for i in range(30)],
+        "y": [row((5,), fqn=f"w{i:02}") for i in range(30)],
+    }
+    with pytest.raises(MismatchError, match=r"… and 10 more") as caught:
+        check_agreed(tables, {"x": [0], "y": [1]})
+    assert len(caught.value.wrong) == 30
+    assert str(caught.value).count("\n") == 21
+
+
+# whole copies
+
+
+def complete(rows: list[Row], holders: list[int]) -> None:
+    (group,) = group_tables({"t": rows}, {"t": holders})
+    check_complete(group, holders)
+
+
+def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
+    rows = [row((4, 4), Cut(0, 2, 1, name="tp"))]
+    complete(rows, [0, 1, 2, 3])
+    complete(rows, [2, 3])
+    complete([row((4, 4))], [3])
+
+
+def test_a_missing_coordinate_is_a_gap() -> None:
+    rows = [row((4, 4), Cut(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
+    with pytest.raises(
+        LayoutError,
+        match=r"gap.*\(1\):\n  model:a: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0, 2 name it",
+    ):
+        complete(rows, [0, 2])
+
+
+def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
+    with pytest.raises(
+        LayoutError, match=r"no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0-2 name it"
+    ):
+        complete([row((4, 4), Cut(0, 2, 1, name="tp"))], [0, 1, 2])
+
+
+# words
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1], "0-1"),
+        ([8, 0, 2, 1], "0-2, 8"),
+        (range(2816), "0-2815"),
+        (range(0, 80, 2), ", ".join(map(str, range(0, 40, 2))) + ", and 20 more"),
+    ],
+)
+def test_short(ranks: list[int], text: str) -> None:
+    assert short(ranks) == text
+
+
+def test_describe() -> None:
+    assert describe(row((4,)).sharding) == "a whole copy on each rank"
+    text = describe(
+        row(
+            (4, 4), Cut(0, 2, 1, (3, 1), 0, "tp"), Cut(1, 3, 2, 1, 2), ranks=(1, 2, 3, 4, 5, 0)
+        ).sharding
+    )
+    assert (
+        text
+        == "dim 0 over 2 (tp, stride 1, sections (3, 1)); dim 1 over 3 (mesh dim, stride 2, padded to 2) on ranks 0-5"
+    )

@@ -1,0 +1,142 @@
+"""Machines that load the same bytes from one folder: each block is read by one of them, the others get it from there."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_machine
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.engine.load.share_reads import overlap
+from unified_ckpt.engine.nodes import inventory
+from unified_ckpt.engine.plan.holders import Census
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.testing import run_ranks
+
+FULL = {
+    "w": torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000),
+    "b": torch.arange(7.0),
+}
+
+
+class Reads:
+    """Which machines read which blocks of the file of the model from the volume. Again is no matter: a machine keeps what it has read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[int]) -> None:
+        self.machines: dict[int, set[int]] = {}
+        lock, read, make = threading.Lock(), LocalStorage.read_at, LocalStorage.__init__
+
+        def init(storage: LocalStorage, root: str, **how: Any) -> None:
+            make(storage, root, **how)
+            storage.made_by = threading.current_thread().name  # type: ignore[attr-defined]  # "rank-2": a rank's own, or what it serves
+
+        def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
+            if name.startswith("model") and len(into) > 64 << 10:  # no header
+                with lock:
+                    rank = int(storage.made_by.removeprefix("rank-"))  # type: ignore[attr-defined]
+                    for block in range(start >> 20, (start + len(into)) >> 20):
+                        self.machines.setdefault(block, set()).add(machines[rank])
+            read(storage, name, start, into)
+
+        monkeypatch.setattr(LocalStorage, "__init__", init)
+        monkeypatch.setattr(LocalStorage, "read_at", read_at)
+
+    @property
+    def by_how_many(self) -> float:
+        return sum(map(len, self.machines.values())) / len(self.machines)
+
+
+def load(
+    root: Path, machines: list[int], *, layout: uc.Layout | None = None, **options: object
+) -> None:
+    def act(comm: Comm) -> None:
+        target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
+        if layout is not None:
+            target["w"] = torch.zeros_like(FULL["w"].chunk(comm.world)[comm.rank])
+        with on_machine(comm, machines) as made:
+            made.load(
+                root / NAME, model=target, layout=layout, options=LOAD.model_copy(update=options)
+            )
+        assert torch.equal(
+            target["w"], FULL["w"] if layout is None else FULL["w"].chunk(comm.world)[comm.rank]
+        )
+        assert torch.equal(target["b"], FULL["b"])
+
+    run_ranks(len(machines), act)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    uc.save(tmp_path / NAME, model=FULL, options=SAVE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("machines", [[0, 1, 2], [0, 0, 1, 1]])
+def test_replicas_on_a_slow_volume_read_each_byte_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]
+) -> None:
+    reads = Reads(monkeypatch, machines)
+    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    load(saved, machines)
+    assert reads.by_how_many == 1
+    assert set().union(*reads.machines.values()) == set(machines), "all of them do a part"
+
+
+def test_on_a_local_disk_or_a_parallel_file_system_each_machine_reads_for_itself(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(monkeypatch, [0, 1, 2])
+    load(saved, [0, 1, 2])
+    assert reads.by_how_many == 3
+
+
+def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Reads(monkeypatch, [0, 1, 2])
+    load(saved, [0, 1, 2], share_reads="always")
+    assert reads.by_how_many == 1
+    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    load(saved, [0, 1, 2], share_reads="never")
+    assert reads.by_how_many == 3
+
+
+def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    asked: list[str] = []
+    real = uc.engine.pieces.JointStorage.share  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        "unified_ckpt.engine.nodes.storage.JointStorage.share",
+        lambda self, **what: (asked.append("share"), real(self, **what)),
+    )
+    load(saved, [0, 1, 2], layout=uc.Layout(mesh={"dp": 3}, rules={"w": {"dp": 0}}))
+    assert asked == []
+
+
+def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are the same whoever reads them, so the damage is an error, on every rank, and names the block."""
+    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    (file,) = (saved / NAME).glob("model*.safetensors")
+    body = bytearray(file.read_bytes())
+    body[-1] ^= 1
+    file.write_bytes(body)
+    with pytest.raises(uc.IntegrityError, match="no machine has these bytes undamaged"):
+        load(saved, [0, 1])
+
+
+def test_overlap() -> None:
+    spec = TensorSpec("F32", (8, 4))
+    rows = Row(
+        "model", "w", spec, Sharding((Cut(0, 2, 2),))
+    )  # mesh [2, 2]: rows over the first dim, replicas over the second
+    census = Census({0: [rows]}, {0: [0, 1, 2, 3]})
+    assert overlap(census, [0, 0, 1, 1]) == pytest.approx(1.0), "replicas inside a machine"
+    assert overlap(census, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each machine"
+    assert overlap(census, [0, 1, 2, 3]) == pytest.approx(2.0)

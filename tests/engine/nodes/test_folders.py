@@ -1,0 +1,151 @@
+"""Of many folders a rank opens those that it reads, and finds out before the first byte whether the machines can talk at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
+from unified_ckpt.engine.folder.reader import Folder, open_folder
+from unified_ckpt.engine.nodes import folders
+from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.testing import run_ranks, try_ranks
+
+MACHINES = 3
+
+
+def save(root: Path, *, whole: bool) -> None:
+    """Each machine has `w`, all of it or its rows."""
+    rules = (
+        None
+        if whole
+        else uc.Layout(mesh={"dp": MACHINES}, rules={"w": {"dp": 0}}, shapes={"w": (6, 2)})
+    )
+
+    def act(comm: Comm) -> None:
+        w = torch.ones(6, 2) if whole else torch.ones(2, 2)
+        with on_machine(comm, range(MACHINES)) as made:
+            made.save(folder_of(root, comm.rank), model={"w": w}, layout=rules, options=SAVE)
+
+    run_ranks(MACHINES, act)
+
+
+def load(root: Path) -> list[torch.Tensor | BaseException]:
+    def act(comm: Comm) -> torch.Tensor:
+        w = torch.zeros(6, 2)
+        with on_machine(comm, range(MACHINES)) as made:
+            try:
+                made.load(folder_of(root, comm.rank), model={"w": w}, options=LOAD)
+            except uc.CheckpointError:
+                assert not w.any(), "nothing was written"
+                raise
+        return w
+
+    return try_ranks(MACHINES, act)
+
+
+@pytest.mark.parametrize(("whole", "each"), [(True, 0), (False, 2)])
+def test_folders_that_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, each: int
+) -> None:
+    """Its own is open already."""
+    save(tmp_path, whole=whole)
+    opened: list[str] = []
+
+    def counted(storage: Reader) -> Folder:
+        opened.append(storage.root)
+        return open_folder(storage)
+
+    monkeypatch.setattr(folders, "open_folder", counted)
+    for found in fine(load(tmp_path)):
+        assert torch.equal(found, torch.ones(6, 2))
+    assert len(opened) == each * MACHINES
+    assert len(set(opened)) == (MACHINES if each else 0)
+
+
+def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a rank."""
+    model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
+    rules = uc.Layout(mesh={"dp": MACHINES}, rules={"*": {"dp": 0}})
+
+    def save_rows(comm: Comm) -> None:
+        with on_machine(comm, range(MACHINES)) as made:
+            made.save(folder_of(tmp_path, comm.rank), model=model, layout=rules, options=SAVE)
+
+    def load_all(comm: Comm) -> None:
+        target = {name: torch.zeros(2 * MACHINES, 2) for name in model}
+        with on_machine(comm, range(MACHINES)) as made:
+            made.load(folder_of(tmp_path, comm.rank), model=target, options=LOAD)
+        assert all(
+            torch.equal(target[name], tensor[:1].expand(2 * MACHINES, 2))
+            for name, tensor in model.items()
+        )
+
+    run_ranks(MACHINES, save_rows)
+    opened: list[Folder] = []
+
+    def kept(storage: Reader) -> Folder:
+        opened.append(open_folder(storage))
+        return opened[-1]
+
+    monkeypatch.setattr(folders, "open_folder", kept)
+    monkeypatch.setattr(folders, "_MOST", 1, raising=False)
+    run_ranks(MACHINES, load_all)
+    assert len(opened) == 2 * MACHINES, "its own is open already"
+    assert sum(bool(folder._headers) for folder in opened) <= MACHINES, (
+        "headers of all folders, for all tensors"
+    )
+
+
+def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that is closed is told before the target is touched, and names the rank that does not answer."""
+    save(tmp_path, whole=False)
+
+    def closed(storage: PeerStorage, _asked: bytes, _into: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(PeerStorage, "_exchange", closed)
+    text = str(
+        same_error(
+            load(tmp_path),
+            uc.StorageError,
+            r"at rank \d: the rank does not answer: Connection refused",
+        )
+    )
+    assert "the target holds a mix" not in text
+
+
+def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> None:
+    asked = []
+
+    class Storage(LocalStorage):
+        def size(self, name: str) -> int | None:
+            asked.append(name)
+            return super().size(name)
+
+    found = Folders([Storage(str(tmp_path))])
+    for _ in range(2):
+        with pytest.raises(uc.NotFoundError, match="holds no checkpoint"):
+            found[0]
+    assert len(asked) == 1
+    found.close()
+
+
+def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
+    here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
+    storages = [LocalStorage(here.path)] * 2
+    assert Folders(storages, save_id=here.id)[1].names("model") == {"w"}
+    with pytest.raises(
+        uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"
+    ):
+        Folders(storages, save_id="other")[0]
+    storages[0].close()

@@ -1,0 +1,140 @@
+"""What a machine tells of its folder: all that it stores can be told from it, and machines that were cut alike say the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.node_folders import inventory
+from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.nodes.coverage import put_together
+from unified_ckpt.engine.nodes.inventory import (
+    classify,
+    decode_inventory,
+    decode_listing,
+    listing_name,
+)
+
+DTYPES = st.sampled_from(["F32", "BF16", "BOOL"])
+NAMES = st.sampled_from(["w", "v", "layers.0.w", "layers.1.w", "w@0:4/8", "w@x", "é", "w/exp_avg"])
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@st.composite
+def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
+    """What a folder stores, by its own parts and names: whole tensors, fragments, and names that only look like a fragment's."""
+    stored: dict[str, dict[str, TensorSpec]] = {
+        part: {} for part in draw(st.sets(st.sampled_from(["model", "optimizer"])))
+    }
+    for part in [*stored]:
+        for name in draw(st.sets(NAMES, max_size=4)):
+            stored[part][name] = TensorSpec(draw(DTYPES), draw(SHAPES))
+        for name in draw(st.sets(NAMES, max_size=3)):
+            shape, dtype = draw(SHAPES.filter(len)), draw(DTYPES)
+            for _ in range(draw(st.integers(1, 3))):
+                lows = [draw(st.integers(0, n)) for n in shape]
+                box = Box(
+                    tuple(lows),
+                    tuple(
+                        draw(st.integers(0, n - low)) for low, n in zip(lows, shape, strict=True)
+                    ),
+                )
+                stored.setdefault(part + FRAGMENTS, {})[fragment_name(name, box, shape)] = (
+                    TensorSpec(dtype, box.shape)
+                )
+    return stored
+
+
+@given(folders())
+@settings(max_examples=300)
+@example(
+    {"model_fragments": {"w@0:4/8": TensorSpec("F32", (3,))}}
+)  # of another shape than its name says: a tensor of that name
+@example(
+    {
+        "model": {"w": TensorSpec("F32", (4,))},
+        "model_fragments": {"w@0:4/4": TensorSpec("F32", (4,))},
+    }
+)
+def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> None:
+    listing, spans = classify(stored)
+    assert decode_listing(listing.encode()) == listing
+    assert sum(kind.width for kind in listing.kinds) == len(spans)
+    assert set(listing.parts) == {part.removesuffix(FRAGMENTS) for part in stored}
+    found = put_together([inventory(stored)])
+    specs = {
+        (part, name): spec for part, tensors in stored.items() for name, spec in tensors.items()
+    }
+    told = found.stored_in(0)
+    assert len(set(told)) == len(told)
+    # One name with two dtypes or shapes is no save's: the first is taken.
+    taken = {key for key in specs if key in set(told)}
+    assert set(told) == taken
+    lines = {(part, fqn) for part, fqn, _, _ in listing.lines}
+    assert found.specs.keys() == lines
+    if len(lines) == len(listing.lines):
+        assert taken == specs.keys()
+
+
+@given(folders(), st.integers(0, 3))
+def test_an_inventory_comes_back(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
+    one = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
+    name = listing_name(one.listing.encode())
+    found = decode_inventory(one.encode(listing=name), {name: one.listing}.__getitem__)
+    assert np.array_equal(found.spans, one.spans)
+    assert found.spans.dtype == np.int64
+    for field in (
+        "root",
+        "machine",
+        "save_id",
+        "count",
+        "number",
+        "ranks",
+        "files",
+        "lost",
+        "world_size",
+        "totals",
+        "rank_extras",
+    ):
+        assert getattr(found, field) == getattr(one, field), field
+    assert found.listing is one.listing
+
+
+def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[str, TensorSpec]]:
+    """Each layer has a matrix, cut by rows over two ranks of each machine."""
+    boxes = [Box((2 * machine + rank, 0), (1, 5)) for rank in (0, 1)]
+    names = [
+        fragment_name(f"layers.{layer}.w", box, (2 * machines, 5))
+        for layer in range(layers)
+        for box in boxes
+    ]
+    return {"model_fragments": dict.fromkeys(names, TensorSpec("F32", (1, 5)))}
+
+
+@pytest.mark.parametrize("machines", [2, 16])
+def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
+    """What a machine alone has to say does not grow with the tensors."""
+    told = [classify(rows_of_machine(machine, machines, layers=30)) for machine in range(machines)]
+    assert len({listing_name(listing.encode()) for listing, _ in told}) == 1
+    listing, spans = told[1]
+    assert [(kind.shape, kind.fragments, kind.count) for kind in listing.kinds] == [
+        ((2 * machines, 5), True, 2)
+    ]
+    assert spans.tolist() == [2, 0, 1, 5, 3, 0, 1, 5]
+    short = inventory(rows_of_machine(1, machines, layers=1)).encode(listing="x")
+    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(listing="x")) == len(
+        short
+    )
+
+
+def test_numbers_of_any_size() -> None:
+    most = 2**63 - 1
+    box = Box((most - 2,), (2,))
+    found = put_together(
+        [inventory({"model_fragments": {fragment_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
+    )
+    assert found.family(("model", "w")).of_folder(0) == [(box, 0, True)]

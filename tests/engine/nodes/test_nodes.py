@@ -1,0 +1,240 @@
+"""Machines without a common folder: what any of them saved, any others load, as long as one copy of each element is left somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unified_ckpt as uc
+from tests.support.node_cases import (
+    FEW,
+    FUNCTION_FIXTURE,
+    KEYS,
+    LAYOUTS,
+    arranged,
+    case_of,
+    places,
+    scattered,
+    spec_of,
+)
+from tests.support.refusals import same_error
+from tests.support.reshard_cases import Case
+from tests.support.simulated_nodes import (
+    NAME,
+    SAVE,
+    Paths,
+    fine,
+    folder_of,
+    gaps,
+    load_case,
+    save_case,
+    states,
+)
+from unified_ckpt.core.planning import save_plan
+from unified_ckpt.core.text import short
+from unified_ckpt.testing import Arrangement
+
+__all__ = ["states"]  # a fixture
+
+# layouts: (machines, ranks of each) -> what each rank holds
+
+
+def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -> dict[int, Paths]:
+    """The saved folders over the machines of a load, in turn; a machine that gets none has an empty place."""
+    found: dict[int, Paths] = {}
+    for machine in range(machines):
+        own = [
+            folder_of(root, folder)
+            for i, folder in enumerate(folders)
+            if (i + turn) % machines == machine
+        ]
+        found[machine] = own or [root / "nothing" / NAME]
+    return found
+
+
+def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
+    """All folders, renumbered; one more machine that is empty; and each one away in turn: the others have it all, or say what is gone."""
+    case, machines = case_of(layout, *saved), places(*saved)
+    wanted, own = arranged(layout, *loaded), places(*loaded)
+    folders = list(range(saved[0]))
+    for turn in (0, 1):
+        fine(load_case(case, wanted, own, dealt(root, folders, loaded[0], turn=turn)))
+    more = (loaded[0] + 1, loaded[1])
+    fine(
+        load_case(
+            case,
+            arranged(layout, *more),
+            places(*more),
+            dealt(root, folders, loaded[0]) | {loaded[0]: [root / NAME]},
+        )
+    )
+    for away in folders if len(folders) > 1 else []:
+        check_load(
+            case,
+            machines,
+            wanted,
+            own,
+            dealt(root, [f for f in folders if f != away], loaded[0]),
+            away=[away],
+        )
+
+
+def check_load(
+    case: Case,
+    machines: Sequence[int],
+    wanted: Arrangement,
+    own: Sequence[int],
+    paths: dict[int, Paths],
+    *,
+    away: Sequence[int],
+) -> bool:
+    """Everything is right where the other folders have it all; else every rank names what is gone, and who had it."""
+    parts, unknown = gaps(case, machines, sorted(set(machines) - set(away)))
+    found = load_case(case, wanted, own, paths)
+    if not parts and not unknown:
+        fine(found)
+        return True
+    if len(away) == len(set(machines)):
+        same_error(found, uc.NotFoundError, "no such folder")
+        return False
+    text = str(same_error(found, uc.IncompleteError, "is not complete among the machines"))
+    for part, fqn in parts[:10]:
+        assert f"{part}:{fqn}: nobody has [" in text
+    for part in {part for part, _ in unknown}:
+        assert f"{part}: nobody names {sum(one == part for one, _ in unknown)} of " in text
+    wrote = short(rank for rank, machine in enumerate(machines) if machine in away)
+    assert f"are on no machine here; rank(s) {wrote} of the save wrote them\n" in text
+    return False
+
+
+SIZES = [*product([1, 2, 3, 4], [1, 2])]
+PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_saved_by_some_machines_and_loaded_by_others(tmp_path: Path, layout: str) -> None:
+    for saved, loaded in PAIRS:
+        root = tmp_path / f"{saved}"
+        if not root.exists():
+            save_case(case_of(layout, *saved), root, places(*saved))
+        check_pair(root, layout, saved, loaded)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("saved", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_number_of_machines_to_any_other(
+    tmp_path: Path, layout: str, saved: tuple[int, int]
+) -> None:
+    save_case(case_of(layout, *saved), tmp_path, places(*saved))
+    for loaded in SIZES:
+        check_pair(tmp_path, layout, saved, loaded)
+
+
+def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
+    """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte twice in a folder."""
+    save_case(case_of("whole on each machine", 2, 2), tmp_path / "whole", places(2, 2))
+    save_case(case_of("rows over machines", 2, 2), tmp_path / "rows", places(2, 2))
+    for machine in (0, 1):
+        with (
+            uc.open(folder_of(tmp_path / "whole", machine)) as whole,
+            uc.open(folder_of(tmp_path / "rows", machine)) as rows,
+        ):
+            assert sorted(whole.parts) == ["model", "optimizer"]
+            assert sorted(rows.parts) == [
+                "model",
+                "model_fragments",
+                "optimizer",
+                "optimizer_fragments",
+            ]
+            assert sorted(rows["model"]) == ["empty", "zero"]
+            low = 300 * machine
+            assert sorted(name for name in rows["model_fragments"] if name.startswith("big")) == [
+                f"big@{low}:{low + 150}/600,0:450/450",
+                f"big@{low + 150}:{low + 300}/600,0:450/450",
+            ]
+        assert uc.verify(folder_of(tmp_path / "rows", machine), deep=True).ok
+
+
+def test_a_slice_that_nobody_has(tmp_path: Path) -> None:
+    """The tensor, the box and the ranks of the save that had it, on every rank."""
+    case = case_of("rows over machines", 3, 2)
+    save_case(case, tmp_path, places(3, 2))
+    found = load_case(
+        case, arranged("columns over machines", 2, 2), places(2, 2), dealt(tmp_path, [0, 2], 2)
+    )
+    text = str(same_error(found, uc.IncompleteError, r"model:big: nobody has \[200:400, 0:450\]\n"))
+    assert "folder(s) 1 of 3 are on no machine here; rank(s) 2-3 of the save wrote them" in text
+    for part, fqn in KEYS:
+        assert (f"{part}:{fqn}: nobody has" in text) == (spec_of(fqn).shape not in ((), (0, 4))), (
+            fqn
+        )
+
+
+# any arrangement
+
+
+def check_scattered(
+    root: Path,
+    drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
+    tile_nbytes: int,
+    max_file_bytes: int,
+) -> None:
+    case, machines, loads = drawn
+    with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_plan, "TILE_NBYTES", tile_nbytes)
+        save_case(
+            case,
+            Path(name),
+            machines,
+            options=SAVE.model_copy(update={"max_file_bytes": max_file_bytes}),
+        )
+        numbers = sorted(set(machines))
+        for wanted, (own, where) in zip(case.loaded, loads, strict=True):
+            paths: dict[int, Paths] = {}
+            for machine in set(own):
+                held = [
+                    folder_of(Path(name), number)
+                    for number, at in zip(numbers, where, strict=True)
+                    if at == machine
+                ]
+                paths[machine] = held or [Path(name) / "nothing" / NAME]
+            away = [number for number, at in zip(numbers, where, strict=True) if at is None]
+            if len(numbers) == 1 and not away and len(set(own)) == 1:
+                continue  # the one folder of one machine: tests/test_reshard.py
+            check_load(case, machines, wanted, own, paths, away=away)
+
+
+TILES = st.sampled_from([64 << 10, 64 << 10, 16 << 20])
+FILES = st.sampled_from([100_000, 1 << 30])
+
+
+@given(scattered(**FEW), TILES, FILES)
+@settings(max_examples=50, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
+def test_any_ranks_on_any_machines(
+    tmp_path: Path,
+    drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
+    tile_nbytes: int,
+    max_file_bytes: int,
+) -> None:
+    check_scattered(tmp_path, drawn, tile_nbytes, max_file_bytes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+@given(scattered(max_world=8, max_tensors=5), TILES, FILES)
+@settings(max_examples=500, suppress_health_check=FUNCTION_FIXTURE)
+def test_any_ranks_on_any_machines_at_length(
+    tmp_path: Path,
+    part: int,
+    drawn: tuple[Case, list[int], list[tuple[list[int], list[int | None]]]],
+    tile_nbytes: int,
+    max_file_bytes: int,
+) -> None:
+    check_scattered(tmp_path, drawn, tile_nbytes, max_file_bytes)

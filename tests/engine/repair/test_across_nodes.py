@@ -1,0 +1,113 @@
+"""Machines that mend each other's folders over TCP, all in one call."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.damaged_folders import body, tensors
+from tests.support.node_damage import break_header, flip, save, shorten
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import folder_of, on_machine
+from unified_ckpt.format import names
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import run_ranks, try_ranks
+
+MACHINES = [0, 0, 1, 2]  # machine 0 has whole copies, the others a half of another copy each
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved")
+    save(root, MACHINES, copies=2)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "root"))
+
+
+def repair(root: Path, machines: Sequence[int] = MACHINES) -> tuple[uc.RepairReport, ...]:
+    def act(comm: Comm) -> tuple[uc.RepairReport, ...]:
+        with on_machine(comm, machines) as made:
+            return made.repair(folder_of(root, machines[comm.rank]))
+
+    found = run_ranks(len(machines), act)
+    assert all(one == found[0] for one in found), "the same on every rank"
+    return found[0]
+
+
+def test_each_is_mended_from_the_others(root: Path) -> None:
+    folders = [folder_of(root, machine) for machine in range(3)]
+    right = [body(one) for one in folders]
+    flip(tensors(folders[0], "model")[0], at=0.2)
+    break_header(tensors(folders[0], "model")[0])
+    shorten(tensors(folders[1], "model")[0])
+    flip(folders[1] / names.DIGESTS)
+    (folders[2] / names.EXTRA).unlink()
+    reports = repair(root)
+    assert [report.ok for report in reports] == [True] * 3, [report.problems for report in reports]
+    assert [len(report.mended) for report in reports] == [1, 2, 1]
+    assert [body(one) for one in folders] == right
+    assert [report.damage for report in repair(root)] == [()] * 3
+
+
+def test_what_one_cannot_do_does_not_stop_the_others(root: Path) -> None:
+    """No copy of what machine 1's rank left, none of machine 2's manifest; machine 0 is mended all the same."""
+    flip(folder_of(root, 1) / names.RANK_EXTRA)
+    (folder_of(root, 2) / names.MANIFEST).unlink()
+    (folder_of(root, 0) / "model.safetensors.index.json").unlink()
+    reports = repair(root)
+    assert [report.ok for report in reports] == [True, False, False]
+    assert "no copy of it has that CRC" in reports[1].problems[0]
+    assert "found none that its files fit" in reports[2].problems[0]
+    assert uc.verify(folder_of(root, 0), deep=True).ok
+
+
+def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path: Path) -> None:
+    save(tmp_path / "stale", MACHINES, copies=2)
+    shutil.rmtree(folder_of(root, 1))
+    shutil.copytree(folder_of(tmp_path / "stale", 1), folder_of(root, 1))
+    shutil.rmtree(folder_of(root, 2))
+    flip(tensors(folder_of(root, 0), "model")[0])
+    before = [body(folder_of(root, machine)) for machine in (0, 1)]
+    reports = repair(root)
+    assert [report.ok for report in reports] == [False, True, False]
+    assert any("not this one" in note for note in reports[0].notes)
+    assert "there is no such folder on this machine" in reports[2].problems[0]
+    assert [body(folder_of(root, machine)) for machine in (0, 1)] == before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path, seed: int) -> None:
+    """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those that share, and nobody is refused."""
+    (root / "machine-3").symlink_to("machine-0")
+    folders = [folder_of(root, machine) for machine in range(4)]
+    right = [body(one) for one in folders]
+    for file in tensors(folders[0], "model"):
+        flip(file)
+    (folders[0] / names.DIGESTS).unlink()
+    reports = repair(root, [3, 1, 0, 2, 0] if seed else [0, 0, 1, 2, 3])
+    assert [report.ok for report in reports] == [True] * 4, [report.problems for report in reports]
+    assert sum(bool(report.mended) for report in reports) == 2
+    assert len(set(reports)) == 3, "those that share it have one report"
+    assert [body(one) for one in folders] == right
+
+
+def test_no_machine_has_it(tmp_path: Path) -> None:
+    def act(comm: Comm) -> None:
+        with on_machine(comm, [0, 1]) as made:
+            made.repair(folder_of(tmp_path, comm.rank))
+
+    same_error(try_ranks(2, act), uc.NotFoundError, "there is no such folder on any machine")
+
+
+def test_one_process(root: Path) -> None:
+    with uc.Checkpointer() as made:
+        (report,) = made.repair(folder_of(root, 0))
+    assert report.damage == ()

@@ -1,0 +1,236 @@
+"""Tensors between Hugging Face's form and MaxText's: there and back, what moments become, and a whole model seen as MaxText's."""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.maxtexts import KINDS
+from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.exports.maxtext import maxtext_view
+from unified_ckpt.sources import open_any
+from unified_ckpt.sources.orbax.arrays import cells
+from unified_ckpt.sources.orbax.maxtext_names import Turn, links, sizes_of
+from unified_ckpt.sources.orbax.maxtext_transforms import (
+    axes_of,
+    box_of_ours,
+    to_ours,
+    to_theirs,
+    turn_of,
+)
+
+TURNS = [
+    Turn((6,), (4, 8)),
+    Turn((6,), (4, 8), interleaved=True),
+    Turn((6,), (4, 16), interleaved=True, times=4.0),
+    Turn((4, 8), (6,)),
+    Turn((6,), (5,)),
+    Turn((), (6,)),
+    Turn((), (2, 8)),
+    Turn((10,), (4,), plain=True, over=2.0),
+]
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 200, 1 << 20])
+@pytest.mark.parametrize("turn", TURNS)
+def test_there_and_back_in_pieces(turn: Turn, nbytes: int) -> None:
+    ours = torch.randn(turn.ours)
+    theirs = torch.full(turn.theirs, torch.nan)
+    back = torch.full(turn.ours, torch.nan)
+    for piece in cells(turn.theirs, turn.theirs, 4, axes=axes_of(turn), nbytes=nbytes):
+        box = box_of_ours(turn, piece)
+        there = to_theirs(at(ours, box), turn, piece.shape)
+        at(theirs, piece).copy_(there)
+        at(back, box).copy_(to_ours(there, turn))
+    assert torch.equal(back, ours)
+    assert torch.equal(to_theirs(ours, turn, turn.theirs), theirs)
+    assert torch.equal(to_ours(theirs, turn), ours)
+
+
+def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
+    return tensor[
+        tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        *TURNS,
+        Turn((6,), (4, 8), times=sqrt(8)),
+        Turn((10,), (5,), plain=True, over=sqrt(5)),
+        Turn((), (6,), plus=-1.0),
+    ],
+)
+def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Turn) -> None:
+    """By autograd through the weight's own turn: what Adam would have kept of the one is turned into what it would have of the other."""
+    theirs = torch.randn(turn.theirs, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(turn.ours, dtype=torch.float64)
+    (their_gradient,) = torch.autograd.grad(to_ours(theirs, turn), theirs, gradient)
+    torch.testing.assert_close(
+        to_ours(0.1 * their_gradient, turn_of(turn, "exp_avg")), 0.1 * gradient
+    )
+    torch.testing.assert_close(
+        to_ours(0.001 * their_gradient**2, turn_of(turn, "exp_avg_sq")), 0.001 * gradient**2
+    )
+
+
+@pytest.mark.parametrize("head", [8, 16, 128])
+def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> None:
+    """A scale that is no power of two rounds: there and back is then not exact."""
+    turn = Turn((6,), (2, head), times=sqrt(head))
+    ours = torch.randn(turn.ours).to(torch.bfloat16)
+    theirs = as_numpy(to_theirs(ours, turn, turn.theirs))
+    by_hand = as_numpy(ours).T.reshape(turn.theirs)
+    assert np.array_equal(
+        theirs,
+        (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
+    )
+    back = to_ours(torch.from_numpy(theirs.view(np.int16)).view(torch.bfloat16), turn)
+    assert np.array_equal(
+        as_numpy(back.t()).reshape(turn.theirs),
+        (theirs.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
+    )
+    torch.testing.assert_close(back, ours, rtol=2**-7, atol=0)
+    assert torch.equal(back, ours) == (head == 16)
+
+
+def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Tensors of the shapes of a real model, under the hub's names, in a checkpoint with moments."""
+    config = KINDS[kind]()
+    sizes = sizes_of(config.to_dict(), where=kind)
+    torch.manual_seed(0)
+    shapes = {link.ours: link.turn.ours for link in links(sizes, stacked=True)}
+    state = {name: torch.randint(-64, 64, shape) / 256 for name, shape in shapes.items()}
+    moments = {
+        f"{name}/{one}": torch.rand(shape)
+        for name, shape in shapes.items()
+        for one in ("exp_avg", "exp_avg_sq")
+    }
+    steps = {f"{name}/step": torch.tensor(7.0) for name in shapes}
+    uc.save(folder, model=state, optimizer=moments | steps, step=7)
+    return config, state
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(
+    tmp_path: Path, kind: str, stacked: bool
+) -> None:
+    config, state = hub_state(kind, tmp_path / "c")
+    with SourceView(
+        maxtext_view(open_any(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
+    ) as view:
+        for power, one in enumerate((None, "exp_avg", "exp_avg_sq")):
+            part = "model" if one is None else "optimizer"
+            with uc.open(tmp_path / "c") as source:
+                ours = {name: source[part][f"{name}/{one}" if one else name][...] for name in state}
+            expected = leaves(
+                MaxText(config, mapped(ours, as_numpy), power=power).tree(
+                    stacked=stacked, vocab=config.vocab_size
+                )
+            )
+            names = {name for name in view[part] if one is None or name.endswith(f"/{one}")}
+            assert names == {f"{name}/{one}" if one else name for name in expected}
+            for name, array in expected.items():
+                assert np.array_equal(
+                    view[part][f"{name}/{one}" if one else name][...].numpy(), array
+                ), name
+        assert view["optimizer"]["decoder.decoder_norm.scale/step"][...] == 7
+        assert view.step == 7
+
+
+def with_scalars(
+    state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]
+) -> Path:
+    """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of the first parameter."""
+    entries = [
+        {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)}
+        for i, one in enumerate(state.values())
+    ]
+    entries[0] |= other
+    groups = [{"params": list(range(len(state))), "param_names": list(state), "lr": 0.1}]
+    torch.save(
+        {"model": state, "optimizer": {"state": dict(enumerate(entries)), "param_groups": groups}},
+        path,
+    )
+    return path
+
+
+def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
+    """Symptom: converted with success, without any step."""
+    config, state = hub_state("llama3", tmp_path / "c")
+    path = with_scalars(state, tmp_path / "a.pt", step=lambda _: 7, other={})
+    with SourceView(view_of(path, config)) as view:
+        found = {
+            name: view["optimizer"][name][...]
+            for name in view["optimizer"]
+            if name.endswith("/step")
+        }
+        assert len(found) == len(list(view["model"]))
+        assert all(torch.equal(one, torch.tensor(7.0)) for one in found.values())
+    path = with_scalars(state, tmp_path / "b.pt", step=lambda number: number, other={})
+    with pytest.raises(uc.FormatError, match=r"is made of parameters that have steps \["):
+        view_of(path, config)
+    path = with_scalars(state, tmp_path / "d.pt", step=lambda _: 7, other={"rounds": 3})
+    with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*/rounds"):
+        view_of(path, config)
+
+
+def view_of(folder: Path, config: Any) -> Any:
+    return maxtext_view(open_any(str(folder)), config.to_dict())
+
+
+def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:
+    config, state = hub_state("llama3", tmp_path / "c")
+    some = {
+        name: tensor
+        for name, tensor in state.items()
+        if name != "model.layers.2.mlp.up_proj.weight"
+    }
+    uc.save(tmp_path / "less", model=some)
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"the checkpoint lacks(.|\n)*layers.2.mlp.up_proj.weight \(96, 64\)",
+    ):
+        view_of(tmp_path / "less", config)
+    uc.save(tmp_path / "more", model={**state, "model.extra": torch.ones(2)})
+    with pytest.raises(uc.FormatError, match=r"has no name for(.|\n)*model:model.extra"):
+        view_of(tmp_path / "more", config)
+    uc.save(tmp_path / "other", model={**state, "model.norm.weight": torch.ones(3)})
+    with pytest.raises(uc.FormatError, match=r"model.norm.weight has shape \(3,\), needed \(64,\)"):
+        view_of(tmp_path / "other", config)
+    uc.save(
+        tmp_path / "mixed",
+        model={
+            **state,
+            "model.layers.1.input_layernorm.weight": torch.ones(64, dtype=torch.bfloat16),
+        },
+    )
+    with pytest.raises(
+        uc.FormatError, match=r"tensors that are stacked have dtypes BF16, F32; needed one"
+    ):
+        view_of(tmp_path / "mixed", config)
+    uc.save(tmp_path / "odd", model=state, optimizer={"model.norm.weight/momentum": torch.ones(64)})
+    with pytest.raises(
+        uc.FormatError, match=r"has no name for(.|\n)*optimizer:model.norm.weight/momentum"
+    ):
+        view_of(tmp_path / "odd", config)
+    uc.save(
+        tmp_path / "part",
+        model=state,
+        optimizer={"model.layers.0.input_layernorm.weight/exp_avg": torch.ones(64)},
+    )
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"optimizer:model.layers.0.input_layernorm.weight/exp_avg: nothing holds box",
+    ):
+        view_of(tmp_path / "part", config)

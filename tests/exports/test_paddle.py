@@ -1,0 +1,245 @@
+"""Any source as a PaddleNLP Unified Checkpoint: PaddleNLP's own files byte for byte where it wrote them, an error where it has no place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.paddle_files import changed, rewritten, same
+from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
+from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.exports import paddle as paddle_write
+from unified_ckpt.exports.paddle import write_paddle
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources import open_any
+from unified_ckpt.sources.paddle.beta_powers import power_after
+
+FILE = 5_000_000_000
+
+
+def written(source: Path, target: Path, config: Path, *, max_file_bytes: int = FILE) -> Path:
+    opened = open_any(str(source))
+    try:
+        write_paddle(
+            opened, str(target), SourceOptions(config=str(config)), max_file_bytes=max_file_bytes
+        )
+    finally:
+        opened.close()
+    return target
+
+
+def parsed(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("origin", ["single_bf16", "tp2_nomerge", "tp2_skip"])
+def test_a_round_trip_gives_paddle_s_own_files_byte_for_byte(tmp_path: Path, origin: str) -> None:
+    """PaddleNLP's folder -> our unified folder -> PaddleNLP's, as one process of it writes."""
+    expected = FIXTURES / "single_bf16"
+    uc.convert(FIXTURES / origin, tmp_path / "ours")
+    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
+    names = sorted(
+        path.name for path in expected.iterdir() if path.suffix in (".safetensors", ".json")
+    )
+    assert sorted(path.name for path in made.iterdir()) == names
+    for name in names:
+        if name.endswith(".safetensors"):
+            assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+        else:
+            assert parsed(made / name) == parsed(expected / name), name
+
+
+def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
+    """One process of PaddleNLP writes only lm_head into master weights and optimizer, and several of it then cannot load them."""
+    expected = FIXTURES / "single_tied"
+    uc.convert(expected, tmp_path / "ours")
+    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
+    assert (made / "model-00001-of-00001.safetensors").read_bytes() == (
+        expected / "model-00001-of-00001.safetensors"
+    ).read_bytes()
+    for stem in ("master_weights", "optimizer"):
+        found, original = stored(made, stem), stored(expected, stem)
+        assert all(same(found[name], tensor) for name, tensor in original.items())
+        more = {
+            name.replace("lm_head", "llama.embed_tokens")
+            for name in original
+            if name.startswith("lm_head")
+        }
+        assert found.keys() - original.keys() == more
+        assert all(
+            same(found[name], found[name.replace("llama.embed_tokens", "lm_head")]) for name in more
+        )
+
+
+def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
+    expected = FIXTURES / "lora_tp2"
+    uc.convert(expected, tmp_path / "ours")
+    made = written(tmp_path / "ours", tmp_path / "theirs", expected)
+    assert parsed(made / "peft_model.safetensors.index.json")["type"] == "lora"
+    assert parsed(made / "config.json") == parsed(expected / "config.json")
+    for stem in ("peft_model", "optimizer"):
+        found, original = stored(made, stem), stored(expected, stem)
+        assert found.keys() == original.keys()
+        assert all(same(found[name], tensor) for name, tensor in original.items())
+
+
+def test_files_are_bounded_and_tensors_are_written_in_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paddle_write, "_TILE_NBYTES", 700)  # not a multiple of any row
+    made = written(
+        FIXTURES / "single_bf16",
+        tmp_path / "theirs",
+        FIXTURES / "single_bf16",
+        max_file_bytes=20_000,
+    )
+    for stem in ("model-", "master_weights", "optimizer"):
+        found, original = stored(made, stem), stored(FIXTURES / "single_bf16", stem)
+        assert found.keys() == original.keys()
+        assert all(same(found[name], tensor) for name, tensor in original.items())
+    files = sorted(path.name for path in made.glob("optimizer-*.safetensors"))
+    assert len(files) > 5
+    assert files[0] == f"optimizer-00001-of-{len(files):05d}.safetensors"
+    assert max(path.stat().st_size for path in made.glob("*.safetensors")) < 30_000
+
+
+def trained(folder: Path, optimizer_of: Any = torch.optim.AdamW) -> Path:
+    torch.manual_seed(0)
+    model = llama()
+    optimizer = optimizer_of(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+    uc.save(folder, model=model, optimizer=optimizer, step=2, attach=model.config.save_pretrained)
+    return folder
+
+
+def test_a_job_of_torch_s_is_written_and_read_back(tmp_path: Path) -> None:
+    ours = trained(tmp_path / "ours")
+    made = written(ours, tmp_path / "theirs", ours)
+    with uc.open(ours) as first, uc.open(made) as second:
+        assert second.format == "paddle"
+        for part in ("model", "optimizer"):
+            assert set(first[part]) == set(second[part])
+            assert all(
+                same(first[part][name][...], second[part][name][...]) for name in first[part]
+            )
+        files = stored(made, "model-")
+        assert all(
+            same(first["model"][name.replace("llama.", "model.")][...], as_torch(name, tensor))
+            for name, tensor in files.items()
+        )
+        powers, of_paddle = (
+            stored(made, "optimizer"),
+            stored(FIXTURES / "single_bf16", "optimizer"),
+        )  # two steps at the same betas
+        for power in ("beta1_pow_acc_0", "beta2_pow_acc_0"):
+            assert same(
+                powers[f"llama.norm.weight/{power}"], of_paddle[f"llama.norm.weight/{power}"]
+            )
+        assert parsed(made / "optimizer.safetensors.index.json")["master_weights"] is False
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "match"),
+    [
+        (
+            lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True),
+            "max_exp_avg_sq: is optimizer state that Paddle has not",
+        ),
+        (
+            lambda p, lr: torch.optim.Adagrad(p, lr=lr),
+            "sum: is optimizer state that Paddle has not",
+        ),
+    ],
+)
+def test_state_that_paddle_has_not_is_refused_before_anything_is_written(
+    tmp_path: Path, optimizer_of: Any, match: str
+) -> None:
+    ours = trained(tmp_path / "ours", optimizer_of)
+    with pytest.raises(uc.FormatError, match=rf"has no place for(.|\n)*{match}"):
+        written(ours, tmp_path / "theirs", ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -> None:
+    uc.save(tmp_path / "ours", model={"mixer.weight": torch.zeros(4, 4)})
+    with pytest.raises(uc.FormatError, match=r"mixer.weight: has shape \(4, 4\), and by its name"):
+        written(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
+    with pytest.raises(uc.FormatError, match=r"needed options\.config"):
+        write_paddle(
+            open_any(str(tmp_path / "ours")),
+            str(tmp_path / "theirs"),
+            SourceOptions(),
+            max_file_bytes=FILE,
+        )
+    uc.save(
+        tmp_path / "parts",
+        model={"model.norm.weight": torch.zeros(32)},
+        parts={"ema": {"model.norm.weight": torch.zeros(32)}},
+    )
+    with pytest.raises(uc.FormatError, match=r"the source has(.|\n)*ema"):
+        written(tmp_path / "parts", tmp_path / "theirs", FIXTURES / "single_bf16")
+    uc.save(tmp_path / "double", model={"model.norm.weight": torch.zeros(32, dtype=torch.float64)})
+    with pytest.raises(uc.FormatError, match=r"norm\.weight: has dtype F64; needed BF16, F16, F32"):
+        written(tmp_path / "double", tmp_path / "theirs", FIXTURES / "single_bf16")
+    other = copied("single_bf16", tmp_path / "other")
+    changed(other, "config.json", hidden_size=64, head_dim=8)
+    with pytest.raises(uc.FormatError, match=r"config.json needs"):
+        written(FIXTURES / "single_bf16", tmp_path / "theirs", other)
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mine").write_text("kept")
+    with pytest.raises(uc.StorageError, match="exists; needed a free name"):
+        written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
+    assert [path.name for path in tmp_path.rglob("*")] == ["theirs", "mine"]
+
+
+def test_what_was_written_wrong_is_found_and_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that gives other bytes the second time: what a bad disk, or a bug in the writer, looks like."""
+    real = paddle_write.read_box
+
+    def wrong(storage: Any, location: Any, spec: Any, box: Box) -> bytes:
+        found = bytearray(real(storage, location, spec, box))
+        found[0] ^= 1
+        return bytes(found)
+
+    monkeypatch.setattr(paddle_write, "read_box", wrong)
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"what was written is not what the source has(.|\n)*lm_head.weight: 1 elements",
+    ):
+        written(FIXTURES / "single_bf16", tmp_path / "theirs", FIXTURES / "single_bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_run_whose_beta1_is_gone_goes_both_ways(tmp_path: Path) -> None:
+    """After some 800 steps at 0.9 float32 has no more of it; that is no reason to make one up."""
+    folder = copied("single_bf16", tmp_path / "c")
+    changed(folder, "trainer_state.json", global_step=5000)
+    powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": power_after(0.999, 5000)}
+    rewritten(
+        folder,
+        "optimizer",
+        lambda tensors: [
+            tensors[name].fill_(powers[name.partition("/")[2]]) for name in tensors if "pow" in name
+        ],
+    )
+    uc.convert(folder, tmp_path / "ours")
+    with uc.open(tmp_path / "ours") as source:
+        assert source["optimizer"]["lm_head.weight/step"][...] == 5000
+        assert "betas" not in source.source.said().groups[0]["options"]
+    made = written(tmp_path / "ours", tmp_path / "theirs", folder)
+    assert (made / "optimizer-00001-of-00001.safetensors").read_bytes() == (
+        folder / "optimizer-00001-of-00001.safetensors"
+    ).read_bytes()

@@ -1,0 +1,339 @@
+"""The manifest proves itself: with a byte of it turned nothing is read, verified or mended by it as if it were the one that was written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.manifests import edit_manifest
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
+from unified_ckpt.cli.main import main
+from unified_ckpt.engine.folder.commit import committed_at
+from unified_ckpt.format import names
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import run_ranks, try_ranks
+
+NAME = "checkpoint-41"
+MASKS = (0x01, 0x10, 0x80)
+OPTIONS = uc.SaveOptions(fsync=False)
+TURNED = r"unified_checkpoint\.json: is not the file that was written: it has CRC [0-9a-f]{16}; needed [0-9a-f]{16}"
+
+
+def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.125)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / NAME
+    model, optimizer = fresh()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    uc.save(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        extra={"run": 1, "of": (2.5, "a")},
+        rank_extra=[3],
+        step=41,
+        options=OPTIONS,
+    )
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "run" / NAME))
+
+
+@pytest.fixture
+def other(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "other" / NAME))
+
+
+def turn(folder: Path, old: str = '"step": 41', new: str = '"step": 51') -> None:
+    """One byte of the manifest: a value that is as good as the one that was written."""
+    text = (folder / names.MANIFEST).read_text()
+    assert text.count(old) == 1
+    (folder / names.MANIFEST).write_text(text.replace(old, new))
+
+
+def values(folder: Path, **options: Any) -> str:
+    """All that a load gives back."""
+    model, optimizer = fresh()
+    report = uc.load(folder, model=model, optimizer=optimizer, options=uc.LoadOptions(**options))
+    tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return repr((tensors, optimizer.state_dict(), report.step, report.extra, report.rank_extra))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_no_byte_of_it_can_turn_and_give_other_values(folder: Path, mask: int) -> None:
+    """Neither a load nor a look at the folder goes through."""
+    file = folder / names.MANIFEST
+    target, body = {"weight": torch.zeros(2, 3)}, file.read_bytes()
+    for at, byte in enumerate(body):
+        put_byte(file, at, byte ^ mask)
+        assert outcome(lambda: uc.verify(folder, deep=True).ok) is not True, (
+            f"byte {at} of the manifest"
+        )
+        assert outcome(lambda: uc.load(folder, model=target, strict=False)) is None, (
+            f"byte {at} of the manifest"
+        )
+        assert committed_at(str(folder)) is None, f"byte {at} of the manifest"
+        put_byte(file, at, byte)
+
+
+def put_byte(file: Path, at: int, byte: int) -> None:
+    with file.open("r+b", buffering=0) as opened:
+        opened.seek(at)
+        opened.write(bytes([byte]))
+
+
+def outcome(act: Any) -> Any:
+    """None where the checkpoint is refused."""
+    try:
+        return act()
+    except uc.CheckpointError:
+        return None
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_verify_tells_it_as_a_problem(
+    folder: Path, deep: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn(folder, '"lr": 0.125', '"lr": 0.925')
+    report = uc.verify(folder, deep=deep)
+    assert (report.ok, report.path, report.deep) == (False, str(folder), deep)
+    with pytest.raises(uc.IntegrityError, match=TURNED):
+        raise uc.IntegrityError(*report.problems)
+    assert main(["verify", str(folder), "--json", *(["--deep"] if deep else [])]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["problems"]) == (False, list(report.problems))
+
+
+def test_a_restore_passes_over_it_and_list_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 4):
+        uc.save(
+            tmp_path / f"checkpoint-{step}",
+            model={"w": torch.full((4,), float(step))},
+            step=step,
+            options=OPTIONS,
+        )
+    turn(tmp_path / "checkpoint-4", '"step": 4', '"step": 5')
+    held = {"w": torch.zeros(4)}
+    with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(on_preemption=False)) as manager:
+        report = manager.restore(model=held)
+        assert [one.step for one in manager.steps()] == [3]
+    assert report is not None
+    assert (report.step, held["w"].tolist()) == (3, [3.0] * 4)
+    (line,) = [text for text in caplog.messages if "is skipped" in text]
+    assert "\n" not in line
+    with pytest.raises(uc.IntegrityError, match=rf"checkpoint-4 is skipped: {TURNED}"):
+        raise uc.IntegrityError(line)
+    assert main(["list", str(tmp_path)]) == 0
+    assert (
+        "incomplete: unified_checkpoint.json: is not the file that was written"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_save_of_its_name_renames_it(folder: Path) -> None:
+    turn(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    uc.save(folder, model={"w": torch.ones(3)}, step=42, options=OPTIONS)
+    assert uc.verify(folder, deep=True).ok
+    aside = folder.with_name(f"{folder.name}-before-1")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+
+
+# a digit of the major version
+
+
+def test_a_version_that_has_turned_is_damage_and_no_newer_format(
+    folder: Path, other: Path, good: Path
+) -> None:
+    turn(folder, '"format_version": "1.', '"format_version": "3.')
+    with pytest.raises(uc.IntegrityError, match=TURNED):
+        values(folder)
+    assert uc.repair(folder, [other]).mended == (names.MANIFEST,)
+    assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
+
+
+# repair
+
+
+def test_repair_puts_the_good_one_back(folder: Path, other: Path, good: Path) -> None:
+    turn(folder)
+    report = uc.repair(folder, [other])
+    assert (report.ok, report.mended) == (True, (names.MANIFEST,))
+    with pytest.raises(uc.IntegrityError, match=TURNED):
+        raise uc.IntegrityError(*report.damage)
+    assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
+
+
+def test_repair_takes_none_that_has_turned(folder: Path, other: Path, good: Path) -> None:
+    (folder / names.MANIFEST).unlink()
+    turn(other)
+    with pytest.raises(uc.IncompleteError, match=TURNED):
+        uc.repair(folder, [other])
+    assert not (folder / names.MANIFEST).exists()
+    report = uc.repair(folder, [other, good])
+    assert (report.ok, report.mended) == (True, (names.MANIFEST,))
+    assert any("only bytes of it that" in note for note in report.notes)
+    assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
+
+
+# machines
+
+
+WHOLE = torch.arange(64.0).reshape(8, 8)
+ROWS = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
+
+
+def save_on_two(root: Path, *, copies: int) -> None:
+    def act(comm: Comm) -> None:
+        with on_machine(comm, [0, 1]) as made:
+            options = SAVE.model_copy(update={"machine_copies": copies})
+            made.save(
+                folder_of(root, comm.rank),
+                model={"w": WHOLE.chunk(2)[comm.rank].clone()},
+                layout=ROWS,
+                step=41,
+                options=options,
+            )
+
+    run_ranks(2, act)
+
+
+def load_on_two(root: Path, **options: Any) -> list[uc.LoadReport | BaseException]:
+    def act(comm: Comm) -> uc.LoadReport:
+        held = {"w": torch.zeros(4, 8)}
+        with on_machine(comm, [0, 1]) as made:
+            report = made.load(
+                folder_of(root, comm.rank),
+                model=held,
+                layout=ROWS,
+                options=LOAD.model_copy(update=options),
+            )
+        assert torch.equal(held["w"], WHOLE.chunk(2)[comm.rank])
+        return report
+
+    return try_ranks(2, act)
+
+
+def test_machines_read_by_the_manifest_of_a_copy(tmp_path: Path) -> None:
+    save_on_two(tmp_path, copies=2)
+    turn(folder_of(tmp_path, 1))
+    reports = fine(load_on_two(tmp_path))
+    assert [report.step for report in reports] == [41, 41]
+    with pytest.raises(uc.IntegrityError, match=TURNED):
+        raise uc.IntegrityError("; ".join(note for report in reports for note in report.notes))
+
+
+def test_machines_without_a_copy_are_told_what_is_damaged(tmp_path: Path) -> None:
+    save_on_two(tmp_path, copies=1)
+    turn(folder_of(tmp_path, 1))
+    same_error(load_on_two(tmp_path), uc.IncompleteError, TURNED)
+
+
+def test_verify_tells_it_of_a_copy_for_another_machine(tmp_path: Path) -> None:
+    save_on_two(tmp_path, copies=2)
+    turn(folder_of(tmp_path, 0) / names.replica_name(1))
+    (problem,) = uc.verify(folder_of(tmp_path, 0)).problems
+    with pytest.raises(
+        uc.IntegrityError, match=f"{names.replica_name(1)}: cannot be read: .*{TURNED}"
+    ):
+        raise uc.IntegrityError(problem)
+
+
+# digests that cannot be compared
+
+
+def unknown_digests(told: dict[str, Any]) -> None:
+    told["digests"]["algorithm"] = "crc64nvmf"
+
+
+def no_digests(told: dict[str, Any]) -> None:
+    told["digests"] = None
+
+
+UNKNOWN = r"digests\.safetensors: its digests are 'crc64nvmf' of 1048576 bytes each; needed 'crc64nvme' of 1048576"
+
+
+@pytest.mark.parametrize("how", ["read", "full"])
+def test_digests_of_an_unknown_kind_do_not_turn_proof_off(folder: Path, how: str) -> None:
+    edit_manifest(folder, unknown_digests)
+    model, _ = fresh()
+    before = model.weight.clone()
+    with pytest.raises(uc.FormatError, match=UNKNOWN):
+        uc.load(folder, model=model, parts=None, options=uc.LoadOptions(verify=how), strict=False)
+    assert torch.equal(model.weight, before)
+    assert "41" in values(folder, verify="off")
+
+
+def test_deep_verify_tells_digests_of_an_unknown_kind(folder: Path) -> None:
+    edit_manifest(folder, unknown_digests)
+    assert uc.verify(folder).ok
+    (problem,) = uc.verify(folder, deep=True).problems
+    with pytest.raises(uc.FormatError, match=UNKNOWN):
+        raise uc.FormatError(problem)
+
+
+def test_machines_with_digests_of_an_unknown_kind(tmp_path: Path) -> None:
+    save_on_two(tmp_path, copies=1)
+    for machine in (0, 1):
+        edit_manifest(folder_of(tmp_path, machine), unknown_digests)
+    for error in load_on_two(tmp_path):
+        with pytest.raises(uc.CheckpointError, match=UNKNOWN):
+            raise error if isinstance(error, BaseException) else AssertionError(error)
+        assert "unusable" not in str(error)
+    fine(load_on_two(tmp_path, verify="off"))
+
+
+def test_a_load_and_a_deep_verify_without_digests_say_so(folder: Path) -> None:
+    edit_manifest(folder, no_digests)
+    assert (
+        uc.verify(folder, deep=True)
+        .problems[0]
+        .startswith("digests.safetensors: is there, and the manifest names no digests")
+    )
+    (folder / names.DIGESTS).unlink()
+    report = uc.verify(folder, deep=True)
+    assert (report.ok, report.notes) == (
+        True,
+        ("there are no digests: sizes and headers are all that was compared",),
+    )
+    assert uc.verify(folder).notes == ()
+    for how, said in (("read", True), ("full", True), ("off", False)):
+        model, optimizer = fresh()
+        notes = uc.load(
+            folder, model=model, optimizer=optimizer, options=uc.LoadOptions(verify=how)
+        ).notes
+        assert bool(notes) is said
+        assert not said or notes == (
+            f'verify="{how}": the checkpoint has no digests; sizes and headers are all that was compared',
+        )
+
+
+def test_a_plain_model_folder_loads_as_ever(folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    shutil.copy(folder / "model.safetensors", plain)
+    model, _ = fresh()
+    assert uc.load(plain, model=model).notes == ()
+    assert (
+        uc.load(plain, model=model, options=uc.LoadOptions(verify="full"))
+        .notes[0]
+        .startswith('verify="full": the checkpoint has no digests')
+    )
+    assert uc.verify(plain, deep=True).ok

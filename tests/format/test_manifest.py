@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.support.manifests import sealed
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.codec import MAX_DEPTH, decode, encode
+from unified_ckpt.format.manifest import (
+    DigestFile,
+    FileRecord,
+    IndexFile,
+    Manifest,
+    NamedFile,
+    OptimizerRecord,
+    ParamGroup,
+    Part,
+    RankExtraFile,
+    encode_manifest,
+    parse_manifest,
+)
+
+FILE = "unified_checkpoint.json"
+CRC = "0123456789abcdef"
+ISLAND = {"number": 0, "count": 4, "ranks": [0, 1], "world_size": 8, "totals": {}, "copies": []}
+
+
+def manifest(**changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "save_id": "a1",
+        "step": 7,
+        "created": "2026-01-31T12:00:00+00:00",
+        "world_size": 8,
+        "versions": {"unified-ckpt": "1.2.3", "torch": "2.13.0"},
+        "mesh": {"dp": 4, "tp": 2},
+        "parts": {
+            "model": Part(
+                files={"model.safetensors": FileRecord(nbytes=100, header_crc=CRC)},
+                index=IndexFile.of(b"{}"),
+                total_nbytes=12,
+                aliases={"lm_head.weight": "embed.weight"},
+            )
+        },
+        "digests": DigestFile(
+            file="digests.safetensors",
+            algorithm="crc64nvme",
+            block_nbytes=1 << 20,
+            nbytes=40,
+            crc=CRC,
+        ),
+        "extra_file": NamedFile(file="extra.safetensors", nbytes=40, header_crc=CRC, crc=CRC),
+        "rank_extra": RankExtraFile(
+            file="rank_extra.safetensors",
+            nbytes=400,
+            header_crc=CRC,
+            crc=CRC,
+            world_size=8,
+            table_crc=CRC,
+        ),
+        "optimizer": OptimizerRecord(
+            groups=[
+                ParamGroup(
+                    names=["a.weight"], options=encode({"lr": 0.1, "betas": (0.9, 0.999)})[0]
+                )
+            ]
+        ),
+        "extra": encode({"best": math.inf, "milestones": {3: 1}})[0],
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def changed(path: str, value: Any) -> bytes:
+    tree = json.loads(encode_manifest(manifest()))
+    *steps, last = path.split("/")
+    node = tree
+    for step in steps:
+        node = node[step]
+    node[last] = value
+    return sealed(tree)
+
+
+def test_gives_back_what_was_written() -> None:
+    written = manifest()
+    found = parse_manifest(encode_manifest(written), file=FILE)
+    assert found == written
+    assert found.optimizer is not None
+    assert decode(found.optimizer.groups[0].options, {}) == {"lr": 0.1, "betas": (0.9, 0.999)}
+    assert decode(found.extra, {}) == {"best": math.inf, "milestones": {3: 1}}
+
+
+def test_gives_back_the_smallest() -> None:
+    written = Manifest(save_id="a", created="2026-01-31T12:00:00Z", world_size=1, parts={})
+    assert parse_manifest(encode_manifest(written), file=FILE) == written
+    assert written.files() == []
+
+
+def test_trees_keep_their_order_and_depth() -> None:
+    deep: Any = {"b": 1, "a": "\ud800"}
+    for _ in range(MAX_DEPTH - 1):
+        deep = {1: deep}
+    found = decode(
+        parse_manifest(encode_manifest(manifest(extra=encode(deep)[0])), file=FILE).extra, {}
+    )
+    assert found == deep
+    while 1 in found:
+        found = found[1]
+    assert list(found) == ["b", "a"]
+
+
+def test_names_every_file_once() -> None:
+    small = ["digests.safetensors", "extra.safetensors", "rank_extra.safetensors"]
+    assert manifest().files() == ["model.safetensors", "model.safetensors.index.json", *small]
+    with pytest.raises(ValidationError, match=r"'model\.safetensors' is named twice"):
+        manifest(extra_file=NamedFile(file="model.safetensors", nbytes=1, header_crc=CRC, crc=CRC))
+
+
+def test_people_can_read_it_line_by_line() -> None:
+    lines = encode_manifest(manifest()).decode().splitlines()
+    assert lines[1] == '"format_version": "1.3",'
+    assert len(lines) == 2 + len(Manifest.model_fields) + 1
+    assert re.fullmatch('"crc": "[0-9a-f]{16}"', lines[-2])
+
+
+@pytest.mark.parametrize(
+    "path", ["new", "parts/model/new", "parts/model/files/model.safetensors/new", "digests/new"]
+)
+def test_unknown_fields_pass_within_the_major_version(path: str) -> None:
+    stored = json.loads(changed(path, {"a": 1}))
+    stored["format_version"] = "1.7"
+    found = parse_manifest(sealed(stored), file=FILE)
+    assert found == manifest(format_version="1.7")
+
+
+def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
+    with pytest.raises(
+        FormatError,
+        match=rf"{FILE}: format version is 2\.0, this .* reads 1\.x; install unified_ckpt 1\.2\.3, which wrote it, or newer",
+    ):
+        parse_manifest(changed("format_version", "2.0"), file=FILE)
+    with pytest.raises(FormatError, match="install a newer unified_ckpt"):
+        parse_manifest(sealed({"format_version": "2.0", "versions": []}), file=FILE)
+    with pytest.raises(FormatError, match=r"format version is 0\.9, of which"):
+        parse_manifest(changed("format_version", "0.9"), file=FILE)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000],
+)
+def test_versions_that_are_none(version: Any) -> None:
+    with pytest.raises(
+        FormatError, match=rf"{FILE}: format_version is .*needed a version like '1\.3'"
+    ):
+        parse_manifest(changed("format_version", version), file=FILE)
+
+
+@pytest.mark.parametrize(
+    "encoded", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": Infinity}']
+)
+def test_refuses_what_is_not_json(encoded: bytes) -> None:
+    with pytest.raises(FormatError, match=f"{FILE}: not valid JSON"):
+        parse_manifest(encoded, file=FILE)
+
+
+@pytest.mark.parametrize("encoded", [b"[]", b"null", b"3"])
+def test_refuses_what_is_no_object(encoded: bytes) -> None:
+    with pytest.raises(FormatError, match=f"{FILE}: found a JSON .*needed an object"):
+        parse_manifest(encoded, file=FILE)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("save_id", "../a", r"save_id: save id '\.\./a' is not valid"),
+        ("save_id", None, "save_id: "),
+        ("step", -1, "step: .*found -1"),
+        ("step", 1.0, "step: .*found 1.0"),
+        ("step", True, "step: "),
+        ("step", "7", "step: "),
+        ("created", "today", "created: "),
+        ("created", "2026-01-31T12:00:00", "created: needed a time in UTC"),
+        ("created", "2026-01-31T12:00:00+02:00", "created: needed a time in UTC"),
+        ("world_size", 0, "world_size: "),
+        ("versions", {"torch": 2}, "versions.torch: "),
+        ("parts", None, "parts: "),
+        ("parts/extra", {"files": {}, "total_nbytes": 0}, "parts.extra.*taken by a file"),
+        ("parts/a.b", {"files": {}, "total_nbytes": 0}, "parts.a.b.*is not valid"),
+        (
+            "parts/model/index",
+            None,
+            "parts.model: a part that has files needs the record of its index",
+        ),
+        (
+            "parts/model/files",
+            {},
+            "parts.model: a part that has files needs the record of its index",
+        ),
+        ("parts/model/index/crc", "zz", "parts.model.index.crc: "),
+        ("parts/model/total_nbytes", -1, "parts.model.total_nbytes: .*found -1"),
+        ("parts/model/total_nbytes", 2**63, "parts.model.total_nbytes: "),
+        (
+            "parts/model/files",
+            {"../x": {"nbytes": 1, "header_crc": CRC}},
+            "parts.model.files.*leads out of the folder",
+        ),
+        (
+            "parts/model/files",
+            {"/etc/passwd": {"nbytes": 1, "header_crc": CRC}},
+            "leads out of the folder",
+        ),
+        (
+            "parts/model/files/model.safetensors/nbytes",
+            -1,
+            r"parts.model.files.model.safetensors.nbytes: .*found -1",
+        ),
+        ("parts/model/files/model.safetensors/header_crc", CRC.upper(), "header_crc: "),
+        ("parts/model/files/model.safetensors/header_crc", CRC + "\n", "header_crc: "),
+        (
+            "parts/model/aliases",
+            {"a": "b", "b": "c"},
+            "parts.model: alias 'a' stands for 'b', which is an alias too",
+        ),
+        ("parts/model/aliases", {"a": 1}, "parts.model.aliases.a: "),
+        ("digests/file", "a/b", "digests.file: .*leads out of the folder"),
+        ("digests/block_nbytes", 0, "digests.block_nbytes: "),
+        ("digests/crc", "zz", "digests.crc: "),
+        ("extra_file/file", "..", "extra_file.file: .*leads out of the folder"),
+        ("rank_extra/world_size", 0, "rank_extra.world_size: "),
+        ("rank_extra/world_size", 2**62, "rank_extra.world_size: "),
+        (
+            "rank_extra/world_size",
+            26,
+            "rank_extra: 26 entries need 416 bytes or more; the file has 400",
+        ),
+        ("world_size", 2**21, "world_size: .*less than or equal to 1048576"),
+        ("step", 2**63, "step: "),
+        ("island", {**ISLAND, "number": 4}, "island: number and copies need to be below count, 4"),
+        (
+            "island",
+            {**ISLAND, "copies": [4]},
+            "island: number and copies need to be below count, 4",
+        ),
+        ("island", {**ISLAND, "ranks": [8]}, "island: ranks need to be below world_size, 8"),
+        ("island", {**ISLAND, "count": 2**62}, "island.count: "),
+        ("rank_extra/file", "extra.safetensors", "'extra.safetensors' is named twice"),
+        ("optimizer/groups", [{"names": "abc", "options": {}}], "optimizer.groups.0.names: "),
+        ("optimizer/groups", [{"options": {}}], "optimizer.groups.0.names: Field required"),
+    ],
+)
+def test_every_field_is_checked_and_named(path: str, value: Any, reason: str) -> None:
+    with pytest.raises(FormatError, match=f"(?s)^{FILE}: .*{reason}"):
+        parse_manifest(changed(path, value), file=FILE)
+
+
+def test_a_manifest_without_its_own_crc_is_refused() -> None:
+    fields = {
+        name: value
+        for name, value in json.loads(encode_manifest(manifest())).items()
+        if name != "crc"
+    }
+    with pytest.raises(FormatError, match=f"{FILE}: crc is None; needed 16 lower-case hex digits"):
+        parse_manifest(json.dumps(fields).encode(), file=FILE)
+
+
+@pytest.mark.parametrize("path", ["save_id", "parts/model/files", "extra/best"])
+def test_a_key_that_occurs_twice_is_refused(path: str) -> None:
+    """RFC 8259 leaves open which of the two counts."""
+    key = path.rpartition("/")[2]
+    body = encode_manifest(manifest()).replace(
+        f'"{key}":'.encode(), f'"{key}": null, "{key}":'.encode(), 1
+    )
+    with pytest.raises(FormatError, match=f"{FILE}: key '{key}' occurs twice in one object"):
+        parse_manifest(body, file=FILE)
+
+
+def test_many_errors_are_cut_short() -> None:
+    bad = {f"f{number}": {"nbytes": -1, "header_crc": CRC} for number in range(100)}
+    with pytest.raises(FormatError, match=r"and 95 more$"):
+        parse_manifest(changed("parts/model/files", bad), file=FILE)
+
+
+@pytest.mark.parametrize("tree", [math.nan, (1, object()), {"a": b"x"}])
+def test_trees_that_no_codec_wrote_are_refused(tree: Any) -> None:
+    with pytest.raises(FormatError, match="the manifest holds a value that JSON cannot"):
+        encode_manifest(manifest(extra=tree))
+
+
+def test_does_not_import_torch_or_numpy() -> None:
+    script = "import sys, unified_ckpt.format.manifest; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+        == "[]\n"
+    )

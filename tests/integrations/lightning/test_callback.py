@@ -1,0 +1,637 @@
+"""Lightning's Trainer with the callback, beside the stock one: what ModelCheckpoint does, hooks, removal, and errors that users make."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+
+import unified_ckpt as uc
+from tests.support.lightnings import OPTIONS, Net, check_same, fit, samples, trainer
+from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
+
+# Lightning's advice about workers, short epochs, and folders that are not empty
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore::UserWarning:(pytorch_)?lightning\b",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore::DeprecationWarning:(pytorch_)?lightning",
+)
+EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
+EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
+    """A run of two epochs with the callback, and a folder of its checkpoints at every step."""
+    out = tmp_path_factory.mktemp("whole")
+    return fit(out, checkpoints=EVERY), out
+
+
+def test_it_trains_as_the_stock_one_and_every_checkpoint_is_whole(
+    tmp_path: Path, whole: tuple[Net, Path]
+) -> None:
+    run, folder = whole
+    check_same(run, fit(tmp_path, stock=True, checkpoints=EVERY))
+    assert names(folder) == names(tmp_path) == [f"step={step}.ckpt" for step in range(1, 9)]
+    for path in folder.iterdir():
+        assert uc.verify(path, deep=True).ok
+    with uc.open(folder / "step=8.ckpt") as source:
+        assert source.step == 8
+        assert source.parts == ("model", "optimizer")
+        weights = run.state_dict()
+        assert all(
+            torch.equal(source["model"][name][...], tensor) for name, tensor in weights.items()
+        )
+        assert "up.weight/exp_avg" in source["optimizer"]
+        assert source.extra["lightning"]["hyper_parameters"] == dict(run.hparams)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_resumed_in_the_middle_of_an_epoch_is_uninterrupted(
+    tmp_path: Path, whole: tuple[Net, Path], step: int
+) -> None:
+    resumed = fit(tmp_path, ckpt_path=whole[1] / f"step={step}.ckpt", seed=5)
+    assert len(resumed.losses) == 8 - step
+    check_same(resumed, whole[0])
+
+
+def test_a_checkpoint_of_stock_lightning_is_resumed_by_it(tmp_path: Path) -> None:
+    checkpoints = {"save_last": True}
+    fit(tmp_path, stock=True, checkpoints=checkpoints, max_epochs=1)
+    assert (tmp_path / "last.ckpt").is_file()
+    stock = fit(tmp_path / "other", ckpt_path=tmp_path / "last.ckpt", stock=True)
+    resumed = fit(tmp_path, ckpt_path="last", checkpoints=checkpoints)
+    assert resumed.losses == stock.losses
+    assert uc.verify(tmp_path / "last.ckpt").ok, "it is a folder now"
+    assert (tmp_path / "last-before-1.ckpt").is_file(), "what this library did not write is kept"
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_in_the_way_of_the_last_is_kept(
+    tmp_path: Path, save_last: bool | str, kind: str
+) -> None:
+    """A file of stock Lightning, or a folder of another strategy's."""
+    if kind == "folder":
+        (tmp_path / "last.ckpt").mkdir()
+    mine = tmp_path / ("last.ckpt" if kind == "file" else "last.ckpt/zero.pt")
+    mine.write_bytes(b"mine")
+    fit(
+        tmp_path,
+        checkpoints={"save_last": save_last, "enable_version_counter": False},
+        max_epochs=1,
+    )
+    assert uc.verify(tmp_path / "last.ckpt").ok
+    kept = tmp_path / ("last-before-1.ckpt" if kind == "file" else "last.ckpt-before-1/zero.pt")
+    assert kept.read_bytes() == b"mine"
+
+
+def test_the_best_the_last_and_the_others(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path, checkpoints={"monitor": "val", "save_top_k": 2, "save_last": True}, max_epochs=4
+    )
+    module = Net(lr=0.5)
+    made.fit(module)
+    checkpoint = made.checkpoint_callback
+    assert isinstance(checkpoint, ModelCheckpoint)
+    assert len(checkpoint.best_k_models) == 2
+    assert names(tmp_path) == sorted(
+        ["last.ckpt", *(Path(path).name for path in checkpoint.best_k_models)]
+    )
+    last = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    (found,) = made.test(module, ckpt_path="best", verbose=False)
+    assert found["val"] == pytest.approx(float(checkpoint.best_model_score or 0))
+    made.validate(module, ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
+    assert all(torch.equal(tensor, last[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [1, -1])
+def test_a_link_to_the_last_never_leads_nowhere(
+    tmp_path: Path, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unified_ckpt.integrations.lightning import strategy
+
+    targets: list[str] = []
+
+    def remove(path: str, **more: Any) -> None:
+        stock(path, **more)
+        targets.append((tmp_path / "last.ckpt").resolve().name)
+        assert (tmp_path / "last.ckpt" / "unified_checkpoint.json").is_file()
+
+    stock = strategy.remove_checkpoint
+    monkeypatch.setattr(strategy, "remove_checkpoint", remove)
+    checkpoints = {"save_last": "link", "save_top_k": keep, "every_n_train_steps": 2}
+    run = fit(tmp_path, checkpoints=checkpoints)
+    assert os.readlink(tmp_path / "last.ckpt") == "step=8.ckpt"
+    assert targets == (["step=4.ckpt", "step=6.ckpt", "step=8.ckpt"] if keep == 1 else [])
+    check_same(fit(tmp_path, ckpt_path="last", checkpoints=checkpoints), run)
+
+
+def test_a_last_checkpoint_replaces_a_link_to_the_last(tmp_path: Path) -> None:
+    fit(tmp_path, checkpoints={"save_last": "link"}, max_epochs=1)
+    resumed = fit(
+        tmp_path, ckpt_path="last", checkpoints={"save_last": True, "enable_version_counter": False}
+    )
+    assert len(resumed.losses) == 4
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert [name for name in names(tmp_path) if "before" in name] == []
+    with uc.open(tmp_path / "last.ckpt") as source:
+        assert source.step == 8
+
+
+def test_weights_only_and_a_resume_without_an_optimizer(tmp_path: Path) -> None:
+    run = fit(tmp_path, checkpoints={"save_weights_only": True, "every_n_train_steps": 8})
+    folder = tmp_path / "step=8.ckpt"
+    assert not any("optimizer" in name for name in names(folder))
+    other = Net()
+    trainer(tmp_path).validate(other, ckpt_path=folder, verbose=False)
+    assert all(
+        torch.equal(tensor, run.state_dict()[name]) for name, tensor in other.state_dict().items()
+    )
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"holds no optimizer, it was saved with save_weights_only; needed a full checkpoint",
+    ):
+        fit(tmp_path, ckpt_path=folder)
+
+
+def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_path: Path) -> None:
+    folder = whole[1] / "step=3.ckpt"
+
+    class Other(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Renamed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.upper = self.__dict__["_modules"].pop("up")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.down(self.upper(x))
+            return found
+
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"holds the state of torch\.optim\.adamw\.AdamW; configure_optimizers gives torch\.optim\.sgd",
+    ):
+        trainer(tmp_path).fit(Other(), ckpt_path=folder)
+    with pytest.raises(
+        uc.MismatchError, match=r"up\.weight: checkpoint has shape \(16, 8\), target has \(32, 8\)"
+    ):
+        trainer(tmp_path).fit(Net(width=32), ckpt_path=folder)
+    renamed = Renamed()
+    before = {name: tensor.clone() for name, tensor in renamed.state_dict().items()}
+    with pytest.raises(uc.MismatchError, match=r"upper\.weight: is not in the checkpoint"):
+        trainer(tmp_path).fit(renamed, ckpt_path=folder)
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in renamed.state_dict().items()
+    ), "nothing was written"
+    renamed.strict_loading = False
+    with pytest.raises(uc.MismatchError, match=r"optimizer:upper\.weight"):
+        trainer(tmp_path).fit(renamed, ckpt_path=folder)
+
+
+def test_paths_that_are_no_checkpoint(whole: tuple[Net, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
+    shutil.copytree(whole[1] / "step=3.ckpt", folder / "step=3.ckpt")
+    shutil.copytree(whole[1] / "step=4.ckpt", folder / "step=4.ckpt")
+    (folder / "step=4.ckpt" / "unified_checkpoint.json").unlink()
+    (tmp_path / "weights.safetensors").write_bytes(b"12345678{}")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
+
+    def refused(path: Path) -> Any:
+        return fit(tmp_path / "out", ckpt_path=path)
+
+    newest = rf"the newest is {folder}/step=3\.ckpt"
+    for run in (tmp_path, tmp_path / "lightning_logs" / "version_0", folder):
+        with pytest.raises(
+            uc.NotFoundError, match=rf"is a run's folder; needed one of its checkpoints, {newest}"
+        ):
+            refused(run)
+    with pytest.raises(
+        uc.NotFoundError,
+        match=rf"has no valid manifest: it is unfinished.*; the newest beside it is {folder}/step=3",
+    ):
+        refused(folder / "step=4.ckpt")
+    with pytest.raises(
+        uc.NotFoundError,
+        match=r"step=9\.ckpt: is not there; needed a checkpoint; the newest beside it is",
+    ):
+        refused(folder / "step=9.ckpt")
+    with pytest.raises(uc.NotFoundError, match=r"is a link to gone\.ckpt, which is not there"):
+        refused(tmp_path / "link.ckpt")
+    with pytest.raises(uc.FormatError, match="is a file of another format"):
+        refused(tmp_path / "weights.safetensors")
+    with pytest.raises(
+        uc.FormatError, match="is a folder of another format, without Lightning's state"
+    ):
+        refused(tmp_path / "hub")
+    uc.save(tmp_path / "plain", model=Net())
+    with pytest.raises(uc.FormatError, match="no Trainer of Lightning wrote it"):
+        refused(tmp_path / "plain")
+
+
+def test_what_cannot_be_stored_is_named_by_its_key(tmp_path: Path) -> None:
+    class Careless(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"function": len}
+
+    class Lambda(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"activation": torch.nn.functional.relu})
+
+    made = trainer(tmp_path, checkpoints={})
+    with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: found"):
+        made.fit(Careless())
+    with pytest.raises(
+        uc.FormatError, match=r"extra\.lightning\.hyper_parameters\.activation: found"
+    ) as caught:
+        trainer(tmp_path, checkpoints={}).fit(Lambda())
+    assert "save_hyperparameters(ignore" in caught.value.__notes__[0]
+    assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == []
+
+
+class Hooks(Net):
+    """Keeps a thing of its own, and gives a tensor another name."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"a": (1, 2), "shadow": {"up": self.up.weight.detach().clone()}}
+        checkpoint["state_dict"]["lower.weight"] = checkpoint["state_dict"].pop("down.weight")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mine = checkpoint["mine"]
+        state = checkpoint["state_dict"]
+        assert state["up.weight"].shape == (16, 8)
+        state["down.weight"] = state.pop("lower.weight")
+
+
+def test_hooks_that_rename_tensors_and_keep_things(tmp_path: Path) -> None:
+    module = Hooks()
+    trainer(tmp_path, checkpoints=EVERY).fit(module)
+    resumed = Hooks()
+    trainer(tmp_path / "other").fit(resumed, ckpt_path=tmp_path / "step=5.ckpt")
+    check_same(resumed, module)
+    assert resumed.mine["a"] == (1, 2)
+    with uc.open(tmp_path / "step=5.ckpt") as source:
+        assert torch.equal(resumed.mine["shadow"]["up"], source["model"]["up.weight"][...])
+        assert "lower.weight" in source["model"]
+        assert "down.weight" not in source["model"]
+
+
+class Adversaries(Net):
+    """Two optimizers, as of a generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.up.parameters()), torch.optim.SGD(
+            self.down.parameters(), lr=0.1, momentum=0.9
+        )
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, number))
+            optimizer.step()
+
+
+class Twice(Adversaries):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.AdamW(self.up.parameters())
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    with pytest.raises(uc.LayoutError, match=r"up\.weight: two optimizers have it"):
+        trainer(tmp_path, checkpoints={}).fit(Twice())
+    module, resumed = Adversaries(), Adversaries()
+    trainer(tmp_path, checkpoints=EPOCHS).fit(module)
+    trainer(tmp_path / "other").fit(resumed, ckpt_path=tmp_path / "step=8.ckpt")
+    assert len(resumed.losses) == 8
+    check_same(resumed, module)
+
+
+def test_an_average_of_the_weights_comes_back(tmp_path: Path) -> None:
+    averages: list[dict[str, torch.Tensor]] = []
+
+    class Average(EMAWeightAveraging):
+        def on_train_end(self, *arguments: Any) -> None:
+            assert self._average_model is not None
+            averages.append(
+                {name: tensor.clone() for name, tensor in self._average_model.state_dict().items()}
+            )
+            super().on_train_end(*arguments)
+
+    net = {"width": 20_000}  # large enough to be a part
+    run = fit(
+        tmp_path, checkpoints=EVERY, callbacks=[Average(decay=0.9)], net=net, limit_train_batches=2
+    )
+    resumed = fit(
+        tmp_path / "other",
+        ckpt_path=tmp_path / "step=3.ckpt",
+        callbacks=[Average(decay=0.9)],
+        net=net,
+        limit_train_batches=2,
+    )
+    check_same(resumed, run)
+    assert all(torch.equal(averages[1][name], tensor) for name, tensor in averages[0].items())
+    with uc.open(tmp_path / "step=3.ckpt") as source:
+        assert set(source.parts) == {"model", "optimizer", "current_model_state"}
+
+
+def test_checkpoints_for_a_moment_go_and_others_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L#16426: only checkpoints of this library are removed."""
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        made = trainer(
+            tmp_path,
+            checkpoints={"save_last": True},
+            callbacks=[LearningRateFinder(num_training_steps=3), OnExceptionCheckpoint(tmp_path)],
+        )
+        made.fit(Net())
+        assert names(tmp_path) == ["last.ckpt", "step=8.ckpt"]
+        (tmp_path / "foreign.ckpt").mkdir()
+        (tmp_path / "foreign.ckpt" / "model.safetensors").write_bytes(b"precious")
+        (tmp_path / "file.ckpt").write_bytes(b"precious")
+        for name in ("foreign.ckpt", "file.ckpt", "last.ckpt", "nothing.ckpt"):
+            made.strategy.remove_checkpoint(tmp_path / name)
+    assert names(tmp_path) == ["file.ckpt", "foreign.ckpt", "last.ckpt", "step=8.ckpt"]
+    assert "foreign.ckpt stays: it is no checkpoint of this library" in caplog.text
+    assert "file.ckpt stays" in caplog.text
+    assert "last.ckpt stays: it is the newest" in caplog.text
+
+
+def test_an_exception_leaves_a_checkpoint_from_which_training_goes_on(
+    tmp_path: Path, whole: tuple[Net, Path]
+) -> None:
+    class Broken(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
+            if self.global_step == 3:
+                raise RuntimeError("broken")
+
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer(tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)], checkpoints={}).fit(Broken())
+    check_same(fit(tmp_path, ckpt_path=tmp_path / "on_exception.ckpt"), whole[0])
+
+
+def test_a_requeued_job_passes_over_a_save_that_was_cut_short(
+    tmp_path: Path, whole: tuple[Net, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(whole[1] / "step=3.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    (tmp_path / ".unified-0123-hpc_ckpt_2.ckpt").mkdir()
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        resumed = fit(tmp_path, ckpt_path="hpc")
+    assert "hpc_ckpt_2.ckpt is passed over" in caplog.text
+    check_same(resumed, whole[0])
+
+
+def test_a_save_that_is_cut_short_leaves_the_older_one(
+    tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L#688: a job that dies while it saves."""
+    from unified_ckpt.engine.folder import commit
+
+    checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
+    publish, count = commit.publish, iter(range(100))
+
+    def dies(*arguments: Any, **more: Any) -> Any:
+        if next(count) == 3:  # the second last.ckpt, over the first
+            raise SystemExit
+        return publish(*arguments, **more)
+
+    monkeypatch.setattr(commit, "publish", dies)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, checkpoints=checkpoints)
+    monkeypatch.undo()
+    assert [name for name in names(tmp_path) if not name.startswith(".")] == [
+        "last.ckpt",
+        "step=4.ckpt",
+    ]
+    with uc.open(tmp_path / "last.ckpt") as source:
+        assert source.step == 2
+    check_same(fit(tmp_path, ckpt_path="last", checkpoints=checkpoints), whole[0])
+
+
+def test_strategies_are_refused_by_name(tmp_path: Path) -> None:
+    callback = UnifiedCheckpointCallback()
+
+    class Mine(SingleDeviceStrategy):
+        pass
+
+    made = trainer(tmp_path, stock=True)
+    made._accelerator_connector.strategy = FSDPStrategy()
+    with pytest.raises(
+        uc.LayoutError,
+        match=r"FSDPStrategy is not saved by this version; needed ModelParallelStrategy",
+    ):
+        callback.setup(made, Net(), "fit")
+    for name in ("DeepSpeedStrategy", "SingleDeviceXLAStrategy"):
+        made._accelerator_connector.strategy = type(name, (), {"save_checkpoint": None})()
+        with pytest.raises(uc.LayoutError, match=f"{name} is not saved by this version"):
+            callback.setup(made, Net(), "fit")
+    made = trainer(tmp_path, callbacks=[UnifiedCheckpointCallback()])
+    with pytest.raises(uc.CheckpointError, match="this Trainer has two of them"):
+        made.fit(Net())
+    trainer(tmp_path, strategy=Mine(torch.device("cpu")), max_epochs=1).fit(Net())
+    made = trainer(tmp_path, checkpoints={"dirpath": "memory://run"})
+    with pytest.raises(uc.StorageError, match="needed a local dirpath"):
+        made.fit(Net())
+
+
+def test_resume_and_module_from_a_save_without_the_model(tmp_path: Path) -> None:
+    """Weights come from the masters that `model_dtype` keeps, and the tensors beside them."""
+    options = OPTIONS.model_copy(
+        update={"model_dtype": "bfloat16", "parts": ("master_weights", "optimizer")}
+    )
+    made = trainer(
+        tmp_path,
+        stock=True,
+        callbacks=[UnifiedCheckpointCallback(save_options=options)],
+        max_epochs=1,
+    )
+    run = Net(dropout=0.0)
+    made.fit(run)
+    made.save_checkpoint(tmp_path / "mine")
+    assert not list((tmp_path / "mine").glob("model.safetensors*"))
+    weights = {name: tensor.clone() for name, tensor in run.state_dict().items()}
+    for found in (
+        load_from_checkpoint(Net, tmp_path / "mine"),
+        fit(tmp_path, max_epochs=1, ckpt_path=tmp_path / "mine"),
+    ):
+        assert all(
+            torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items()
+        )
+
+
+def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[Net, Path]) -> None:
+    made = trainer(tmp_path)
+    run = Net(width=24)
+    made.fit(run)
+    made.save_checkpoint(tmp_path / "mine")
+    found = load_from_checkpoint(Net, tmp_path / "mine")
+    assert found.hparams["width"] == 24
+    assert all(
+        torch.equal(tensor, run.state_dict()[name]) for name, tensor in found.state_dict().items()
+    )
+    assert load_from_checkpoint(Net, tmp_path / "mine", lr=3.0).hparams["lr"] == 3.0
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_from_checkpoint(Net, tmp_path / "mine", width=8)
+    uc.save(tmp_path / "plain", model=Net())
+    with pytest.raises(uc.CheckpointError, match="no Trainer of Lightning wrote it"):
+        load_from_checkpoint(Net, tmp_path / "plain")
+
+
+def test_save_checkpoint_over_a_folder_that_the_caller_names(tmp_path: Path) -> None:
+    """A name that no callback chose: the folder of a project, or of the run itself, stays where it is."""
+    made = trainer(tmp_path / "run")
+    made.fit(Net())
+    made.save_checkpoint(tmp_path / "run" / "mine")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "main.py").write_text("1")
+    for folder in (tmp_path / "project", tmp_path / "run"):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(uc.StorageError, match=r"holds .*, expected a"):
+            made.save_checkpoint(folder)
+        assert sorted(folder.rglob("*")) == before
+
+
+class Shards(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = 0
+
+    def train_dataloader(self) -> Any:
+        self.shard += 1
+        return torch.utils.data.DataLoader(samples(), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shard": self.shard}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shard = 10 * state_dict["shard"]
+
+
+def test_datamodules_and_other_callbacks_come_back(tmp_path: Path) -> None:
+    def run(out: Path, **more: Any) -> tuple[Shards, EarlyStopping]:
+        module, data, stopping = (
+            Net(),
+            Shards(),
+            EarlyStopping("loss", patience=5, check_on_train_epoch_end=True),
+        )
+        trainer(out, checkpoints=EPOCHS, callbacks=[stopping], **more.pop("trainer", {})).fit(
+            module, datamodule=data, **more
+        )
+        return data, stopping
+
+    first, before = run(tmp_path)
+    second, after = run(
+        tmp_path / "other", ckpt_path=tmp_path / "step=8.ckpt", trainer={"max_epochs": 2}
+    )
+    assert (first.shard, second.shard) == (1, 11)
+    assert after.state_dict() == before.state_dict()
+
+
+def test_a_resume_that_failed_leaves_nothing_to_the_next_run(
+    whole: tuple[Net, Path], tmp_path: Path
+) -> None:
+    class Fails(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise RuntimeError("not today")
+
+    made = trainer(tmp_path)
+    with pytest.raises(RuntimeError, match="not today"):
+        made.fit(Fails(), ckpt_path=whole[1] / "step=3.ckpt")
+    torch.manual_seed(0)
+    module = Net()
+    made.fit(module)
+    check_same(module, whole[0])
+    assert len(module.losses) == 8
+
+
+def test_tied_weights_and_compiled_modules(tmp_path: Path) -> None:
+    class Tied(Net):
+        def __init__(self) -> None:
+            super().__init__(width=8)
+            self.again = torch.nn.Linear(8, 8)
+            self.again.weight = self.up.weight
+            self.up = torch.compile(self.up, backend="eager")  # type: ignore[assignment]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.down(self.again(self.up(x).relu()))
+            return found
+
+    run, resumed = Tied(), Tied()
+    trainer(tmp_path, checkpoints=EVERY).fit(run)
+    trainer(tmp_path / "other").fit(resumed, ckpt_path=tmp_path / "step=6.ckpt")
+    check_same(resumed, run)
+    assert resumed.again.weight is resumed.up.weight
+    with uc.open(tmp_path / "step=6.ckpt") as source:
+        assert {"up.weight", "again.bias"} <= set(source["model"])
+        assert "again.weight" not in set(source["model"])
+
+
+def test_the_other_package_of_lightning(tmp_path: Path) -> None:
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self, width: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(width, 1)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss = (self.layer(batch[0]) - batch[1]).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(samples(), batch_size=4, shuffle=True)
+
+    def run(out: Path, ckpt_path: Path | None = None) -> Module:
+        torch.manual_seed(0)
+        module = Module()
+        told = pytorch_lightning.callbacks.ModelCheckpoint(dirpath=out, filename="{step}", **EVERY)  # type: ignore[arg-type]
+        made = pytorch_lightning.Trainer(
+            default_root_dir=out, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
+            callbacks=[told, UnifiedCheckpointCallback(save_options=OPTIONS)],
+        )  # fmt: skip
+        made.fit(module, ckpt_path=ckpt_path)
+        return module
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    straight = run(tmp_path / "a")
+    resumed = run(tmp_path / "b", tmp_path / "a" / "step=3.ckpt")
+    assert resumed.losses == straight.losses[3:]
+    found = load_from_checkpoint(Module, tmp_path / "a" / "step=8.ckpt")
+    assert torch.equal(found.layer.weight, straight.layer.weight)
+    assert isinstance(found, pytorch_lightning.LightningModule)
+    assert not isinstance(found, pl.LightningModule)

@@ -1,0 +1,69 @@
+"""Where a run of Lightning goes on: from each of its checkpoints, whatever wrote it and whatever gives the data, as if never stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.lightnings import check_same, fit
+
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore::UserWarning:(pytorch_)?lightning\b",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore:'set_vital' is deprecated",
+)
+EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
+EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
+
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "at the end of epochs": (EPOCHS, "plain", {}),
+    "at the end of epochs, counting steps": (EPOCHS, "plain", {"max_epochs": -1, "max_steps": 7}),
+    "after validations in mid-epoch": (EPOCHS, "plain", {"val_check_interval": 2}),
+    "with a loader that has a state": ({**EVERY, "every_n_train_steps": 2}, "stateful", {}),
+    "with a loader that has a state, at the end of epochs, counting steps": (
+        EPOCHS,
+        "stateful",
+        {"max_epochs": -1, "max_steps": 7},
+    ),
+}
+SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "every step, counting steps": (EVERY, "plain", {"max_epochs": -1, "max_steps": 7}),
+    "between steps of the optimizer": (EVERY, "plain", {"accumulate_grad_batches": 2}),
+    "without validation": (EVERY, "plain", {"limit_val_batches": 0}),
+    "with a worker": ({**EVERY, "every_n_train_steps": 3}, "workers", {}),
+    "with a loader that has a state, counting steps": (
+        EVERY,
+        "stateful",
+        {"max_epochs": -1, "max_steps": 7},
+    ),
+    "with a loader that has a state, at the end of epochs": (EPOCHS, "stateful", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_it_goes_on_as_if_never_stopped(tmp_path: Path, case: str) -> None:
+    """L#19764, L#18780, L#12285: data that come twice after a resume in mid-epoch."""
+    checkpoints, loader, arguments = (CASES | SLOW)[case]
+    whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)
+    saved = sorted(os.listdir(tmp_path / "whole"))
+    assert len(saved) > 1
+    for name in saved:
+        resumed = fit(
+            tmp_path / name,
+            ckpt_path=tmp_path / "whole" / name,
+            net={"loader": loader},
+            seed=5,
+            **arguments,
+        )
+        step = int(re.findall(r"\d+", name)[0])
+        assert len(resumed.losses) == len(whole.losses) - step * arguments.get(
+            "accumulate_grad_batches", 1
+        ), name
+        assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :], name
+        check_same(resumed, whole)

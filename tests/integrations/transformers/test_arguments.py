@@ -1,0 +1,210 @@
+"""Training arguments that touch checkpoints, beside the stock Trainer: the same checkpoints, the same best one, the same state file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+import unified_ckpt as uc
+from tests.support.trainer_arguments import BEST, state_of
+from tests.support.trainers import Sequences, StopAt, check_same, losses, model, trainer
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Counts the steps of all runs."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.count = start, start
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"start": self.start}, "attributes": {"count": self.count}}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {
+            "save_strategy": "epoch",
+            "max_steps": -1,
+            "num_train_epochs": 3,
+            "per_device_train_batch_size": 16,
+            "save_total_limit": 2,
+        },
+        {**BEST, "save_strategy": "best", "save_total_limit": 2},
+        {
+            **BEST,
+            "save_steps": 1,
+            "load_best_model_at_end": True,
+            "save_only_model": True,
+            "save_total_limit": 1,
+        },
+        {
+            **BEST,
+            "save_steps": 2,
+            "load_best_model_at_end": True,
+            "save_total_limit": 2,
+            "gradient_accumulation_steps": 2,
+        },
+    ],
+    ids=["epoch", "best", "only_model", "accumulation"],
+)
+def test_the_same_checkpoints_as_the_stock_one(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    stock = trainer(tmp_path / "stock", Counter(), stock=True, **arguments)
+    stock.train()
+    ours = trainer(tmp_path / "ours", Counter(), **arguments)  # its construction sets the seed
+    ours.train()
+    check_same(ours, stock)
+    names = sorted(os.listdir(tmp_path / "ours"))
+    assert names == sorted(os.listdir(tmp_path / "stock"))
+    assert names
+    for name in names:
+        assert state_of(tmp_path / "ours" / name) == state_of(tmp_path / "stock" / name)
+    assert (
+        Path(ours.state.best_model_checkpoint or "").name
+        == Path(stock.state.best_model_checkpoint or "").name
+    )
+
+
+def test_states_of_callbacks_come_back(tmp_path: Path) -> None:
+    arguments = {
+        **BEST,
+        "restore_callback_states_from_checkpoint": True,
+        "load_best_model_at_end": True,
+    }
+    trainer(tmp_path, StopAt(4), Counter(7), EarlyStoppingCallback(9, 0.25), **arguments).train()
+    resumed = trainer(tmp_path, Counter(), EarlyStoppingCallback(1), **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    (counter,) = [one for one in resumed.callback_handler.callbacks if isinstance(one, Counter)]
+    (early,) = [
+        one for one in resumed.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)
+    ]
+    assert (counter.start, counter.count) == (7, 13)
+    assert (early.early_stopping_patience, early.early_stopping_threshold) == (9, 0.25)
+    assert resumed.state.global_step == 6
+
+
+def test_a_gradient_scaler_comes_back(tmp_path: Path) -> None:
+    def scaled(name: str, *callbacks: TrainerCallback) -> Trainer:
+        made = trainer(tmp_path / name, *callbacks)
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=3)
+        return made
+
+    straight = scaled("straight")
+    straight.train()
+    scaled("run", StopAt(4)).train()
+    resumed = scaled("run")
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+    assert resumed.accelerator.scaler.state_dict() == straight.accelerator.scaler.state_dict()
+    assert resumed.accelerator.scaler.get_scale() > 32.0
+
+
+@pytest.mark.slow
+def test_a_compiled_model_resumes_and_its_names_are_the_models(tmp_path: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    straight = trainer(tmp_path / "stock", stock=True, **compiled)
+    straight.train()
+    trainer(tmp_path / "run", StopAt(4), **compiled).train()
+    with uc.open(tmp_path / "run" / "checkpoint-4") as source:
+        assert "lm_head.weight" in source["model"]
+    resumed = trainer(tmp_path / "run", **compiled)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+
+
+class Small(Trainer):
+    """Has memory for batches of 2."""
+
+    def training_step(
+        self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
+    ) -> torch.Tensor:
+        if len(inputs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, *more)
+
+
+@pytest.mark.slow  # it collects garbage again and again
+def test_a_batch_size_that_is_found_stays_at_a_resume(tmp_path: Path) -> None:
+    def small(out: Path, *callbacks: TrainerCallback) -> Trainer:
+        told = trainer(
+            out, stock=True, auto_find_batch_size=True, per_device_train_batch_size=8
+        ).args
+        return Small(model=model(), args=told, train_dataset=Sequences(), callbacks=list(callbacks))
+
+    straight = small(tmp_path / "stock")
+    straight.train()
+    small(tmp_path / "run", UnifiedCheckpointCallback(), StopAt(4)).train()
+    resumed = small(tmp_path / "run", UnifiedCheckpointCallback())
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.train_batch_size == straight.state.train_batch_size
+    check_same(resumed, straight)
+
+
+class Terminated(TrainerCallback):
+    """Gets SIGTERM in the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_saves_at_the_step_and_training_goes_on_from_there(tmp_path: Path) -> None:
+    def jit(*callbacks: TrainerCallback) -> Trainer:
+        made = trainer(tmp_path, *callbacks, enable_jit_checkpoint=True, save_strategy="no")
+        (found,) = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
+        found.jit_manager._sigterm_handler = lambda *_: (
+            found.jit_manager._enable_checkpoint()
+        )  # no 3 s of grace
+        signal.signal(signal.SIGTERM, found.jit_manager._sigterm_handler)
+        return made
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stopped = jit(Terminated())
+        stopped.train()
+        assert os.listdir(tmp_path) == ["checkpoint-2"]
+        assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
+        assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / "checkpoint-2")
+        resumed = jit()
+        resumed.train(resume_from_checkpoint=True)
+        assert len(losses(resumed)) == 6
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_save_model_and_push_to_hub_of_the_user_write_weights(tmp_path: Path) -> None:
+    """`Trainer.push_to_hub` calls `save_model` as the Trainer itself does within a checkpoint."""
+    made = trainer(tmp_path)
+    made.save_model(str(tmp_path / "mine"))
+    made.save_model(str(tmp_path / "pushed"), _internal_call=True)
+    for name in ("mine", "pushed"):
+        assert (tmp_path / name / "model.safetensors").is_file()
+
+
+class Saves(Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+
+
+def test_an_own_way_to_write_weights_is_told_to_be_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        Saves(
+            model=model(),
+            args=trainer(tmp_path, stock=True).args,
+            callbacks=[UnifiedCheckpointCallback()],
+        )
+    assert "Saves._save is not called within a checkpoint" in caplog.text

@@ -1,0 +1,286 @@
+"""Hugging Face's Trainer with the callback, beside the stock one: losses and weights, stopped and resumed, and errors that users make."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM, Trainer
+
+import unified_ckpt as uc
+from tests.support.trainers import StopAt, check_same, trainer
+from tests.support.training_jobs import TRAITS, JobSpec, Net
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The stock Trainer, uninterrupted."""
+    made = trainer(tmp_path_factory.mktemp("stock"), stock=True)
+    made.train()
+    return made
+
+
+def test_it_trains_as_the_stock_one_and_the_folder_opens_in_stock_transformers(
+    tmp_path: Path, whole: Trainer
+) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    check_same(made, whole)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    folder = tmp_path / "checkpoint-6"
+    assert {
+        "config.json",
+        "trainer_state.json",
+        "training_args.bin",
+        "unified_checkpoint.json",
+    } <= set(os.listdir(folder))
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth"} & set(os.listdir(folder))
+    assert uc.verify(folder, deep=True).ok
+    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+
+
+def test_config_says_the_dtype_of_the_weights_as_the_stock_one(
+    tmp_path: Path, whole: Trainer
+) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    stock = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
+    assert (tmp_path / "checkpoint-6" / "config.json").read_text() == stock.read_text()
+    in_half = UnifiedCheckpointCallback(save_options=uc.SaveOptions(model_dtype="bfloat16"))
+    half = trainer(tmp_path / "half", in_half, stock=True, max_steps=2)
+    half.train()
+    assert (
+        LlamaForCausalLM.from_pretrained(tmp_path / "half" / "checkpoint-2").dtype == torch.bfloat16
+    )
+    assert half.model.config.dtype != "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}]
+)
+def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    straight = trainer(tmp_path / "straight", **arguments)
+    straight.train()
+    trainer(tmp_path / "run", StopAt(4), **arguments).train()
+    resumed = trainer(tmp_path / "run", **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+
+
+def test_a_path_may_be_given_and_an_attached_callback_does_the_same(
+    tmp_path: Path, whole: Trainer
+) -> None:
+    trainer(tmp_path, StopAt(4)).train()
+    resumed = trainer(tmp_path, stock=True)
+    UnifiedCheckpointCallback().attach(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    check_same(resumed, whole)
+
+
+def test_auto_resume_passes_over_what_is_not_whole(
+    tmp_path: Path, whole: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path).train()
+    (tmp_path / "checkpoint-6" / "optimizer.safetensors").unlink()
+    (tmp_path / "checkpoint-4" / "unified_checkpoint.json").unlink()
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        resumed = trainer(tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-6 is passed over" in caplog.text
+    assert "checkpoint-4 is passed over" in caplog.text
+    check_same(resumed, whole)
+
+
+def test_auto_resume_with_nothing_whole_raises(tmp_path: Path) -> None:
+    """The stock Trainer would go on from the weights of what is left, with a fresh optimizer."""
+    trainer(tmp_path, max_steps=4).train()
+    (tmp_path / "checkpoint-2" / "unified_checkpoint.json").unlink()
+    os.truncate(tmp_path / "checkpoint-4" / "optimizer.safetensors", 100)
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"none can be resumed from \(2\):\n  checkpoint-4: optimizer.*\n  checkpoint-2: it has no",
+    ):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(uc.NotFoundError, match="has no valid manifest"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_resumed_by_it(tmp_path: Path, whole: Trainer) -> None:
+    trainer(tmp_path, StopAt(4), stock=True).train()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, whole)
+    assert (tmp_path / "checkpoint-6" / "unified_checkpoint.json").is_file()
+
+
+@pytest.mark.parametrize(("limit", "left"), [(1, [6]), (2, [4, 6])])
+def test_save_total_limit(tmp_path: Path, limit: int, left: list[int]) -> None:
+    trainer(tmp_path, save_total_limit=limit).train()
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path,
+        save_total_limit=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=0.5,
+    )
+    made.train()
+    best = made.state.best_model_checkpoint
+    assert best is not None
+    assert os.path.isdir(best)
+    found = LlamaForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in made.model.state_dict().items())
+    assert "checkpoint-6" in os.listdir(tmp_path)
+
+
+def test_save_only_model_has_no_optimizer_and_resuming_says_so(tmp_path: Path) -> None:
+    trainer(tmp_path, save_only_model=True).train()
+    assert not any("optimizer" in name for name in os.listdir(tmp_path / "checkpoint-6"))
+    with pytest.raises(uc.MismatchError, match="optimizer"):
+        trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+
+
+def test_errors_that_users_make(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", StopAt(2)).train()
+    made, folder = trainer(tmp_path / "run"), tmp_path / "run" / "checkpoint-2"
+    with pytest.raises(
+        uc.NotFoundError,
+        match="is a run's folder; needed one of its checkpoints, the newest is checkpoint-2",
+    ):
+        made.train(resume_from_checkpoint=str(tmp_path / "run"))
+    with pytest.raises(uc.NotFoundError, match="is a file"):
+        made.train(resume_from_checkpoint=str(folder / "config.json"))
+    with pytest.raises(uc.NotFoundError, match="is not there"):
+        made.train(resume_from_checkpoint=str(tmp_path / "nothing"))
+    shutil.copytree(folder, tmp_path / "cut")
+    for name in ("unified_checkpoint.json", "trainer_state.json"):
+        (tmp_path / "cut" / name).unlink()
+    with pytest.raises(uc.NotFoundError, match="it is unfinished, or damaged"):
+        made.train(resume_from_checkpoint=str(tmp_path / "cut"))
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        made.train(resume_from_checkpoint=True)
+
+
+def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
+    tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unified_ckpt.engine.folder import commit
+
+    trainer(tmp_path, StopAt(2)).train()
+
+    def dead(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", dead)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == [
+        "checkpoint-2"
+    ]
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, whole)
+
+
+def test_what_was_in_the_way_outlives_the_best_checkpoint(tmp_path: Path) -> None:
+    """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a step's for one."""
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "results.json").write_text("{}")
+    limits = {
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    trainer(tmp_path, **limits).train()
+    assert os.listdir(tmp_path / "checkpoint-2-before-1") == ["results.json"]
+    assert len(os.listdir(tmp_path)) == 2
+
+
+class LossNet(Net):
+    """`Net` as the Trainer trains it; its buffers change in every forward pass."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.second(self.first(self.embed(input_ids % 6))) * self.norm.to(
+            self.first.weight.dtype
+        )
+        buffers = dict(self.named_buffers())
+        if self.training and "mean" in buffers:
+            buffers["mean"].lerp_(hidden.detach().mean((0, 1)), 0.1)
+        if self.training and "count" in buffers:
+            buffers["count"].add_(3)
+            buffers["mask"].logical_xor_(hidden.detach().mean((0, 1)) > 0)
+        return {
+            "loss": torch.nn.functional.cross_entropy(
+                self.head(hidden).flatten(0, 1).float(), labels.flatten() % 6
+            )
+        }
+
+
+def loss_net(spec: JobSpec, seed: int) -> LossNet:
+    torch.manual_seed(seed)
+    return LossNet(spec)
+
+
+@given(
+    st.sampled_from(("fp32", "bf16", "model_dtype")),
+    st.frozensets(st.sampled_from([trait for trait in TRAITS if trait != "ema"]), max_size=4),
+    st.sampled_from(
+        (None, ("model", "optimizer"), ("master_weights", "optimizer"), ("modle", "optimizer"))
+    ),
+)
+@settings(max_examples=8, phases=[Phase.generate])
+def test_trainer_round_trip_is_bitwise_or_refused(
+    precision: str, traits: frozenset[str], parts: tuple[str, ...] | None
+) -> None:
+    """A run with any parts chosen either ends at its first save, which leaves nothing, or resumes bit for bit."""
+    spec = JobSpec(precision, traits)
+    without_masters, rounded = (
+        precision != "model_dtype",
+        precision == "model_dtype" and parts == ("model", "optimizer"),
+    )
+    refused = parts is not None and (
+        parts[0] == "modle" or (without_masters and "model" not in parts)
+    )
+    options = uc.SaveOptions(
+        fsync=False, parts=parts, model_dtype=None if without_masters else "bfloat16"
+    )
+
+    def run(out: Path, seed: int) -> Trainer:
+        made = trainer(out, stock=True, net=loss_net(spec, seed), max_steps=4, optim="adamw_torch")
+        UnifiedCheckpointCallback(save_options=options).attach(made)
+        return made
+
+    with tempfile.TemporaryDirectory() as folder:
+        straight = run(Path(folder, "straight"), 1)
+        if refused:
+            with pytest.raises(uc.CheckpointError):
+                straight.train()
+            assert os.listdir(Path(folder, "straight")) == []
+            return
+        straight.train()
+        (Path(folder) / "resumed").mkdir()
+        os.rename(Path(folder, "straight", "checkpoint-2"), Path(folder, "resumed", "checkpoint-2"))
+        resumed = run(Path(folder, "resumed"), 2)
+        if rounded:  # fp32 weights cannot come from a model of bf16 without a word
+            with pytest.raises(uc.CheckpointError):
+                resumed.train(resume_from_checkpoint=True)
+            return
+        resumed.train(resume_from_checkpoint=True)
+        check_same(resumed, straight)

@@ -1,0 +1,143 @@
+"""Resuming from what is not what the Trainer needs: each error says what is there and what to do, and nothing is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+import unified_ckpt as uc
+from tests.support.trainers import StopAt, trainer
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after two steps."""
+    path = tmp_path_factory.mktemp("run")
+    trainer(path, StopAt(2)).train()
+    return path
+
+
+def check_refused(made: Trainer, path: Path, error: type[Exception], match: str) -> None:
+    """The error comes, and the model is as it was."""
+    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    with pytest.raises(error, match=match):
+        made.train(resume_from_checkpoint=str(path))
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in made.model.state_dict().items()
+    )
+
+
+def test_another_model_is_told_by_what_differs_in_its_configuration(
+    run: Path, tmp_path: Path
+) -> None:
+    wide = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=100,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            attention_dropout=0.1,
+        )
+    )
+    match = r"checkpoint-2: is not of the Trainer's model: .*hidden_size is 32 there, 64 here(.|\n)*norm.weight: checkpoint has shape"
+    check_refused(trainer(tmp_path, net=wide), run / "checkpoint-2", uc.MismatchError, match)
+
+
+def test_another_optimizer_is_refused_not_started_afresh(run: Path, tmp_path: Path) -> None:
+    made = trainer(tmp_path, optim="sgd")
+    with pytest.raises(
+        uc.MismatchError,
+        match=r"its optimizer is torch.AdamW, the Trainer's is torch.SGD; needed the same `optim`",
+    ):
+        made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+
+
+def test_an_optimizer_that_was_deleted_is_named_and_the_way_on_works(
+    run: Path, tmp_path: Path
+) -> None:
+    """transformers goes on with an empty optimizer, without a word."""
+    folder = tmp_path / "run" / "checkpoint-2"
+    shutil.copytree(run, tmp_path / "run")
+    for file in folder.glob("optimizer*"):
+        file.unlink()
+    match = r"holds model and no optimizer .*; to train on from its weights .* make the model with from_pretrained\("
+    check_refused(trainer(tmp_path / "run"), folder, uc.MismatchError, match)
+    trainer(tmp_path / "fresh", net=LlamaForCausalLM.from_pretrained(folder), max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("leave", "error", "match"),
+    [
+        (
+            lambda folder: (folder / "global_step2").mkdir(),
+            uc.FormatError,
+            "is DeepSpeed's; needed a checkpoint of this callback",
+        ),
+        (
+            lambda folder: (folder / "pytorch_model_fsdp_0").mkdir(),
+            uc.IncompleteError,
+            "has no .metadata, which is written last",
+        ),
+    ],
+    ids=["DeepSpeed", "Accelerate's FSDP, not whole"],
+)
+def test_other_formats_are_refused(
+    run: Path, tmp_path: Path, leave: Callable[[Path], None], error: type[Exception], match: str
+) -> None:
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    shutil.copy(run / "checkpoint-2" / "trainer_state.json", folder)
+    leave(folder)
+    check_refused(trainer(tmp_path), folder, error, match)
+
+
+def test_the_callback_chooses_the_model_alone_where_the_trainer_may_not(
+    run: Path, tmp_path: Path
+) -> None:
+    """Argument `save_only_model`, both ways."""
+    for told, chosen, has in [(False, True, False), (True, False, True), (True, None, False)]:
+        made = trainer(tmp_path / f"{told}-{chosen}", stock=True, max_steps=2, save_only_model=told)
+        callback = UnifiedCheckpointCallback(
+            save_options=uc.SaveOptions(fsync=False), save_only_model=chosen
+        )
+        callback.attach(made)
+        made.train()
+        with uc.open(tmp_path / f"{told}-{chosen}" / "checkpoint-2") as source:
+            assert ("optimizer" in source.parts) == has
+
+
+def test_a_resume_reads_each_tensor_once(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, callback = trainer(tmp_path, stock=True, max_steps=3), UnifiedCheckpointCallback()
+    callback.attach(made)
+    with caplog.at_level("INFO", logger="unified_ckpt"):
+        made.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    with uc.open(run / "checkpoint-2") as source:
+        nbytes = sum(
+            view.dtype.itemsize * prod(view.shape) for view in source["optimizer"].values()
+        )
+    assert len([line for line in caplog.messages if line.startswith("loaded")]) == 2, (
+        "the model, and the optimizer"
+    )
+    assert callback._bound is not None
+    assert callback._bound._report is not None
+    assert callback._bound._report.bytes_read == nbytes
+
+
+def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:
+    made = trainer(tmp_path, stock=True)
+    made.args._n_gpu = 2
+    with pytest.raises(uc.LayoutError, match="DataParallel; needed torchrun"):
+        UnifiedCheckpointCallback().attach(made)
+    made.args._n_gpu, made.is_deepspeed_enabled = 0, True
+    with pytest.raises(uc.LayoutError, match="DeepSpeed holds the state"):
+        UnifiedCheckpointCallback().attach(made)

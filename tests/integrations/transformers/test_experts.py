@@ -1,0 +1,47 @@
+"""The Trainer with a model whose experts are stacked in memory and apart on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralForCausalLM, TrainerCallback
+
+import unified_ckpt as uc
+from tests.support.expert_models import mixtral
+from tests.support.trainers import StopAt, check_same, trainer
+from unified_ckpt.integrations.transformers import open_hub_names
+
+
+class Held(TrainerCallback):
+    """Keeps the weights with which training begins."""
+
+    def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stopped_by_stock", [False, True])
+def test_experts_are_not_left_at_random_values_by_a_resume(
+    tmp_path: Path, stopped_by_stock: bool
+) -> None:
+    """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with random experts."""
+    straight = trainer(tmp_path / "straight", net=mixtral(), stock=True)
+    straight.train()
+    trainer(tmp_path / "run", StopAt(4), net=mixtral(), stock=stopped_by_stock).train()
+    found = MixtralForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4").state_dict()
+    held, other = Held(), mixtral()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    resumed = trainer(tmp_path / "run", held, net=other)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(tensor, held.weights[name]) for name, tensor in found.items())
+    check_same(resumed, straight)
+    with open_hub_names(tmp_path / "run" / "checkpoint-6") as source:
+        experts = source["model"]["model.layers.1.block_sparse_moe.experts.3.w3.weight"][...]
+    assert torch.equal(
+        experts, straight.model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][3, 24:]
+    )
+    assert uc.verify(tmp_path / "run" / "checkpoint-6", deep=True).ok

@@ -1,0 +1,77 @@
+"""The mixin: a Trainer class that saves and resumes through the engine, and what it does with a callback beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import unified_ckpt as uc
+from tests.support.trainers import STEPS, Sequences, StopAt, check_same, model, trainer
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, UnifiedCheckpointMixin
+
+
+class Own(UnifiedCheckpointMixin, Trainer):
+    """With a way of its own to save, which calls ours."""
+
+    saved: int = 0
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self.saved += 1
+        super()._save_checkpoint(model, trial)
+
+
+def own(out: Path, *callbacks: TrainerCallback) -> Own:
+    told = TrainingArguments(
+        output_dir=str(out),
+        max_steps=STEPS,
+        save_steps=2,
+        logging_steps=1,
+        seed=1,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    fast = uc.SaveOptions(fsync=False)
+    return Own(
+        model=model(),
+        args=told,
+        train_dataset=Sequences(),
+        callbacks=list(callbacks),
+        save_options=fast,
+    )
+
+
+def test_a_class_with_the_mixin_resumes_as_the_stock_one_goes_on(tmp_path: Path) -> None:
+    straight = trainer(tmp_path / "stock", stock=True)
+    straight.train()
+    stopped = own(tmp_path / "run", StopAt(4))
+    stopped.train()
+    assert stopped.saved == 2
+    assert uc.verify(tmp_path / "run" / "checkpoint-4").ok
+    resumed = own(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+
+
+def test_a_mixin_and_a_callback_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(uc.CheckpointError, match="the Trainer has one already"):
+        own(tmp_path, UnifiedCheckpointCallback())
+    with pytest.raises(uc.CheckpointError, match="the Trainer has one already"):
+        trainer(tmp_path, UnifiedCheckpointCallback())
+
+
+def test_a_mixin_in_the_wrong_place_says_so() -> None:
+    with pytest.raises(
+        TypeError, match="Late: UnifiedCheckpointMixin comes after Trainer; needed class Late"
+    ):
+
+        class Late(Trainer, UnifiedCheckpointMixin):
+            pass
+
+    with pytest.raises(TypeError, match="needed a subclass of Trainer, too"):
+        UnifiedCheckpointMixin()

@@ -1,0 +1,145 @@
+"""The place in the data of Hugging Face's Trainer when the total batch size changes: every sample of an epoch once."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.trainer_positions import LENGTH, Numbered, seen, train
+from tests.support.trainers import StopAt
+from unified_ckpt.integrations.transformers.position import Pace, Place, place_of, same_place
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        yield from (Numbered()[i] for i in range(LENGTH))
+
+
+class SaveAndStopAt(StopAt):
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_step_end(args, state, control, **more)
+        control.should_save = control.should_training_stop
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """Three epochs of the stock Trainer."""
+    taken = train(seen(tmp_path_factory.mktemp("stock"), batch=4, stock=True, save_strategy="no"))
+    assert [sorted(taken[i : i + LENGTH]) for i in range(0, 3 * LENGTH, LENGTH)] == [
+        list(range(LENGTH))
+    ] * 3
+    return taken
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, order: list[int]) -> Path:
+    """A run that stopped at step 15, which is sample 60, with the callback."""
+    root = tmp_path_factory.mktemp("stopped")
+    assert train(seen(root, StopAt(15), batch=4)) == order[:60]
+    return root
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 3), (12, 1)])
+def test_no_sample_is_taken_twice_or_never(
+    stopped: Path, order: list[int], batch: int, accumulation: int
+) -> None:
+    made = seen(stopped, batch=batch, gradient_accumulation_steps=accumulation, save_strategy="no")
+    assert train(made, resume=True) == order[60:]
+    assert made.state.global_step == made.state.max_steps == 15 + 84 // (batch * accumulation)
+
+
+def test_after_a_change_steps_are_no_measure_any_more(
+    tmp_path: Path, stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    assert train(seen(tmp_path / "run", SaveAndStopAt(17), batch=12), resume=True) == order[60:84]
+    with caplog.at_level(logging.INFO, logger="unified_ckpt"):
+        rest = train(seen(tmp_path / "run", batch=12, save_strategy="no"), resume=True)
+    assert rest == order[84:], "step 17 is sample 84, not 17 * 12"
+    assert "another total batch size" not in caplog.text
+
+
+def test_max_steps_are_steps(stopped: Path, order: list[int]) -> None:
+    made = seen(stopped, batch=12, max_steps=22, save_strategy="no")
+    assert train(made, resume=True) == order[60:]
+    assert made.state.global_step == 22
+
+
+def test_samples_that_fill_no_step_are_taken_again_and_the_log_says_so(
+    stopped: Path, order: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        rest = train(seen(stopped, StopAt(17), batch=8, save_strategy="no"), resume=True)
+    assert rest == order[56:72]
+    assert "4 samples of the epoch are taken again: 12 have been, a step is 8 now" in caplog.text
+
+
+def test_a_stream_goes_on_at_the_sample(tmp_path: Path) -> None:
+    taken = train(seen(tmp_path, StopAt(15), batch=4, data=Stream(), max_steps=20))
+    made = seen(tmp_path, batch=6, data=Stream(), max_steps=25, save_strategy="no")
+    assert taken + train(made, resume=True) == [*range(LENGTH)] * 2 + [*range(24)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "the order of this data loader may depend on batch size or processes",
+        ),
+        (
+            {"data_seed": 9},
+            "the data is shuffled of 48 samples, seed 9; it was shuffled of 48, seed 5",
+        ),
+        (
+            {"train_sampling_strategy": "sequential"},
+            "the data is in its own order of 48 samples, seed None",
+        ),
+    ],
+)
+def test_an_order_that_is_another_is_told(
+    stopped: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], said: str
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
+        train(seen(stopped, StopAt(16), batch=6, save_strategy="no", **arguments), resume=True)
+    assert said in caplog.text
+
+
+def test_ignore_data_skip_begins_the_epoch_again(stopped: Path, order: list[int]) -> None:
+    rest = train(
+        seen(stopped, StopAt(17), batch=12, save_strategy="no", ignore_data_skip=True), resume=True
+    )
+    assert rest == order[48:72]
+
+
+def test_places() -> None:
+    pace = Pace(8, 2, "shuffled", 1, 100)
+    assert place_of(0.0, rounds_in_epoch=13, pace=pace) == Place(0, 0, 0)
+    assert place_of(2 + 6 / 13, rounds_in_epoch=13, pace=pace) == Place(2, 48, 6)
+    assert place_of(3.0, rounds_in_epoch=13, pace=pace) == Place(3, 0, 0)
+    for rounds in (3, 7, 10_007, 1_000_003):
+        assert all(
+            place_of(41 + k / rounds, rounds_in_epoch=rounds, pace=pace).rounds == k
+            for k in range(0, rounds, rounds // 3)
+        )
+    saved = {
+        "epoch": 2,
+        "samples": 48,
+        "pace": {
+            "round_samples": 8,
+            "accumulation": 2,
+            "order": "shuffled",
+            "seed": 1,
+            "length": 100,
+        },
+    }
+    assert same_place(saved, Pace(3, 4, "shuffled", 1, 100)) == (Place(2, 48, 16), [])
+    place, notes = same_place(saved, Pace(10, 2, "shuffled", 1, 100))
+    assert place == Place(2, 40, 4)
+    assert len(notes) == 1

@@ -1,0 +1,170 @@
+"""What lies under a root: good, bad and left over; by manifests, never by names or times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.managers import copy, cut_off, lose, put, state
+from tests.support.manifests import sealed
+from unified_ckpt.format import names
+from unified_ckpt.manager.steps.scan import Scan, scan
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+
+def scanned(root: Path, prefix: str = "checkpoint-") -> Scan:
+    return scan(LocalStorage(str(root)), prefix)
+
+
+def test_a_record_says_what_the_manifest_says(tmp_path: Path) -> None:
+    uc.save(
+        tmp_path / "checkpoint-12", step=12, metrics={"loss": 0.5}, rank_extra=(1, 2), **state(12)
+    )
+    (one,) = scanned(tmp_path).steps
+    manifest = json.loads((tmp_path / "checkpoint-12" / names.MANIFEST).read_bytes())
+    assert (one.name, one.status, one.why, one.step, one.full, one.ours) == (
+        "checkpoint-12",
+        "complete",
+        "",
+        12,
+        True,
+        True,
+    )
+    assert (one.created, one.seconds, one.save_id) == (
+        manifest["created"],
+        manifest["seconds"],
+        manifest["save_id"],
+    )
+    assert (one.parts, one.metrics) == (("model", "optimizer"), {"loss": 0.5})
+    files = list((tmp_path / "checkpoint-12").iterdir())
+    assert (one.files, one.nbytes) == (len(files), sum(file.stat().st_size for file in files))
+    assert one.saved.step == 12
+
+
+def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
+    put(tmp_path, 9, 10, 100)
+    assert [one.step for one in scanned(tmp_path).complete] == [9, 10, 100]
+    assert scanned(tmp_path / "none") == Scan((), ())
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (cut_off, "it has no unified_checkpoint.json"),
+        (lose, "optimizer.safetensors is missing"),
+        (lambda f: lose(f, "digests.safetensors"), "digests.safetensors is missing"),
+        (
+            lambda f: lose(f, "model.safetensors.index.json"),
+            "model.safetensors.index.json is missing",
+        ),
+        (
+            lambda f: os.truncate(f / "model.safetensors", 9),
+            "model.safetensors has 9 bytes; the manifest says ",
+        ),
+        (
+            lambda f: (lose(f), lose(f, "model.safetensors")),
+            "model.safetensors is missing (and 1 more)",
+        ),
+        (lambda f: (f / names.MANIFEST).write_text("{"), "unified_checkpoint.json: not valid JSON"),
+        (
+            lambda f: (f / names.MANIFEST).write_bytes(sealed({"format_version": "9.0"})),
+            "unified_checkpoint.json: format version is 9.0",
+        ),
+    ],
+)
+def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) -> None:
+    put(tmp_path, 1, 2)
+    damage(tmp_path / "checkpoint-2")  # type: ignore[operator]
+    found = scanned(tmp_path)
+    assert [one.step for one in found.complete] == [1]
+    (bad,) = found.newer_and_bad
+    assert (bad.status, bad.name) == ("incomplete", "checkpoint-2")
+    assert bad.why.startswith(why)
+
+
+def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path) -> None:
+    put(tmp_path, 5)
+    copy(tmp_path / "checkpoint-5", tmp_path / "checkpoint-7")
+    uc.save(tmp_path / "checkpoint-8", **state(8))
+    found = {one.name: one for one in scanned(tmp_path).steps}
+    assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
+    assert found["checkpoint-7"].why == "its manifest says step 5; needed a name that says the same"
+    assert (
+        found["checkpoint-8"].why == "its manifest says no step; needed a name that says the same"
+    )
+    assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
+
+
+def test_a_part_that_was_deleted_is_no_damage(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    for file in ("optimizer.safetensors", "optimizer.safetensors.index.json"):
+        lose(tmp_path / "checkpoint-1", file)
+    (one,) = scanned(tmp_path).complete
+    assert (one.parts, one.full) == (("model",), False)
+    for file in ("model.safetensors", "model.safetensors.index.json"):
+        lose(tmp_path / "checkpoint-1", file)
+    assert scanned(tmp_path).steps[0].why == "all of its parts were deleted"
+
+
+def test_an_optimizer_without_state_makes_a_full_checkpoint_too(tmp_path: Path) -> None:
+    uc.save(tmp_path / "checkpoint-1", step=1, model=state(1)["model"], optimizer={})
+    assert scanned(tmp_path).complete[0].full
+
+
+def test_others_folders_are_seen_and_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"x")
+    (tmp_path / "checkpoint-3b").mkdir()
+    (tmp_path / "checkpoint-4").write_text("a file")
+    (one,) = scanned(tmp_path).steps
+    assert (one.name, one.ours, one.status, one.files, one.nbytes) == (
+        "checkpoint-3",
+        False,
+        "incomplete",
+        1,
+        1,
+    )
+
+
+def test_leftovers_are_apart(tmp_path: Path) -> None:
+    put(tmp_path, 1, 2)
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".replaced-abc-checkpoint-1")  # the only copy
+    copy(tmp_path / "checkpoint-2", tmp_path / ".replaced-abc-checkpoint-2")
+    (tmp_path / ".replaced-abc-checkpoint-9").mkdir()  # moved aside, not ours
+    (tmp_path / ".unified-abc-checkpoint-3" / "sub").mkdir(parents=True)
+    (tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors").write_bytes(b"123")
+    os.utime(tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors", (0, 0))
+    found = {left.name: left for left in scanned(tmp_path).leftovers}
+    assert {name: (left.kind, left.ours, left.needed) for name, left in found.items()} == {
+        ".replaced-abc-checkpoint-1": ("replaced", True, True),
+        ".replaced-abc-checkpoint-2": ("replaced", True, False),
+        ".replaced-abc-checkpoint-9": ("replaced", False, False),
+        ".unified-abc-checkpoint-3": ("construction", True, False),
+    }
+    left = found[".unified-abc-checkpoint-3"]
+    assert (left.nbytes, left.files) == (3, 1)
+    assert left.age_seconds < 600, "the folder itself has changed now"
+
+
+def test_another_prefix(tmp_path: Path) -> None:
+    uc.save(tmp_path / "step_3", step=3, **state(3))
+    assert [one.step for one in scanned(tmp_path, "step_").complete] == [3]
+
+
+def test_a_scan_starts_without_torch(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    program = (
+        "import sys; from unified_ckpt.manager.steps.scan import scan; from unified_ckpt.runtime.storage.storage import LocalStorage; "
+        "from unified_ckpt.manager.steps import remove as removal, rotate as rotation; from unified_ckpt.manager.rules import when as policies; "
+        "print(len(scan(LocalStorage(sys.argv[1]), 'checkpoint-').steps), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("1 False\n", "")

@@ -1,0 +1,636 @@
+"""Two tiers over several machines: each saves to its own disk, what is due is merged to the root; the newest complete one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.managers import QUICK, Gate, flip, steps_in, warnings_of
+from tests.support.refusals import same_error
+from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.manager.tiers import merge_queue
+from unified_ckpt.manager.tiers.cluster_listing import joined
+from unified_ckpt.manager.tiers.run_marker import MARKER
+from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, checkpointer_of, run_ranks, try_ranks
+
+MACHINES = (0, 0, 1, 1)
+ROOT = "root"
+SHAPES = {"w": (64, 10), "v": (6, 12)}
+SAVE = uc.SaveOptions(timeout_seconds=30.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(merge_queue, "_LOOK_SECONDS", 0.02)
+
+
+def local_of(top: Path, machine: int) -> Path:
+    return top / f"local-{machine}"
+
+
+class Job:
+    """One life of a run: its machines, and how many copies of the state they hold. `disks`: where machine i's local directory is."""
+
+    def __init__(
+        self,
+        top: Path,
+        machines: Sequence[int] = MACHINES,
+        *,
+        copies: int = 1,
+        disks: Sequence[Path] = (),
+        save: uc.SaveOptions = SAVE,
+    ) -> None:
+        self.top, self.machines, self.copies, self.save = top, tuple(machines), copies, save
+        self.disks = disks or [local_of(top, machine) for machine in range(max(machines) + 1)]
+
+    def manager(self, comm: Comm, **options: Any) -> uc.CheckpointManager:
+        machine = self.machines[comm.rank]
+        defaults = {
+            "interval_steps": 10,
+            "local_interval_steps": 1,
+            "local_directory": str(self.disks[machine]),
+        }
+        made = uc.CheckpointManager(
+            self.top / ROOT,
+            options=uc.ManagerOptions(**{**QUICK, **defaults, **options}),
+            save_options=self.save,
+            machine=f"machine {machine}",
+        )
+        made._checkpointer._comm = checkpointer_of(comm)._comm
+        return made
+
+    def layout(self, world: int) -> uc.Layout:
+        rules = {"*w*": {"dp": 0}, "v": {"dp": 1}}
+        return uc.Layout(
+            mesh={"rep": self.copies, "dp": world // self.copies},
+            rules=rules,
+            shapes={**SHAPES, "w/exp_avg": SHAPES["w"]},
+        )
+
+    def state(self, comm: Comm, step: int) -> dict[str, Any]:
+        size = comm.world // self.copies
+        at = comm.rank % size
+        model = {
+            name: torch.full(shape, float(step)).chunk(size, int(name == "v"))[at].clone()
+            for name, shape in SHAPES.items()
+        }
+        optimizer = {"w/exp_avg": -model["w"]}
+        return {
+            "model": {**model, "b": torch.full((3,), float(step))},
+            "optimizer": optimizer,
+            "layout": self.layout(comm.world),
+        }
+
+    def restore(
+        self, comm: Comm, manager: uc.CheckpointManager, step: int | None = None, **more: Any
+    ) -> int | None:
+        """The step that is restored; every element is that of the step."""
+        found = self.state(comm, -7)
+        report = manager.restore(step, **found, **more)
+        if report is None:
+            return None
+        assert report.step is not None
+        for kind in ("model", "optimizer"):
+            for name, tensor in self.state(comm, report.step)[kind].items():
+                assert torch.equal(found[kind][name], tensor), (
+                    f"{kind}:{name} is not that of step {report.step}"
+                )
+        return report.step
+
+    def train(self, comm: Comm, manager: uc.CheckpointManager, steps: range, **more: Any) -> None:
+        for step in steps:
+            manager.save(step, **self.state(comm, step), **more)
+
+    def run(self, steps: range, **options: Any) -> None:
+        """A life from a restore on, through these steps, to a close."""
+
+        def act(comm: Comm) -> None:
+            with self.manager(comm, **options) as manager:
+                self.restore(comm, manager)
+                self.train(comm, manager, steps)
+
+        run_ranks(len(self.machines), act)
+
+    def restored(self, step: int | None = None, **more: Any) -> int | None:
+        """The step that a new life goes on from."""
+
+        def act(comm: Comm) -> int | None:
+            with self.manager(comm) as manager:
+                return self.restore(comm, manager, step, **more)
+
+        (found,) = set(run_ranks(len(self.machines), act))
+        return found
+
+    def local_steps(self) -> list[list[int]]:
+        return [steps_in(disk) for disk in self.disks]
+
+    def root_steps(self) -> list[int]:
+        """All of them whole and right."""
+        found = steps_in(self.top / ROOT)
+        for step in found:
+            path = self.top / ROOT / f"checkpoint-{step}"
+            assert uc.verify(path, deep=True).problems == ()
+            with uc.open(path) as opened:
+                assert list(opened.parts) == ["model", "optimizer"]
+                assert torch.equal(opened["model"]["w"][:], torch.full(SHAPES["w"], float(step)))
+                assert torch.equal(opened["model"]["v"][:], torch.full(SHAPES["v"], float(step)))
+                assert torch.equal(
+                    opened["optimizer"]["w/exp_avg"][:], torch.full(SHAPES["w"], -float(step))
+                )
+        return found
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(merge_queue, monkeypatch)
+    yield made
+    made.open.set()
+
+
+# what goes where
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_frequent_ones_stay_on_the_machines_and_due_ones_are_merged(
+    tmp_path: Path, copies: int, asynchronous: bool
+) -> None:
+    job = Job(tmp_path, copies=copies)
+    job.run(range(1, 24), asynchronous=asynchronous)
+    assert job.root_steps() == [10, 20]
+    assert job.local_steps() == [[23], [23]]
+    assert sorted(os.listdir(tmp_path / ROOT)) == ["checkpoint-10", "checkpoint-20"], (
+        "no mark in the root"
+    )
+    assert job.restored() == 23
+    manifests = [
+        json.loads((disk / "checkpoint-23" / "unified_checkpoint.json").read_text())
+        for disk in job.disks
+    ]
+    assert [one["island"]["number"] for one in manifests] == [0, 1]
+    assert all((disk / MARKER).exists() for disk in job.disks)
+
+
+def test_the_last_save_is_in_the_root_when_it_returns(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def act(comm: Comm) -> list[int]:
+        with job.manager(comm) as manager:
+            job.train(comm, manager, range(1, 4))
+            manager.finish(4, **job.state(comm, 4))
+            return job.root_steps()
+
+    assert run_ranks(4, act) == [[4]] * 4
+
+
+def test_training_does_not_wait_for_a_slow_root_and_the_newest_one_that_waits_is_next(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    everybody = threading.Barrier(4)
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm) as manager:
+            if comm.rank == 0:
+                gate.open.clear()
+            everybody.wait(30)
+            job.train(comm, manager, range(1, 11))
+            if comm.rank == 0:
+                assert gate.reached.wait(30)
+            everybody.wait(30)
+            job.train(comm, manager, range(11, 36))
+            everybody.wait(30)
+            assert job.local_steps() == [[10, 30, 35]] * 2, "what is owed stays, on every machine"
+            everybody.wait(30)
+            gate.open.set()
+
+    run_ranks(4, act)
+    assert job.root_steps() == [10, 30]
+    assert any("checkpoint-20 is not copied" in text for text in warnings_of(caplog))
+    assert job.restored() == 35
+
+
+def test_retention_in_both_tiers(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm, keep_latest=2, keep_latest_local=3) as manager:
+            for step in range(1, 45):
+                manager.save(step, **job.state(comm, step))
+                if step % 10 == 0:
+                    manager.wait()
+
+    run_ranks(4, act)
+    assert job.root_steps() == [30, 40]
+    assert job.local_steps() == [[42, 43, 44]] * 2
+
+
+# where a run starts from
+
+
+def test_a_lost_machine_takes_the_root_unless_the_others_have_all(tmp_path: Path) -> None:
+    for copies, expected in ((1, 10), (2, 13)):
+        job = Job(tmp_path / str(copies), copies=copies)
+        job.run(range(1, 14))
+        shutil.rmtree(job.disks[1])
+        assert job.restored() == expected
+        job.run(range(expected + 1, 21))
+        assert job.root_steps() == [10, 20]
+        assert job.local_steps() == [[20], [20]] or copies == 1
+
+
+def test_half_of_a_later_save_does_not_push_out_what_was_saved_since(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    shutil.rmtree(job.disks[1])
+    assert job.restored() == 10
+    job.run(range(11, 13))
+    assert job.restored() == 12
+    job.run(range(13, 15))
+    assert job.local_steps() == [[14], [14]]
+
+
+def test_machines_that_have_changed_places_and_one_that_is_new(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    assert Job(tmp_path, disks=job.disks[::-1]).restored() == 13
+    more = Job(tmp_path, (0, 1, 1, 2), disks=[tmp_path / "empty", *job.disks])
+    assert more.restored() == 13
+    more.run(range(14, 21))
+    assert more.root_steps() == [10, 20]
+
+
+def test_fewer_machines_and_one_machine(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    assert Job(tmp_path, (0, 0)).restored() == 10, "half of step 13 is on no machine here"
+    shutil.rmtree(tmp_path / ROOT)
+    for disk in job.disks:
+        (disk / MARKER).write_text(
+            json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+        )
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"has steps, and none can be used \(1\):\n  .*checkpoint-13: .*nobody has",
+    ):
+        Job(tmp_path, (0, 0)).restored()
+    assert Job(tmp_path, (0, 0)).restored(allow_fresh=True) is None
+    job = Job(tmp_path / "twice", copies=2)
+    job.run(range(1, 14))
+    assert Job(tmp_path / "twice", (0, 0), disks=job.disks[1:]).restored() == 13
+    assert (
+        Job(tmp_path / "twice", (0, 1), disks=[job.disks[1], tmp_path / "empty"]).restored() == 13
+    )
+
+
+def test_damage_on_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    for file in (job.disks[1] / "checkpoint-13").glob("*fragments*.safetensors"):
+        flip(file.parent, file.name)
+    assert job.restored() == 10
+    (job.disks[1] / "checkpoint-13" / "unified_checkpoint.json").unlink()
+    assert job.restored() == 10
+    assert any("checkpoint-13 is skipped" in text for text in warnings_of(caplog))
+    assert job.restored(10) == 10
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm) as manager:
+            job.restore(comm, manager, 12)
+
+    same_error(try_ranks(4, act), uc.NotFoundError, "checkpoint-12: is not there")
+
+
+def test_a_stale_directory_of_another_run_on_one_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Job(tmp_path / "other", (0, 0))
+    other.run(range(1, 19), keep_latest_local=30)
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    stale = Job(tmp_path, disks=[job.disks[0], other.disks[0]])
+    assert stale.restored() == 10, "machine 1 was replaced by one that another run has used"
+    stale.run(range(11, 21))
+    assert stale.root_steps() == [10, 20]
+    assert any("checkpoints are of another run" in text for text in warnings_of(caplog))
+    assert stale.restored() == 20
+
+
+def test_before_the_first_one_in_the_root_local_ones_count_and_an_emptied_root_is_a_new_run(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path)
+    assert job.restored() is None
+    job.run(range(1, 6))
+    assert job.restored() == 5
+    job.run(range(6, 13))
+    shutil.rmtree(tmp_path / ROOT)
+    assert job.restored() is None
+    job.run(range(1, 12))
+    assert job.restored() == 11
+
+
+def test_a_directory_without_its_mark_counts_where_another_machine_knows_the_save(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    (job.disks[1] / MARKER).unlink()
+    assert job.restored() == 13
+
+
+# failures
+
+
+def test_a_root_that_fails_is_tried_again_and_told(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    gate.failures = 2
+    job.run(range(1, 12), retries=2)
+    assert job.root_steps() == [10]
+    assert sum("a copy failed at attempt" in text for text in warnings_of(caplog)) in (1, 2)
+    gate.failures = 1000
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm, retries=0, raise_after=2) as manager:
+            job.train(comm, manager, range(12, 21))
+            while manager._tiers._copies.owed():  # type: ignore[union-attr]
+                time.sleep(0.02)
+            job.train(comm, manager, range(21, 31))
+            manager.wait()
+
+    error = same_error(try_ranks(4, act), uc.StorageError, "Input/output error")
+    assert "local-" not in str(error)
+    gate.failures = 0
+    assert job.restored() == 30
+    assert job.root_steps() == [10]
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_local_disk_that_is_full_on_one_machine_stops_nothing_that_is_not_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, machine: int
+) -> None:
+    job, full = Job(tmp_path), threading.Event()
+    real = LocalStorage.free_nbytes
+    monkeypatch.setattr(
+        LocalStorage,
+        "free_nbytes",
+        lambda self: 1000 if full.is_set() and self.root == str(job.disks[machine]) else real(self),
+    )
+    job.run(range(1, 5))
+    full.set()
+    job.run(range(5, 8))
+    assert job.local_steps() == [[4], [4]]
+    assert any(
+        "the training goes on without it" in text and "1000 bytes free" in text
+        for text in warnings_of(caplog)
+    )
+    full.clear()
+    job.run(range(8, 12))
+    assert job.root_steps() == [10]
+    assert job.local_steps() == [[11], [11]]
+
+
+def test_a_local_directory_that_cannot_be_made_on_one_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    job.disks[1].write_text("a file")
+    job.run(range(1, 4))
+    assert any("to the local directory failed" in text for text in warnings_of(caplog))
+    assert steps_in(job.disks[0]) == []
+    job.disks[1].unlink()
+    job.run(range(4, 11))
+    assert job.root_steps() == [10]
+
+
+def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path)
+    everybody = threading.Barrier(4)
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm) as manager:
+            if comm.rank == 0:
+                gate.open.clear()
+            everybody.wait(30)
+            job.train(comm, manager, range(1, 11))
+            everybody.wait(30)
+            if comm.rank == 0:
+                for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
+                    flip(file.parent, file.name)
+                gate.open.set()
+                while manager._tiers._copies.owed():  # type: ignore[union-attr]
+                    time.sleep(0.02)
+            everybody.wait(30)
+            assert steps_in(tmp_path / ROOT) == []
+            job.train(comm, manager, range(11, 21))
+
+    run_ranks(4, act)
+    assert job.root_steps() == [20]
+    assert any("the copy of step 10 to" in text for text in warnings_of(caplog))
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    for at in range(0, 200, every):
+        job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)
+
+        def act(comm: Comm, job: Job = job, fuse: Fuse = fuse) -> None:
+            manager = job.manager(comm, retries=0)
+            job.train(comm, manager, range(1, 13))
+            if comm.rank in (0, 2):
+                convoy_of(manager)._ended_or_blown(fuse)  # type: ignore[attr-defined]
+            if fuse.blown:  # the processes are gone
+                manager._tiers.stop()  # type: ignore[union-attr]
+            else:
+                manager.close()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                merge_queue, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
+            )
+            patch.setattr(merge_queue.Convoy, "_ended_or_blown", ended_or_blown, raising=False)
+            found = try_ranks(4, act)
+        assert fuse.blown or not any(isinstance(one, BaseException) for one in found), found
+        assert all(step == 10 for step in job.root_steps())
+        after = Job(job.top)
+        assert after.restored() == 12
+        if fuse.blown:
+            after.run(range(13, 21))
+            assert 20 in after.root_steps()
+        else:
+            break
+    assert at > 18
+
+
+def convoy_of(manager: uc.CheckpointManager) -> merge_queue.Convoy:
+    found = manager._tiers._convoy  # type: ignore[union-attr]
+    assert found is not None
+    return found
+
+
+def ended_or_blown(self: merge_queue.Convoy, fuse: Fuse) -> None:
+    until = time.monotonic() + 20
+    while not fuse.blown and not self._keys.check(["ended"]) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_stopped_is_no_exception() -> None:
+    """The threads of merges do not answer it, as a process that is killed does not."""
+    assert not issubclass(Stopped, Exception)
+
+
+# what all machines have, as one
+
+
+def record_of(step: int, save_id: str | None, *parts: str) -> StepRecord:
+    status, name = "complete" if save_id else "incomplete", f"checkpoint-{step}"
+    return StepRecord(
+        name, f"/elsewhere/{name}", status, "", True, step, 10, 2, parts=parts, save_id=save_id
+    )
+
+
+def test_folders_of_one_save_are_one_step() -> None:
+    first = [record_of(3, "a", "model", "model_fragments"), record_of(4, "b", "model")]
+    second = [
+        record_of(3, "a", "model_fragments", "optimizer_fragments"),
+        record_of(4, None),
+        record_of(5, None),
+    ]
+    found, apart = joined([(first, []), (second, [])], "/here")
+    assert apart == frozenset()
+    assert [(one.name, one.status, one.save_id) for one in found.steps] == [
+        ("checkpoint-3", "complete", "a"),
+        ("checkpoint-4", "complete", "b"),
+        ("checkpoint-5", "incomplete", None),
+    ]
+    assert (found.steps[0].parts, found.steps[0].nbytes) == (("model", "optimizer"), 20)
+    assert {os.path.dirname(one.path) for one in found.steps} == {"/here"}
+
+
+def test_a_save_counts_where_any_machine_counts_it() -> None:
+    records = [record_of(3, "a", "model")]
+    assert joined([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
+    assert joined([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
+
+
+def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path)
+    job.run(range(1, 14))
+    shutil.rmtree(tmp_path / ROOT)
+    (job.disks[1] / MARKER).write_text(
+        json.dumps({"root": str(tmp_path / ROOT), "saves": [], "strangers": []})
+    )
+    assert job.restored() is None
+
+
+# one tier: a root of each machine's own
+
+
+def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
+    options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
+    made = uc.CheckpointManager(
+        job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}"
+    )
+    made._checkpointer._comm = checkpointer_of(comm)._comm
+    return made
+
+
+def test_roots_of_the_machines_own_are_kept_and_found_together(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def life(steps: range, places: Sequence[int], **more: Any) -> int | None:
+        def act(comm: Comm) -> int | None:
+            with with_own_root(job, comm, places[comm.rank]) as made:
+                found = job.restore(comm, made, **more)
+                job.train(comm, made, steps)
+                return found
+
+        (found,) = set(run_ranks(4, act))
+        return found
+
+    assert life(range(1, 6), MACHINES) is None
+    assert job.local_steps() == [[4, 5], [4, 5]]
+    assert life(range(0), (1, 1, 0, 0)) == 5, "the machines have changed places"
+    (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    assert life(range(0), MACHINES) == 4
+    shutil.rmtree(job.disks[0])
+    with pytest.raises(uc.IncompleteError, match=r"checkpoint-4: .*nobody has"):
+        life(range(0), MACHINES)
+    assert life(range(1, 3), MACHINES, allow_fresh=True) is None, "half of each is nothing"
+    assert job.local_steps()[0] == [1, 2]
+
+
+def test_the_steps_of_all_machines_are_those_that_a_restore_could_take(tmp_path: Path) -> None:
+    """One machine alone sees too many, or too few."""
+    job = Job(tmp_path)
+    metrics = {"best_metric": "loss", "keep_latest": 9}
+
+    def save(comm: Comm) -> None:
+        with with_own_root(job, comm, MACHINES[comm.rank], **metrics) as made:
+            for step in range(1, 6):
+                made.save(step, metrics={"loss": -float(step)}, **job.state(comm, step))
+
+    run_ranks(4, save)
+    (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
+    shutil.rmtree(job.disks[0] / "checkpoint-1")
+    lose = next((job.disks[1] / "checkpoint-3").glob("model_fragments*.safetensors"))
+    lose.unlink()
+
+    def look(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
+        machine = MACHINES[comm.rank]
+        with with_own_root(job, comm, machine, **metrics) as made:
+            found = made.common_steps()
+            best = made.best(found)
+            assert best is not None
+            assert {Path(one.path).parent for one in found} == {job.disks[machine]}
+            assert found == made.common_steps(), "asked again"
+            return [one.step for one in found], best.step, [one.step for one in made.steps()]
+
+    told = run_ranks(4, look)
+    assert [(steps, best) for steps, best, _ in told] == [([2, 4], 4)] * 4
+    assert [here for _, _, here in told] == [[2, 3, 4, 5]] * 2 + [[1, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("machines", [MACHINES, (0, 0, 0, 0)])
+def test_the_steps_of_two_tiers_are_the_same_on_all_ranks(
+    tmp_path: Path, machines: Sequence[int]
+) -> None:
+    job = Job(tmp_path, machines, disks=[tmp_path / "here", tmp_path / "there"])
+    job.run(range(1, 24), on_completion=False)
+    assert job.root_steps() == [10, 20]
+
+    def look(comm: Comm) -> list[tuple[int | None, str]]:
+        with job.manager(comm) as made:
+            return [(one.step, one.path) for one in made.common_steps()]
+
+    for rank, found in enumerate(run_ranks(4, look)):
+        own = job.disks[job.machines[rank]]
+        assert found == [
+            (10, str(tmp_path / ROOT / "checkpoint-10")),
+            (20, str(tmp_path / ROOT / "checkpoint-20")),
+            (23, str(own / "checkpoint-23")),
+        ]

@@ -1,0 +1,83 @@
+"""Saves in the background by real processes over gloo: what is saved is what was there at the call, and SIGKILL finds nothing torn."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import unified_ckpt as uc
+from tests.support.processes.killed import (
+    Scene,
+    Spawn,
+    check_whole,
+    kill_at_some_moment,
+    live_through,
+    spawn,
+    step_of,
+)
+from tests.support.processes.launch import torchrun
+
+__all__ = ["spawn"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))]
+)
+def test_training_goes_on_while_its_state_is_saved(tmp_path: Path, world: int) -> None:
+    """FSDP2 and TP, lazy and not, against what the ranks gathered before the call; and the last save, which nobody waits for."""
+    torchrun(world, "worker_async.py", tmp_path, timeout_seconds=240)
+    for rank in range(world):
+        assert json.loads((tmp_path / f"wrong-{rank}.json").read_text()) == []
+    report = uc.verify(tmp_path / "last", deep=True)
+    assert report.ok, report.problems
+    assert uc.open(tmp_path / "last").step == 99
+
+
+@pytest.mark.parametrize(
+    "dead", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in range(3))]
+)
+def test_a_rank_of_four_dies_in_a_background_save(tmp_path: Path, spawn: Spawn, dead: int) -> None:
+    """The others end with an error that names it, or what it should have said; what was committed before is whole."""
+    scene = Scene(tmp_path, spawn, world=4, background=True)
+    kill_at_some_moment(scene, random.Random(dead), fixed=False, only=dead)
+    told = re.findall(
+        r"^unified_ckpt\.errors\.(\w+: .*)", scene.said(), re.MULTILINE
+    )  # the agreed error of each rank, and its own before
+    timed_out = r"RankError: (.*rank\(s\) [\d, -]+ did not|rank \d waited 4 s for|rank \d \(process|the ranks' common store)"
+    assert len(told) >= 3, scene.said()
+    assert all(re.match(timed_out, error) for error in told), told
+    # A rank that waits for one value names the value; all such values but the dead one's own are rank 0's.
+    of_the_dead = rf"rank {dead} \(process|for '(slots|window)/{dead}'" + "|waited 4 s for" * (
+        dead == 0
+    )
+    assert any(dead in late(error) or re.search(of_the_dead, error) for error in told), told
+
+
+def late(error: str) -> set[int]:
+    """The ranks that an error names: the dead one, and who waits for it in turn."""
+    listed = "".join(re.findall(r"rank\(s\) ([\d, -]+) did not", error))
+    return {
+        rank
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed)
+        for rank in range(int(first), int(last or first) + 1)
+    }
+
+
+def test_all_ranks_are_killed_at_10_moments_of_background_saves(
+    tmp_path: Path, spawn: Spawn
+) -> None:
+    live_through(Scene(tmp_path, spawn, background=True), range(10))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_all_ranks_are_killed_at_100_moments_of_background_saves(
+    tmp_path: Path, spawn: Spawn, part: int
+) -> None:
+    scene = Scene(tmp_path, spawn, background=True)
+    live_through(scene, range(200 + 10 * part, 210 + 10 * part))
+    assert check_whole(scene.root / "latest") == step_of(scene.root / "latest")

@@ -1,0 +1,775 @@
+"""DeepSpeed's folders, written by DeepSpeed itself on two and on three ranks: what its live engine held, and refused where they are wrong.
+
+The workers go on from the folders too, by hand and under FSDP2, with DeepSpeed's own further losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import unified_ckpt as uc
+from tests.support.processes.launch import torchrun
+from unified_ckpt.cli.main import main
+from unified_ckpt.sources.deepspeed import optimizer_files as deepspeed_ranks
+from unified_ckpt.sources.deepspeed import source as deepspeed
+from unified_ckpt.sources.deepspeed.optimizer_files import STUBS
+from unified_ckpt.sources.restricted_pickle.load import load_torch
+
+TWO = [
+    "1",
+    "1-robin",
+    "2",
+    "2-robin",
+    "2-elastic",
+    "2-aligned",
+    "2-unzipped",
+    "2-half",
+    "bf16-optimizer",
+    "3",
+    "3-whole",
+]
+THREE = ["2", "2-robin", "bf16-optimizer", "3"]
+MODEL = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        yield
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(3, tmp_path_factory.mktemp("three"))
+
+
+def written(world: int, root: Path) -> Path:
+    torchrun(world, "worker_deepspeed.py", root, timeout_seconds=240)
+    return root
+
+
+@pytest.fixture
+def folder(two: Path, tmp_path: Path) -> Path:
+    """A copy to spoil, of ZeRO 2 in bf16: `latest`, global_step3 and global_step6."""
+    return Path(shutil.copytree(two / "2", tmp_path / "ds"))
+
+
+def check_equal(path: Path, truth: Path) -> None:
+    held = {key: one for key, one in torch.load(truth).items() if isinstance(one, torch.Tensor)}
+    with uc.open(path) as source:
+        assert source.format == "deepspeed"
+        low = "master_weights" in source.parts
+        assert low == any(one.dtype != torch.float32 for one in held.values())
+        stored = {
+            f"{part}:{name}"
+            for part in source.parts
+            for name in source[part]
+            if not name.endswith("/step")
+        }
+        assert stored == {key for key in held if low or not key.startswith("master_weights:")}
+        for key, one in held.items():
+            part, _, name = key.partition(":")
+            found = source[part if part in source.parts else "model"][name][...]
+            assert found.dtype == one.dtype
+            assert torch.equal(found, one), key
+        steps = {
+            float(source["optimizer"][name][...])
+            for name in source["optimizer"]
+            if name.endswith("/step")
+        }
+        assert steps == {3.0}
+        assert torch.equal(
+            source["model"]["head.weight"][2:5, 1:], held["model:embed.weight"][2:5, 1:]
+        )  # tied
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_weights_masters_and_moments_are_those_of_the_live_engine(two: Path, case: str) -> None:
+    check_equal(two / case, two / f"{case}.pt")
+    check_equal(two / case / "global_step3", two / f"{case}.pt")
+
+
+@pytest.mark.slow  # three ranks on two cores
+@pytest.mark.parametrize("case", THREE)
+def test_sizes_that_three_ranks_do_not_divide(three: Path, case: str) -> None:
+    check_equal(three / case, three / f"{case}.pt")
+
+
+def test_the_classes_that_were_meant_have_written_them(two: Path) -> None:
+    classes = {case: torch.load(two / f"{case}.pt")["optimizer's class"] for case in TWO}
+    assert set(classes.values()) == {
+        "DeepSpeedZeroOptimizer",
+        "BF16_Optimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    }
+    assert classes["bf16-optimizer"] == "BF16_Optimizer"
+    starts = {
+        case: (two / case / "global_step3" / MODEL).read_bytes()[:2] for case in ("2", "2-unzipped")
+    }
+    assert starts == {"2": b"PK", "2-unzipped": b"\x80\x02"}
+
+
+def test_restore_takes_the_step_that_latest_names(
+    two: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer one is there; then the named one is cut off; then both are."""
+    truth = {
+        key: one for key, one in torch.load(two / "2.pt").items() if isinstance(one, torch.Tensor)
+    }
+    with uc.open(folder) as source:
+        targets: Any = {
+            part: {name: torch.zeros_like(view[...]) for name, view in source[part].items()}
+            for part in source.parts
+        }
+    with uc.CheckpointManager(folder, options=uc.ManagerOptions(on_preemption=False)) as manager:
+        assert manager.restore(**targets).step == 3  # type: ignore[union-attr]
+        held = {
+            f"{part}:{name}": one for part, those in targets.items() for name, one in those.items()
+        }
+        assert all(torch.equal(one, truth[key]) for key, one in held.items() if key in truth)
+        assert (
+            f"{folder}/global_step6 is skipped: latest names global_step3, which is taken; restore(6) takes it"
+            in caplog.text
+        )
+        assert manager.restore(6, **targets).step == 6  # type: ignore[union-attr]
+        os.truncate(folder / "global_step3" / MODEL, 1000)
+        assert manager.restore(**targets).step == 6  # type: ignore[union-attr]
+        assert f"{folder}/global_step3 is skipped: files are missing or end early" in caplog.text
+        shutil.rmtree(folder / "global_step6")
+        with pytest.raises(uc.IncompleteError, match=r"none can be used \(1\):\n  global_step3: "):
+            manager.restore(**targets)
+
+
+@pytest.mark.parametrize("case", ["2", "3"])
+def test_universal_checkpoints(two: Path, case: str) -> None:
+    check_equal(two / f"{case}-universal", two / f"{case}.pt")
+
+
+def test_latest_universal_is_followed(two: Path, tmp_path: Path) -> None:
+    """The converter writes it beside the folder that it makes, whatever that is called; the step's own folder may be gone since."""
+    shutil.copytree(two / "2-universal", tmp_path / "alone" / "converted")
+    (tmp_path / "alone" / "latest_universal").write_text("converted")
+    check_equal(tmp_path / "alone", two / "2.pt")
+    shutil.copytree(two / "2-universal", tmp_path / "run" / "global_step3_universal")
+    (tmp_path / "run" / "latest_universal").write_text("global_step3_universal")
+    (tmp_path / "run" / "latest").write_text("global_step3")
+    check_equal(tmp_path / "run", two / "2.pt")
+    (tmp_path / "run" / "latest").write_text("global_step6")  # a later step is not that one
+    with pytest.raises(uc.IncompleteError, match="'global_step6', and there is no such folder"):
+        uc.open(tmp_path / "run")
+
+
+def test_what_deepspeeds_converter_makes_of_round_robin_gradients_is_refused(two: Path) -> None:
+    """Its files have the right shapes and wrong values, and it says nothing."""
+    truth = torch.load(two / "2-robin.pt")
+    path = two / "2-robin-universal"
+    model = {
+        key.partition(":")[2]: torch.zeros_like(one)
+        for key, one in truth.items()
+        if key.startswith("model:")
+    }
+    moments = {
+        key.partition(":")[2]: torch.zeros_like(one)
+        for key, one in truth.items()
+        if key.startswith("optimizer:")
+    }
+    uc.load(path, model=model)  # these are not put together from anything
+    assert all(torch.equal(one, truth[f"model:{name}"]) for name, one in model.items())
+    with pytest.raises(
+        uc.IntegrityError, match=r"down.bias: element 0 of the fp32 weights(.|\n)*wrong order"
+    ):
+        uc.load(path, optimizer=moments, strict=False)
+
+
+def test_what_the_job_said_beside_its_tensors(
+    two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with uc.open(two / "2") as source:
+        said = source.source.said()
+    assert said.step == 3
+    assert said.extra["mine"] == {"seen": (1, 2)}
+    assert said.extra["lr_scheduler"]["step_size"] == 2
+    assert said.extra["global_samples"] == 24
+    assert [group["options"]["weight_decay"] for group in said.groups] == [0.1, 0.0, 0.0]
+    assert [group["names"] for group in said.groups][::2] == [
+        ["embed.weight", "up.weight", "down.weight"],
+        ["gain"],
+    ]
+    with uc.open(two / "2-half") as source:
+        assert source.source.said().extra["loss_scaler"]["cur_scale"] == 256
+    assert main(["inspect", str(two / "2")]) == 0
+    shown = capsys.readouterr().out
+    assert "deepspeed" in shown.lower()
+    assert "BF16 [11, 7]" in shown
+
+
+def test_without_zero_the_weights_are_read(two: Path) -> None:
+    truth = torch.load(two / "0.pt")
+    with uc.open(two / "0") as source:
+        assert source.parts == ("model",)
+        assert source.source.aliases("model") == {"head.weight": "embed.weight"}
+        assert {*source["model"], "head.weight"} == set(truth)
+        assert all(torch.equal(source["model"][name][...], one) for name, one in truth.items())
+        assert source.source.said().step == 1
+
+
+def test_a_clone_of_a_hub_without_the_steps_folder_is_the_model_that_it_has(folder: Path) -> None:
+    with uc.open(folder) as source:
+        model = {name: source["model"][name][...] for name in source["model"]}
+    shutil.rmtree(folder / "global_step3")
+    with pytest.raises(uc.IncompleteError, match="'global_step3', and there is no such folder"):
+        uc.open(folder)
+    for step in ("global_step6", "fresh", "unfrozen"):
+        shutil.rmtree(folder / step)
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    with uc.open(folder) as source:
+        assert source.format != "deepspeed"
+        assert set(source["model"]) == set(model)
+
+
+def test_weights_that_are_not_numbers_are_equal_to_themselves(two: Path, folder: Path) -> None:
+    """A job that has diverged is read as it is."""
+    dealt(folder, 1)
+    told = torch.load(shards(folder)[0], weights_only=True)
+    told["optimizer_state_dict"]["single_partition_of_fp32_groups"][2].detach()[0] = torch.nan
+    torch.save(told, shards(folder)[0])
+    with pytest.raises(uc.IntegrityError, match="gain: element 0 of the fp32 weights is nan"):
+        read_all(folder)
+    edit(folder, lambda told: told["module"]["gain"].fill_(torch.nan))
+    read_all(folder)
+
+
+@pytest.mark.parametrize("case", ["1", "2", "2-robin", "3"])
+def test_converted_to_a_unified_folder(two: Path, tmp_path: Path, case: str) -> None:
+    report = uc.convert(two / case, tmp_path / "ours")
+    assert report.compared == (
+        0 if case in ("1", "2-robin") else 8
+    )  # pairs of model and master_weights
+    assert uc.verify(tmp_path / "ours", deep=True).ok
+    held = {
+        key: one
+        for key, one in torch.load(two / f"{case}.pt").items()
+        if isinstance(one, torch.Tensor)
+    }
+    with uc.open(tmp_path / "ours") as source:
+        for key, one in held.items():
+            part, _, name = key.partition(":")
+            assert torch.equal(source[part if part in source.parts else "model"][name][...], one), (
+                key
+            )
+        assert source.source.said().groups[2]["options"]["lr"] == (0.003 if case != "2" else 0.0015)
+        assert source.source.said().extra["mine"] == {"seen": (1, 2)}
+
+
+def test_a_corrupt_universal_checkpoint_is_not_converted(two: Path, tmp_path: Path) -> None:
+    with pytest.raises(uc.IntegrityError, match="wrong order"):
+        uc.convert(two / "2-robin-universal", tmp_path / "ours")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) -> None:
+    with uc.open(folder / "global_step6") as source:
+        assert source.source.said().step == 6
+    (folder / "latest").write_text("global_step9")
+    with pytest.raises(uc.IncompleteError, match="'global_step9', and there is no such folder"):
+        uc.open(folder)
+    (folder / "latest").write_text("../elsewhere")
+    with pytest.raises(uc.FormatError, match=r"names '\.\./elsewhere'; needed a folder in"):
+        uc.open(folder)
+
+
+@pytest.mark.parametrize("case", ["2", "3"])
+def test_frozen_parameters_that_were_left_out(two: Path, case: str) -> None:
+    with uc.open(two / case) as full, uc.open(two / case / "unfrozen") as source:
+        assert set(full["model"]) - set(source["model"]) == {"frozen.weight", "frozen.bias"}
+        for part in full.parts:
+            assert all(
+                torch.equal(source[part][name][...], full[part][name][...]) for name in source[part]
+            )
+
+
+@pytest.mark.parametrize("case", ["2", "3"])
+def test_a_job_that_has_not_begun(two: Path, case: str) -> None:
+    with uc.open(two / case / "fresh") as source:
+        assert source.source.said().step == 0
+        assert torch.equal(source["master_weights"]["gain"][...], torch.ones(1))
+        assert source.parts == ("master_weights", "model")
+    read_all(two / case / "fresh")
+
+
+@pytest.mark.slow  # imports all of Lightning on each rank
+def test_lightnings_folder(tmp_path: Path) -> None:
+    torchrun(2, "worker_deepspeed_lightning.py", tmp_path, timeout_seconds=240)
+    truth = torch.load(tmp_path / "model.pt")
+    with uc.open(tmp_path / "last.ckpt") as source:
+        assert source.format == "deepspeed"
+        said = source.source.said()
+        assert said.step == 3
+        assert said.extra["hyper_parameters"] == {"hidden": 6}
+        assert {name for group in said.groups for name in group["names"]} == {
+            "net.0.weight",
+            "net.0.bias",
+            "net.1.weight",
+            "net.1.bias",
+        }
+        assert set(source["model"]) == set(truth)
+        assert all(torch.equal(source["model"][name][...], one) for name, one in truth.items())
+        assert source["optimizer"]["net.0.weight/exp_avg"].shape == (6, 5)
+    read_all(tmp_path / "last.ckpt")
+
+
+@pytest.mark.slow  # imports all of the Trainer on each rank
+def test_the_trainers_folder(tmp_path: Path) -> None:
+    torchrun(2, "worker_deepspeed_trainer.py", tmp_path, timeout_seconds=240)
+    path = tmp_path / "run" / "checkpoint-3"
+    truth = load_file(path / "model.safetensors")
+    with uc.open(path) as source:
+        assert source.format == "deepspeed"
+        assert source.source.said().step == 3
+        assert {name: str(one.dtype) for name, one in truth.items()} == dict.fromkeys(
+            source["model"], "torch.bfloat16"
+        )
+        for name, one in truth.items():
+            assert torch.equal(source["model"][name][...], one)
+            assert torch.equal(source["master_weights"][name][...].bfloat16(), one)
+        assert torch.equal(
+            source["model"]["lm_head.weight"][...], truth["model.embed_tokens.weight"]
+        )
+    truth["model.norm.weight"][0] += 1
+    save_file(truth, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        uc.IntegrityError,
+        match=r"model.norm.weight: element 0 of the fp32 weights(.|\n)*model.safetensors is",
+    ):
+        read_all(path)
+    (path / "model.safetensors").unlink()  # the weights are then made from the fp32 ones
+    truth["model.norm.weight"][0] -= 1
+    with uc.open(path) as source:
+        assert torch.equal(
+            source["model"]["model.layers.1.mlp.up_proj.weight"][...],
+            truth["model.layers.1.mlp.up_proj.weight"],
+        )
+
+
+# ---- folders of many ranks, of two saves, and with parts missing
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted((folder / "global_step3").glob("*_optim_states.pt"))
+
+
+def dealt(folder: Path, world: int) -> None:
+    """The same flat groups in `world` partitions, as DeepSpeed cuts them."""
+    told = [load_torch(str(path), stubs=STUBS)["optimizer_state_dict"] for path in shards(folder)]
+    plain = {
+        key: value
+        for key, value in told[0].items()
+        if key not in ("loss_scaler", "param_slice_mappings")
+    } | {"zero_stage": 2}
+    used = [
+        sum(one["single_partition_of_fp32_groups"][i].numel() for one in told) for i in range(3)
+    ]
+    sizes = [-(-count // (2 * world)) * 2 for count in used]
+    for path in shards(folder):
+        path.unlink()
+
+    def cut(parts: list[torch.Tensor], group: int, rank: int) -> torch.Tensor:
+        whole = torch.cat(parts)[: used[group]]
+        whole = torch.cat([whole, whole.new_zeros(world * sizes[group] - used[group])])
+        return whole[rank * sizes[group] : (rank + 1) * sizes[group]].clone()
+
+    for rank in range(world):
+        paddings = [
+            min(max((rank + 1) * size - count, 0), size)
+            for size, count in zip(sizes, used, strict=True)
+        ]
+        weights = [
+            cut([one["single_partition_of_fp32_groups"][i] for one in told], i, rank)
+            for i in range(3)
+        ]
+        states = {
+            i: {"step": torch.tensor(3.0)}
+            | {
+                key: cut([one["base_optimizer_state"]["state"][i][key] for one in told], i, rank)
+                for key in ("exp_avg", "exp_avg_sq")
+            }
+            for i in range(3)
+        }
+        state = plain | {
+            "base_optimizer_state": {
+                "state": states,
+                "param_groups": told[0]["base_optimizer_state"]["param_groups"],
+            },
+            "single_partition_of_fp32_groups": [
+                one[: one.numel() - gap] for one, gap in zip(weights, paddings, strict=True)
+            ],
+            "group_paddings": paddings,
+            "partition_count": [world] * 3,
+        }
+        torch.save(
+            {"optimizer_state_dict": state},
+            folder / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
+
+
+@pytest.mark.parametrize("world", [1, 5, 12])
+def test_files_of_ten_and_more_ranks_are_in_the_order_of_their_numbers(
+    two: Path, folder: Path, world: int
+) -> None:
+    dealt(folder, world)
+    check_equal(folder, two / "2.pt")
+
+
+def test_a_count_of_steps_among_the_options(two: Path, folder: Path) -> None:
+    """As DeepSpeed's own optimizers keep it: an int, in the group or in the state."""
+    dealt(folder, 2)
+    for path in shards(folder):
+        told = torch.load(path, weights_only=True)
+        for number, state in told["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
+            group = told["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][number]
+            if number == 0:
+                del state["step"]
+                group["step"] = 3
+            else:
+                state["step"] = 3
+        torch.save(told, path)
+    check_equal(folder, two / "2.pt")
+    with uc.open(folder) as source:
+        assert all("step" not in group["options"] for group in source.source.said().groups)
+
+
+def test_a_job_opens_the_files_that_it_reads_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rank 0's: thousands of ranks open one folder."""
+    dealt(folder, 12)
+    opened = []
+
+    def note(path: str) -> deepspeed_ranks.Shard:
+        opened.append(int(Path(path).name.split("_")[3]))
+        return read_shard(path)
+
+    read_shard = deepspeed_ranks.read_shard
+    monkeypatch.setattr(deepspeed_ranks, "read_shard", note)
+    monkeypatch.setattr(deepspeed, "read_shard", note)
+    with uc.open(folder) as source:
+        assert opened == [0]
+        source["optimizer"]["embed.weight/exp_avg"][2:4]  # elements [14, 28) of partitions of 14
+        source["optimizer"]["embed.weight/exp_avg_sq"][2:4]
+    assert opened == [0, 1]
+
+
+def test_a_scripts_arguments_in_the_client_state(folder: Path) -> None:
+    path = folder / "global_step3" / MODEL
+    torch.save(torch.load(path, weights_only=True) | {"args": argparse.Namespace(lr=0.1)}, path)
+    with uc.open(folder) as source:
+        assert source.source.said().extra["args"] == {"lr": 0.1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_file_is_missing_is_named(folder: Path, rank: int) -> None:
+    """As where each machine has the files of its own ranks only."""
+    shards(folder)[rank].unlink()
+    with pytest.raises(
+        uc.IncompleteError, match=rf"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    ):
+        uc.open(folder)
+
+
+def test_all_ranks_that_are_missing_are_named(folder: Path) -> None:
+    dealt(folder, 12)
+    for rank in (3, 10, 11):
+        (folder / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(uc.IncompleteError, match=r"rank_3_mp(.|\n)*rank_10_mp(.|\n)*rank_11_mp"):
+        uc.open(folder)
+
+
+def test_the_models_file_is_missing(folder: Path) -> None:
+    (folder / "global_step3" / MODEL).unlink()
+    with pytest.raises(uc.IncompleteError, match=r"mp_rank_00_model_states.pt"):
+        uc.open(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_models_file_of_stage_3_is_missing(two: Path, tmp_path: Path, rank: int) -> None:
+    """Another rank's has its parts of frozen parameters."""
+    copy = Path(shutil.copytree(two / "3", tmp_path / "ds"))
+    (copy / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(
+        uc.IncompleteError, match=rf"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    ):
+        uc.open(copy)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("cut", [0, 1, 1000, -10])
+def test_a_file_that_ends_early_is_named_before_anything_is_read(
+    folder: Path, which: int, cut: int
+) -> None:
+    path = shards(folder)[which]
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(uc.CheckpointError, match=path.name):
+        uc.open(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 1000, -10])
+def test_a_models_file_that_ends_early_is_named(folder: Path, cut: int) -> None:
+    path = folder / "global_step3" / MODEL
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(uc.IncompleteError, match=MODEL):
+        uc.open(folder)
+
+
+def read_all(folder: Path) -> None:
+    with uc.open(folder) as source:
+        for part in sorted(source.parts, reverse=True):  # the optimizer first
+            for name in source[part]:
+                source[part][name][...]
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize("pattern", ["*_optim_states.pt", "zero_pp_rank_*_model_states.pt"])
+def test_rank_files_swapped_or_copied(
+    two: Path, tmp_path: Path, pattern: str, swapped: bool
+) -> None:
+    """Of ZeRO 3 nothing else tells: every rank's share of a parameter has one size, and the model's files have no weights."""
+    folder = Path(shutil.copytree(two / "3", tmp_path / "ds"))
+    one, other = sorted((folder / "global_step3").glob(pattern))
+    held = other.read_bytes()
+    other.write_bytes(one.read_bytes())
+    if swapped:
+        one.write_bytes(held)
+    with pytest.raises(
+        uc.FormatError,
+        match=r"was written as \S*zero_pp_rank_\d_\S*.pt: files were swapped or copied",
+    ):
+        uc.open(folder)
+
+
+def test_files_of_two_saves_in_one_folder(folder: Path) -> None:
+    """Those that a job left which died while it wrote over its last checkpoint."""
+    shutil.copy(folder / "global_step6" / shards(folder)[1].name, folder / "global_step3")
+    with pytest.raises(
+        uc.FormatError,
+        match=r"rank_1_mp_rank_00_optim_states.pt: is of step \[6.0(.|\n)*rank_0\w+.pt of \[3.0",
+    ):
+        read_all(folder)
+    for path in shards(folder):
+        shutil.copy(folder / "global_step6" / path.name, path)
+    with pytest.raises(uc.IntegrityError, match="these are files of two saves"):
+        read_all(folder)
+
+
+def test_files_of_more_ranks_than_wrote_the_last_save(folder: Path) -> None:
+    shutil.copy(
+        shards(folder)[1],
+        folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
+    )
+    with pytest.raises(uc.FormatError, match=r"has files of ranks \[2\](.|\n)*is of 2 ranks"):
+        uc.open(folder)
+    (folder / "global_step3" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").rename(
+        folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    )
+    with pytest.raises(uc.FormatError, match=r"has files of two saves(.|\n)*zero_pp_rank_1"):
+        uc.open(folder)
+
+
+def shorten(state: dict[str, Any]) -> None:
+    state["single_partition_of_fp32_groups"][0] = (
+        state["single_partition_of_fp32_groups"][0][:-3].detach().clone()
+    )
+
+
+def narrow(state: dict[str, Any]) -> None:
+    moments = state["base_optimizer_state"]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"].bfloat16()
+
+
+def forget(state: dict[str, Any]) -> None:
+    del state["base_optimizer_state"]["state"][0]["exp_avg_sq"]
+
+
+def spread(state: dict[str, Any]) -> None:
+    state["partition_count"] = [5, 5, 1]
+
+
+OTHERS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (
+        shorten,
+        r"rank_1\S*.pt: has \(27,\) elements of torch.float32 for fp32 of group 0; needed 30 to 30 of torch.float32",
+    ),
+    (
+        narrow,
+        r"rank_1\S*.pt: has \(30,\) elements of torch.bfloat16 for exp_avg of group 0; needed 30 to 30 of torch.float32",
+    ),
+    (forget, r"rank_1\S*.pt: has other groups or states than \S*rank_0"),
+    (spread, r"rank_1\S*.pt: its groups are spread over \[1, 5\] ranks"),
+    (
+        lambda state: state.update(partition_count=[4, 4, 4]),
+        r"rank_1\S*.pt: is of ZeRO stage 2 on 4 ranks, \S*rank_0\S*.pt of 2 on 5",
+    ),
+    (
+        lambda state: state.pop("base_optimizer_state"),
+        r"rank_1\S*.pt: is not what DeepSpeed's ZeRO writes: KeyError",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), OTHERS)
+def test_a_ranks_file_that_does_not_go_with_the_others(
+    folder: Path, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    dealt(folder, 5)
+    path = shards(folder)[1]
+    told = torch.load(path, weights_only=True)
+    change(told["optimizer_state_dict"])
+    torch.save(told, path)
+    with pytest.raises(uc.FormatError, match=text):
+        read_all(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "text"),
+    [
+        ("embed.weight/fp32.pt", uc.IncompleteError, r"fp32.pt is missing of(.|\n)*embed.weight"),
+        ("gain/exp_avg.pt", uc.IncompleteError, r"optimizer states are missing(.|\n)*gain/exp_avg"),
+        ("optimizer_state.pt", uc.IncompleteError, r"optimizer_state.pt"),
+    ],
+)
+def test_a_file_of_a_universal_checkpoint_is_missing(
+    two: Path, tmp_path: Path, file: str, error: type[Exception], text: str
+) -> None:
+    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
+    (copy / "zero" / file).unlink()
+    with pytest.raises(error, match=text):
+        uc.open(copy)
+
+
+def test_a_file_of_a_universal_checkpoint_is_another_parameters(two: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(two / "2-universal", tmp_path / "ds"))
+    shutil.copy(copy / "zero" / "up.weight" / "exp_avg.pt", copy / "zero" / "embed.weight")
+    with pytest.raises(
+        uc.FormatError, match=r"embed.weight/exp_avg.pt: has shape \(5, 7\); needed \(11, 7\)"
+    ):
+        uc.open(copy)
+
+
+# ---- what the model's file says
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "global_step3" / MODEL
+    told = torch.load(path, weights_only=True)
+    change(told)
+    torch.save(told, path)
+
+
+def swap(told: dict[str, Any]) -> None:
+    group = told["param_shapes"][1]
+    group["norm.weight"] = group.pop("norm.weight")  # after norm.bias, which has its shape
+
+
+def drop(told: dict[str, Any]) -> None:
+    del told["param_shapes"][0]["up.weight"]
+
+
+def add(told: dict[str, Any]) -> None:
+    told["param_shapes"][1]["more"] = torch.Size([1000])
+
+
+def reshape(told: dict[str, Any]) -> None:
+    told["param_shapes"][0]["up.weight"] = torch.Size([7, 5])
+
+
+WRONG: list[tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = [
+    (swap, uc.IntegrityError, "norm.(weight|bias): element 0 of the fp32 weights"),
+    (drop, uc.FormatError, "group 0 has 2 parameters and 3 paddings"),
+    (add, uc.FormatError, "more"),
+    (
+        reshape,
+        uc.FormatError,
+        r"up.weight: has shape \(5, 7\); its shapes of parameters say \(7, 5\)",
+    ),
+    (
+        lambda told: told["param_shapes"].pop(),
+        uc.FormatError,
+        "has 3 groups; the model's file names 2",
+    ),
+    (lambda told: told.update(module=None), uc.FormatError, "has no weights"),
+    (lambda told: told.pop("module"), uc.FormatError, "is not what DeepSpeed writes"),
+    (lambda told: told.update(param_shapes=[3]), uc.FormatError, "is not what DeepSpeed writes"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG)
+def test_shapes_and_orders_that_are_not_those_of_the_flat_groups(
+    folder: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], text: str
+) -> None:
+    edit(folder, change)
+    with pytest.raises(error, match=text):
+        read_all(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_03-model_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        f"x{MODEL}",
+    ],
+)
+def test_models_that_are_cut_in_ways_that_are_not_read(folder: Path, name: str) -> None:
+    name = name.replace("xmp_rank_00", "mp_rank_01")
+    shutil.copy(folder / "global_step3" / MODEL, folder / "global_step3" / name)
+    with pytest.raises(uc.FormatError, match=rf"is not read(.|\n)*{name}"):
+        uc.open(folder)
+
+
+# ---- hostile files
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [
+        ("2", f"global_step3/{MODEL}"),
+        ("2", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("2", "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("3", "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("2-universal", "zero/embed.weight/exp_avg.pt"),
+        ("2-universal", "zero/optimizer_state.pt"),
+    ],
+)
+def test_a_hostile_file_is_refused_by_name_and_not_run(
+    two: Path, tmp_path: Path, case: str, file: str
+) -> None:
+    copy = Path(shutil.copytree(two / case, tmp_path / "ds"))
+    torch.save(
+        {"module": Hostile(tmp_path / "mark"), "optimizer_state_dict": Hostile(tmp_path / "mark")},
+        copy / file,
+    )
+    with pytest.raises(uc.FormatError, match=r"not read from files(.|\n)*posix\.system"):
+        read_all(copy)
+    assert not (tmp_path / "mark").exists()

@@ -1,0 +1,21 @@
+"""Real processes, SIGKILLed at random moments of a loop that only saves: never a bad checkpoint, always the last good one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.killed import Scene, Spawn, live_through
+
+
+def test_10_moments(tmp_path: Path, spawn: Spawn) -> None:
+    live_through(Scene(tmp_path, spawn), range(10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part", [0, 2, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 3, 4))]
+)
+def test_50_moments(tmp_path: Path, spawn: Spawn, part: int) -> None:
+    live_through(Scene(tmp_path, spawn), range(100 + 10 * part, 110 + 10 * part))

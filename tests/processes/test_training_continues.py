@@ -1,0 +1,44 @@
+"""Training goes on after a save as if nothing had happened: the same bits in the same layout, the same losses in any other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.processes.layouts import ROWS, WORLDS, world_of
+from tests.support.processes.matrix import Matrix
+
+DEFAULT = [row for row in ROWS if world_of(row) in WORLDS]
+ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in DEFAULT)]
+TOLERANCE = 2e-5  # relative; sums in another order, in float32
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_in_the_same_layout_the_losses_are_the_same_bits(matrix: Matrix, row: str) -> None:
+    losses = matrix.losses(row)
+    assert losses["again"] == losses["after"]
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_the_layout_itself_gives_the_losses_of_the_dense_run(matrix: Matrix, row: str) -> None:
+    losses, dense = matrix.losses(row), matrix.losses("plain")
+    assert losses["before"] + losses["after"] == pytest.approx(
+        dense["before"] + dense["after"], rel=TOLERANCE
+    )
+
+
+def test_the_loss_moves_enough_for_these_tests_to_mean_something(matrix: Matrix) -> None:
+    losses = matrix.losses("plain")["before"] + matrix.losses("plain")["after"]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("target", DEFAULT)
+def test_after_a_reshard_the_losses_are_those_of_the_dense_run(matrix: Matrix, target: str) -> None:
+    dense = matrix.losses("plain")
+    cases = [
+        case
+        for case in matrix.loaded(world_of(target))
+        if case["target"] == target and case["losses"]
+    ]
+    assert {case["source"] for case in cases} - {target}
+    for case in cases:
+        assert case["losses"] == pytest.approx(dense["after"], rel=TOLERANCE), case["source"]

@@ -1,0 +1,272 @@
+"""One rank fails at any moment of a call: all ranks raise one error at once, nobody waits for the time-out, and the next call is fine."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.managers import flip
+from tests.support.refusals import same_error
+from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_machine
+from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.exchange.shared_memory import Window
+from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.testing import run_ranks
+
+WORLD, LONG = 4, 60.0  # LONG: what no call may take, in seconds
+AT_ONCE = LONG / 2
+SHAPES = {"w": (500, 90), "o": (30, 30), "b": (5,)}
+FULL = {
+    name: torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    for name, shape in SHAPES.items()
+}
+LAYOUT = uc.Layout(mesh={"dp": WORLD}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes=SHAPES)
+TALK = ("put", "get", "count", "collect", "broadcast", "settle")
+STORAGE = (
+    "read",
+    "read_at",
+    "write_at",
+    "put",
+    "make_folder",
+    "rename",
+    "sync",
+    "sync_folder",
+    "entries",
+    "names",
+    "kind",
+    "stamp",
+)
+_OWN = (
+    "meeting.py",
+    "comm.py",
+    "contextlib.py",
+)  # a meeting's own talk, which goes on when a rank fails
+
+
+@dataclass
+class Moments:
+    """Counts what each rank does in its threads, and makes one of these fail."""
+
+    at: tuple[int, int] | None = None  # rank and number of the moment
+    failed: str = ""
+    seen: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arm(self, at: tuple[int, int]) -> None:
+        self.at, self.failed, self.seen = at, "", {}
+
+    def disarm(self) -> None:
+        self.at = None
+
+    def pass_by(self, what: str) -> None:
+        rank = getattr(threading.current_thread(), "of_rank", None)
+        if rank is None or self.at is None:
+            return
+        with self._lock:
+            number = self.seen[rank] = self.seen.get(rank, 0) + 1
+            hit = self.at == (rank, number)
+        if hit:
+            self.failed = what
+            raise StorageError("made to fail")
+
+    def watch(self, owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            if not (owner is Meeting and caller.co_filename.endswith(_OWN)):
+                self.pass_by(f"{owner.__name__}.{name} in {caller.co_name}")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
+    made, start = Moments(), threading.Thread.start
+
+    def of_the_same_rank(thread: threading.Thread) -> None:
+        thread.of_rank = getattr(threading.current_thread(), "of_rank", None)  # type: ignore[attr-defined]
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", of_the_same_rank)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    for owner, names in (
+        (Meeting, TALK),
+        (LocalStorage, STORAGE),
+        (Window, ("serve", "advance", "mark")),
+    ):
+        for name in names:
+            made.watch(owner, name, monkeypatch)
+    made.watch(Windows, "ready", monkeypatch)
+    made.watch(PeerStorage, "read_at", monkeypatch)
+    return made
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of all ranks. `machines`: of each rank; `apart`: whether each machine has a folder of its own."""
+
+    do: str  # save, load or repair
+    machines: tuple[int, ...] = (0, 0, 0, 0)
+    apart: bool = False
+    background: bool = False
+    again: bool = False  # a save that is not the first of its layout
+    copies: int = 1
+    damaged: bool = False
+
+    def place(self, root: Path, rank: int) -> Path:
+        return folder_of(root, self.machines[rank]) if self.apart else root / NAME
+
+    def save(self, made: uc.Checkpointer, root: Path, rank: int, step: int) -> int:
+        cuts = {"w": 0, "o": 1}
+        model = {
+            n: (full + step).chunk(WORLD, cuts[n])[rank].clone() if n in cuts else full + step
+            for n, full in FULL.items()
+        }
+        options = SAVE.model_copy(
+            update={
+                "timeout_seconds": LONG,
+                "if_exists": "replace",
+                "fsync": True,
+                "machine_copies": self.copies,
+                "write_alignment": 4096,
+            }
+        )
+        what = {
+            "model": model,
+            "layout": LAYOUT,
+            "step": step,
+            "extra": {"step": step},
+            "rank_extra": (rank, step),
+            "options": options,
+        }
+        if self.background:
+            made.save_async(self.place(root, rank), **what).result(2 * LONG)
+        else:
+            made.save(self.place(root, rank), **what)
+        return step
+
+    def load(self, made: uc.Checkpointer, root: Path, rank: int) -> int:
+        target = {
+            "w": torch.zeros(500 // WORLD, 90),
+            "o": torch.zeros(FULL["o"].chunk(WORLD, 1)[rank].shape),
+            "b": torch.zeros(5),
+        }
+        options = LOAD.model_copy(update={"timeout_seconds": LONG})
+        report = made.load(self.place(root, rank), model=target, layout=LAYOUT, options=options)
+        assert report.step is not None
+        assert torch.equal(target["w"], (FULL["w"] + report.step).chunk(WORLD)[rank])
+        assert torch.equal(target["o"], (FULL["o"] + report.step).chunk(WORLD, 1)[rank])
+        assert torch.equal(target["b"], FULL["b"] + report.step)
+        return report.step
+
+    def __call__(self, made: uc.Checkpointer, root: Path, rank: int) -> object:
+        if self.do == "save":
+            return self.save(made, root, rank, 2)
+        return (
+            self.load(made, root, rank)
+            if self.do == "load"
+            else len(made.repair(self.place(root, rank)))
+        )
+
+    def prepare(self, root: Path) -> None:
+        root.mkdir()
+        if self.do == "save":
+            return
+
+        def act(comm: Comm) -> None:
+            with on_machine(comm, self.machines) as made:
+                self.save(made, root, comm.rank, 1)
+
+        run_ranks(WORLD, act)
+        for file in self.place(root, WORLD - 1).glob("model*.safetensors") if self.damaged else ():
+            flip(file.parent, file.name)
+
+
+APART = {"machines": (0, 0, 1, 1), "apart": True}
+SHARED = {"machines": (0, 0, 1, 1)}
+CALLS = {
+    "save": Call("save"),
+    "save again": Call("save", again=True),
+    "save in the background": Call("save", background=True, again=True),
+    "save, shared folder": Call("save", **SHARED),
+    "save in the background, shared folder": Call("save", background=True, again=True, **SHARED),
+    "save, machines apart": Call("save", **APART),
+    "save again, machines apart": Call("save", again=True, **APART),
+    "save in the background, machines apart": Call("save", background=True, again=True, **APART),
+    "save of two copies": Call("save", copies=2, **APART),
+    "load": Call("load"),
+    "load, shared folder": Call("load", **SHARED),
+    "load, machines apart": Call("load", **APART),
+    "load, a damaged copy": Call("load", copies=2, damaged=True, **APART),
+    "repair": Call("repair", copies=2, damaged=True, **APART),
+}
+
+
+def run(
+    call: Call, root: Path, moments: Moments, at: tuple[int, int]
+) -> tuple[list[object], list[object], float]:
+    """What the call gave on each rank when it failed there, and right after; and how many seconds both took."""
+    together, seconds = threading.Barrier(WORLD), list[float]()
+
+    def act(comm: Comm) -> tuple[object, object]:
+        threading.current_thread().of_rank = comm.rank  # type: ignore[attr-defined]
+        with on_machine(comm, call.machines) as made:
+            if call.again:
+                call.save(made, root, comm.rank, 1)
+            found: list[object] = []
+            for prepare in (lambda: moments.arm(at), moments.disarm):
+                together.wait(2 * LONG)
+                if comm.rank == 0:
+                    prepare()
+                together.wait(2 * LONG)
+                began = time.monotonic()
+                try:
+                    found.append(call(made, root, comm.rank))
+                except uc.CheckpointError as error:
+                    found.append(error)
+                seconds.append(time.monotonic() - began)
+        return found[0], found[1]
+
+    pairs = run_ranks(WORLD, act)
+    return [first for first, _ in pairs], [second for _, second in pairs], max(seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_one_rank_fails_at_any_moment(tmp_path: Path, moments: Moments, name: str) -> None:
+    call, draw = CALLS[name], random.Random(name)
+    call.prepare(tmp_path / "start")
+    shutil.copytree(tmp_path / "start", tmp_path / "through")
+    fine, _, _ = run(call, tmp_path / "through", moments, (-1, 0))
+    counts = dict(moments.seen)
+    assert min(counts.values()) > 5
+    for rank, count in sorted(counts.items()):
+        for number in sorted(draw.sample(range(1, count + 1), min(8, count))):
+            root = tmp_path / f"{rank}-{number}"
+            shutil.copytree(tmp_path / "start", root)
+            first, second, seconds = run(call, root, moments, (rank, number))
+            at = f"rank {rank}, moment {number}: {moments.failed}"
+            assert seconds < AT_ONCE, f"{at}: took {seconds:.0f} s"
+            assert second == fine, f"{at}: {second}"
+            if isinstance(first[0], uc.CheckpointError):
+                same_error(first, type(first[0]), "made to fail" if call.do == "save" else ".")
+            else:
+                assert first == fine, at
+            shutil.rmtree(root)

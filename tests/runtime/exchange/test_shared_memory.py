@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.runtime.exchange.shared_memory import (
+    SLOTS,
+    Wait,
+    Window,
+    create_window,
+    giving_up,
+    open_window,
+)
+
+TILE = 8192
+SECONDS = 30.0  # far more than any of this needs
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[int], Window]]:
+    made: list[tuple[Window, int]] = []
+
+    def one(world: int) -> Window:
+        made.append(create_window(world=world, tile_nbytes=TILE))
+        return made[-1][0]
+
+    yield one
+    for window, fd in made:
+        window.close()
+        os.close(fd)
+
+
+def opened(window: Window, *, world: int) -> Window:
+    return open_window(window.token, world=world, tile_nbytes=TILE)
+
+
+def test_the_memory_is_shared(make: Callable[[int], Window]) -> None:
+    ours = make(3)
+    theirs = opened(ours, world=3)
+    theirs.tile(1)[:] = torch.arange(TILE, dtype=torch.int64).to(torch.uint8)
+    assert ours.tile(1).tolist() == [i % 256 for i in range(TILE)]
+    assert ours.tile(0).sum() == 0
+    theirs.mark(2, 5)
+    assert [ours.done(rank) for rank in range(3)] == [0, 0, 5]
+    theirs.close()
+    assert ours.tile(1)[1] == 1, "closing one view of it leaves the others alone"
+
+
+def test_tiles_take_turns() -> None:
+    window, fd = create_window(world=2, tile_nbytes=TILE)
+    for number in range(2 * SLOTS):
+        window.tile(number)[:] = number + 1
+    assert [int(window.tile(number)[0]) for number in range(SLOTS)] == [
+        SLOTS + 1 + i for i in range(SLOTS)
+    ]
+    assert window.tile(0).data_ptr() == window.tile(SLOTS).data_ptr()
+    assert all(window.tile(number).data_ptr() % 4096 == 0 for number in range(SLOTS)), (
+        "aligned for any dtype and for the disk"
+    )
+    assert window.tile(0).numel() == TILE
+    window.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("world", [1, 8, 4096])
+def test_counters_of_many_ranks_do_not_touch_the_tiles(world: int) -> None:
+    window, fd = create_window(world=world, tile_nbytes=TILE)
+    window.tile(0)[:] = 7
+    window.tile(1)[:] = 7
+    window.serve(3)
+    window.advance(9)
+    for rank in range(world):
+        window.mark(rank, rank + 1)
+    assert [window.done(rank) for rank in range(world)] == list(range(1, world + 1))
+    assert window.serving() == 3
+    assert window.progress() == 9
+    assert not window.failed()
+    assert (window.tile(0) == 7).all()
+    assert (window.tile(1) == 7).all()
+    window.close()
+    os.close(fd)
+
+
+def test_serving_starts_all_counters_at_zero(make: Callable[[int], Window]) -> None:
+    window = make(2)
+    window.serve(1)
+    window.advance(4)
+    window.mark(1, 4)
+    window.serve(2)
+    assert (window.serving(), window.progress(), window.done(0), window.done(1)) == (2, 0, 0, 0)
+
+
+def test_each_window_has_a_token_of_its_own() -> None:
+    first, fd = create_window(world=2, tile_nbytes=TILE)
+    first.close()
+    os.close(fd)
+    second, fd = create_window(world=2, tile_nbytes=2 * TILE)
+    second.close()
+    os.close(fd)
+    assert first.token != second.token, "else a rank that has opened the first keeps talking to it"
+
+
+def test_memory_is_given_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    window, fd = create_window(world=2, tile_nbytes=TILE)
+    other = opened(window, world=2)
+    mapped = f" {os.fstat(fd).st_ino} "
+    assert Path("/proc/self/maps").read_text().count(mapped) == 2
+    other.close()
+    window.close()
+    os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert mapped not in Path("/proc/self/maps").read_text()
+
+
+# the two ways of an exchange
+
+
+def waiting(windows: dict[int, Window], *, seconds: float = SECONDS) -> Wait:
+    return Wait(timeout_seconds=seconds, windows=windows, heed=lambda: None, signs=lambda: 0)
+
+
+WORLD, COUNT, SHARE = 3, 7, TILE // 3
+
+
+def mine(rank: int) -> slice:
+    return slice(rank * SHARE, (rank + 1) * SHARE)
+
+
+def fill(windows: dict[int, Window], rank: int) -> list[list[int]]:
+    """Each rank fills its part of each of rank 0's tiles. Rank 0 returns what it found in them."""
+    window, wait, found = windows[0], waiting(windows), []
+    if rank == 0:
+        window.serve(1)
+    for number in range(COUNT):
+        wait.until_progress(0, exchange=1, tiles=number - SLOTS + 1)
+        window.tile(number)[mine(rank)] = 10 * number + rank
+        window.mark(rank, number + 1)
+        if rank == 0:
+            wait.until_done(window, range(WORLD), number + 1)
+            found.append([int(window.tile(number)[mine(r)].unique()) for r in range(WORLD)])
+            window.advance(number + 1)
+    return found
+
+
+def empty(windows: dict[int, Window], rank: int) -> list[int]:
+    """Rank 0 fills its tiles; the others return what they found in them."""
+    window, wait, found = windows[0], waiting(windows), []
+    if rank == 0:
+        window.serve(2)
+    for number in range(COUNT):
+        if rank == 0:
+            wait.until_done(window, range(1, WORLD), number - SLOTS + 1)
+            window.tile(number)[:] = 100 + number
+            window.advance(number + 1)
+        else:
+            wait.until_progress(0, exchange=2, tiles=number + 1)
+            found.append(int(window.tile(number).unique()))
+            window.mark(rank, number + 1)
+    return found
+
+
+def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], Window]) -> None:
+    windows = {rank: make(WORLD) for rank in range(WORLD)}
+    with ThreadPoolExecutor(WORLD) as pool:
+        filled, emptied = zip(
+            *pool.map(lambda rank: (fill(windows, rank), empty(windows, rank)), range(WORLD)),
+            strict=True,
+        )
+    assert filled[0] == [[10 * number + rank for rank in range(WORLD)] for number in range(COUNT)]
+    assert emptied[1] == emptied[2] == [100 + number for number in range(COUNT)]
+
+
+# another process
+
+CHILD = """
+import os, sys
+from unified_ckpt.runtime.exchange.shared_memory import Wait, create_window, open_window
+
+held, fd = create_window(world=2, tile_nbytes=8192)
+tile = held.tile(0)
+tile[:] = 3
+held.close()
+os.close(fd)
+print(int(tile.sum()), flush=True)
+
+ours, fd = create_window(world=2, tile_nbytes=8192)
+print(ours.token, flush=True)
+theirs = open_window(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
+wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours}, heed=lambda: None, signs=lambda: 0)
+for number in range(6):
+    wait.until_progress(0, exchange=1, tiles=number - 1)
+    theirs.tile(number)[:] = number + 1
+    theirs.mark(1, number + 1)
+ours.serve(5)
+ours.tile(0)[:] = 99
+ours.advance(1)
+wait.until_done(ours, (0,), 1)
+print("through", flush=True)
+sys.stdin.read()
+"""
+
+
+class Child:
+    """Another process: a rank with a window of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        yield Child(process)
+        process.kill()
+
+
+def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
+    make: Callable[[int], Window], child: Child
+) -> None:
+    """One test, as it takes seconds to start a process that imports torch."""
+    window = make(2)
+    assert child.says() == str(3 * TILE), (
+        "a view of a closed window that is still held stays readable"
+    )
+    theirs = open_window(child.says(), world=2, tile_nbytes=TILE)
+    wait = waiting({0: window, 1: theirs})
+    window.serve(1)
+    child.tell(window.token)
+    seen = []
+    for number in range(6):
+        wait.until_done(window, (1,), number + 1)
+        seen.append(int(window.tile(number).unique()))
+        window.advance(number + 1)
+    wait.until_progress(1, exchange=5, tiles=1)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert int(theirs.tile(0).unique()) == 99
+    theirs.mark(0, 1)
+    assert child.says() == "through"
+
+    child.process.kill()  # nobody has waited for it yet: it is a zombie
+    pid, started = child.process.pid, time.monotonic()
+    with pytest.raises(
+        RankError, match=rf"rank 1 \(process {pid}\) is gone; waited for tile 2 of exchange 6"
+    ):
+        wait.until_progress(1, exchange=6, tiles=3)
+    assert time.monotonic() - started < SECONDS / 2, "long before the time-out"
+    theirs.close()
+    with pytest.raises(
+        StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"
+    ):
+        open_window(theirs.token, world=2, tile_nbytes=TILE)
+
+
+# waiting
+
+
+def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> None:
+    windows = {0: make(3), 2: make(3)}
+    wait = waiting(windows, seconds=0.2)
+    windows[2].serve(4)
+    windows[2].advance(1)
+    with pytest.raises(
+        RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"
+    ):
+        wait.until_progress(2, exchange=4, tiles=2)
+    with pytest.raises(
+        RankError, match=r"rank 2 did not come to tile 0 of exchange 5 within 0.2 s"
+    ):
+        wait.until_progress(2, exchange=5, tiles=1)
+    windows[0].mark(0, 1)
+    with pytest.raises(RankError, match=r"rank 2 did not come to its part of tile 0 within 0.2 s"):
+        wait.until_done(windows[0], (0, 2), 1)
+
+
+def test_a_rank_that_is_further_already_is_not_waited_for(make: Callable[[int], Window]) -> None:
+    windows = {1: make(2)}
+    windows[1].serve(8)
+    waiting(windows, seconds=0.2).until_progress(1, exchange=7, tiles=100)
+    windows[1].mark(0, 9)
+    waiting(windows, seconds=0.2).until_done(windows[1], (), 100)
+
+
+def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window]) -> None:
+    windows = {0: make(2), 1: make(2)}
+    wait = waiting(windows)
+    threading.Timer(0.1, windows[1].fail).start()
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
+        wait.until_progress(1, exchange=1, tiles=1)
+    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
+        wait.until_done(windows[0], (1,), 1)
+    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange") as caught:
+        wait.until_done(windows[0], (1,), 1)
+    assert caught.value.echo, "the rank that gave up says why"
+    assert time.monotonic() - started < SECONDS / 2
+
+
+def test_the_time_out_is_one_of_silence(make: Callable[[int], Window]) -> None:
+    """Whoever gets on is waited for: three signs of life, and then none."""
+    window, signs = make(2), iter([1, 2, 3, 3])
+    wait = Wait(
+        timeout_seconds=0.2, windows={1: window}, heed=lambda: None, signs=lambda: next(signs)
+    )
+    began = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"rank 1 did not come to tile 0 of exchange 1 within 0.2 s"
+    ):
+        wait.until_progress(1, exchange=1, tiles=1)
+    assert time.monotonic() - began > 0.8
+
+
+def test_what_was_done_before_giving_up_counts(make: Callable[[int], Window]) -> None:
+    window = make(2)
+    window.serve(1)
+    window.advance(1)
+    window.fail()
+    waiting({1: window}).until_progress(1, exchange=1, tiles=1)
+
+
+def test_a_block_that_fails_gives_up(make: Callable[[int], Window]) -> None:
+    window = make(2)
+    with giving_up(window):
+        pass
+    assert not window.failed()
+    with pytest.raises(ZeroDivisionError, match="oh"), giving_up(window):
+        raise ZeroDivisionError("oh")
+    assert window.failed()
+    with pytest.raises(ZeroDivisionError, match="oh"), giving_up(None):
+        raise ZeroDivisionError("oh")

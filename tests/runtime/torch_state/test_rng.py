@@ -1,0 +1,71 @@
+"""Random states: given back exactly, or derived for another number of ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support.generators import drawn
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+
+def test_what_is_drawn_after_a_load_is_what_was_drawn_after_the_save(tmp_path: Path) -> None:
+    drawn()  # half of a pair of normal numbers is held back now
+    uc.save(
+        tmp_path / "c",
+        model={"w": torch.ones(2)},
+        rank_extra={"random": uc.RandomStates().state_dict()},
+    )
+    expected = [drawn() for _ in range(3)]
+    report = uc.load(tmp_path / "c", model={"w": torch.zeros(2)})
+    uc.RandomStates().load_state_dict(report.rank_extra["random"])
+    assert [drawn() for _ in range(3)] == expected
+
+
+def test_another_number_of_ranks_derives_states_that_differ_by_rank_and_by_what_was_saved() -> None:
+    states = uc.RandomStates()
+    saved = [states.state_dict()]
+    torch.rand(3)
+    later = [states.state_dict()]
+    found = set()
+    for one, rank, world in [(saved, 0, 2), (saved, 1, 2), (saved, 1, 3), (later, 0, 2)]:
+        states.load_from_ranks(one, rank=rank, world=world)
+        first = drawn()
+        drawn()
+        states.load_from_ranks(one, rank=rank, world=world)
+        assert drawn() == first, "always the same from the same"
+        found.add(first)
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_cuda_states_that_nothing_takes_are_named(
+    devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU, too; those of as many devices are set."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
+    taken: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", taken.append)
+    states = uc.RandomStates()
+    for saved in (1, devices):
+        states.load_state_dict(
+            {**states.state_dict(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * saved}
+        )
+    expected = (
+        f"random states: saved for 1 CUDA devices, here are {devices}: theirs stay as they are"
+    )
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    assert [len(of) for of in taken] == ([2] if devices else [])

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save as safetensors_save
+
+from tests.support.oracles import filled, mesh_strides, part_of
+from unified_ckpt.core.planning.slabs import inner_boxes
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.errors import MismatchError
+from unified_ckpt.runtime.torch_state.tensors import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    Part,
+    as_bytes,
+    boxes_in_line,
+    dense,
+    dtype_name,
+    empty_lines,
+    fill_lines,
+    lines_of,
+    same_bits,
+)
+
+DTYPES = sorted(TORCH_DTYPES)
+
+
+def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Any bits at all: NaNs with payloads, bools that are neither 0 nor 1."""
+    array = filled(TensorSpec(dtype, shape), seed=seed)
+    raw = torch.from_numpy(np.frombuffer(array.tobytes(), dtype=np.uint8).copy())
+    return (
+        raw.view(TORCH_DTYPES[dtype]).reshape(shape)
+        if raw.numel()
+        else torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    )
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(same_bits(tensor).contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def part(
+    tensor: torch.Tensor,
+    *,
+    dtype: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    sharding: Sharding | None = None,
+) -> Part:
+    spec = TensorSpec(dtype or DTYPE_NAMES[tensor.dtype], shape or tuple(tensor.shape))
+    return Part(Row("model", "w", spec, sharding or Sharding()), tensor)
+
+
+# dtypes
+
+
+def test_every_dtype_of_safetensors_has_one_of_torch_but_those_of_six_bits() -> None:
+    assert set(TORCH_DTYPES) == set(ITEM_BITS) - {"F6_E2M3", "F6_E3M2"}
+    assert {DTYPE_NAMES[dtype]: dtype for dtype in DTYPE_NAMES} == TORCH_DTYPES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_names_and_sizes_are_those_of_safetensors(dtype: str) -> None:
+    tensor = (
+        torch.empty(2, dtype=torch.uint8).view(TORCH_DTYPES[dtype])
+        if dtype == "F4"
+        else torch.empty(2, dtype=TORCH_DTYPES[dtype])
+    )
+    assert f'"dtype":"{dtype}"' in safetensors_save({"w": tensor}).decode("latin1")
+    assert tensor.element_size() == itemsize(dtype)
+    assert dtype_name(tensor.dtype, fqn="w") == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.quint8, torch.complex32])
+def test_dtypes_that_a_file_cannot_hold_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(
+        MismatchError,
+        match=rf"^model:w: dtype {dtype} has no name in safetensors; needed one of .*torch.bfloat16",
+    ):
+        dtype_name(dtype, fqn="model:w")
+
+
+# memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2)])
+def test_bytes_alias_the_tensor(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = random_bits(dtype, *shape)
+    found = as_bytes(tensor)
+    assert bytes(found) == filled(TensorSpec(dtype, shape)).tobytes()
+    assert len(found) == found.nbytes == itemsize(dtype) * prod(shape)
+    if len(found):
+        found[0] ^= 0xFF
+        assert bits(tensor) == bytes(found)
+
+
+def test_bytes_of_a_view_start_where_it_starts() -> None:
+    tensor = torch.arange(12, dtype=torch.int16).reshape(6, 2)
+    assert bytes(as_bytes(tensor[2:4])) == tensor.numpy()[2:4].tobytes()
+    assert bytes(as_bytes(tensor.t()[1:2, 3:4])) == b"\x07\x00", (
+        "one element is contiguous whatever its stride"
+    )
+    assert bytes(as_bytes(tensor.float().requires_grad_())) == tensor.float().numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_alias_the_tensor(dtype: str) -> None:
+    tensor = random_bits(dtype, 4, 6)
+    for view in (tensor, tensor[:, 1:4], tensor[::2]):
+        found = same_bits(view)
+        assert found.data_ptr() == view.data_ptr()
+        assert found.shape == view.shape
+        assert not found.dtype.is_floating_point
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense_copies_only_what_is_not(dtype: str) -> None:
+    tensor = random_bits(dtype, 4, 6)
+    assert dense(tensor) is tensor
+    turned = dense(tensor.t())
+    assert turned.is_contiguous()
+    assert turned.dtype == tensor.dtype
+    assert same_bits(turned).tolist() == same_bits(tensor).t().tolist()
+
+
+def test_plain_parts_are_what_a_file_holds() -> None:
+    tensor = torch.ones(4, 3)
+    assert part(tensor).plain
+    assert not part(tensor, dtype="BF16").plain
+    assert part(tensor, dtype="BF16").casts
+    assert not part(tensor.t()).plain
+    assert not part(tensor.to("meta")).plain
+    assert part(tensor[1:]).plain
+
+
+# lines
+
+
+def test_lines_alias_a_contiguous_part() -> None:
+    tensor = torch.arange(24.0).reshape(2, 3, 4)
+    found = lines_of(part(tensor), split=2, first_line=1, lines=3)
+    assert found.tolist() == tensor.reshape(6, 4)[1:4].tolist()
+    assert found.data_ptr() == tensor[0, 1].data_ptr()
+    assert lines_of(part(tensor), split=0, first_line=0, lines=1).shape == (1, 2, 3, 4)
+    assert lines_of(part(tensor), split=3, first_line=5, lines=2).tolist() == [5.0, 6.0]
+    assert lines_of(part(torch.tensor(7.0)), split=0, first_line=0, lines=1).tolist() == [7.0]
+
+
+MESHES = [(2,), (3,), (2, 2), (2, 3)]
+
+
+@st.composite
+def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
+    """A row whose dims left of `split` nobody cuts, the split, and the number of ranks."""
+    sizes = draw(st.sampled_from(MESHES))
+    strides = mesh_strides(sizes)
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    split = draw(st.integers(0, len(shape) - 1))
+    sections = draw(st.sampled_from([1, 2, 3]))
+    cuts = tuple(
+        Cut(draw(st.integers(split, len(shape) - 1)), size, stride, sections)
+        for size, stride in zip(sizes, strides, strict=True)
+    )
+    return (
+        Row("model", "w", TensorSpec(draw(st.sampled_from(DTYPES)), shape), Sharding(cuts)),
+        split,
+        prod(sizes),
+    )
+
+
+@given(shared_tensors(), st.booleans(), st.data())
+@settings(max_examples=150)
+def test_lines_go_into_a_tile_and_come_back(
+    case: tuple[Row, int, int], strided: bool, data: st.DataObject
+) -> None:
+    row, split, world = case
+    whole = (
+        filled(row.spec) & 1 if row.spec.dtype == "BOOL" else filled(row.spec)
+    )  # torch's copies know but two bools
+    count = prod(row.spec.shape[:split])
+    first = data.draw(st.integers(0, count - 1))
+    lines = data.draw(st.integers(1, count - first))
+    line = row.spec.nbytes // count
+    wanted = whole.tobytes()[first * line : (first + lines) * line]
+    tile = torch.zeros(lines * line, dtype=torch.uint8)
+    parts = []
+    for rank in range(world):
+        own = part_of(whole, row.sharding, rank)
+        local = (
+            torch.from_numpy(own.copy()).view(torch.uint8).view(TORCH_DTYPES[row.spec.dtype])
+            if own.size
+            else None
+        )
+        local = (
+            torch.empty(own.shape, dtype=TORCH_DTYPES[row.spec.dtype])
+            if local is None
+            else local.reshape(own.shape)
+        )
+        if strided and local.dim() > 1:  # the same values in memory of another order
+            local = (
+                same_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
+            )
+        parts.append(Part(row, local))
+        boxes = boxes_in_line(parts[-1], rank, split)
+        assert boxes == inner_boxes(
+            row.spec.shape, row.sharding, row.sharding.coordinates(rank), split
+        )
+        fill_lines(tile, parts[-1], boxes, split=split, first_line=first, lines=lines)
+    assert bytes(tile.numpy()) == wanted
+    for rank, one in enumerate(parts):
+        target = Part(row, torch.empty_like(one.local, memory_format=torch.contiguous_format))
+        same_bits(target.local).fill_(1)
+        empty_lines(
+            tile,
+            target,
+            boxes_in_line(target, rank, split),
+            split=split,
+            first_line=first,
+            lines=lines,
+        )
+        shape = (prod(one.local.shape[:split]), *one.local.shape[split:])
+        found, source = (same_bits(x).reshape(shape) for x in (target.local, one.local))
+        assert torch.equal(found[first : first + lines], source[first : first + lines])
+        assert (found[:first] == 1).all()
+        assert (found[first + lines :] == 1).all()
+
+
+def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
+    row = Row("model", "w", TensorSpec("F32", (4, 4)), Sharding((Cut(1, 2, 1),), ranks=(3, 5)))
+    assert boxes_in_line(Part(row, torch.empty(0, 0)), 0, 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [("F32", "BF16"), ("BF16", "F32"), ("F64", "F16"), ("F32", "F8_E4M3"), ("F8_E5M2", "F32")],
+)
+def test_lines_are_cast_on_the_way(here: str, there: str) -> None:
+    values = torch.tensor([[0.5, -2.0, 1.25, 3.0], [0.1, 7.0, -0.25, 1e-3]]).to(TORCH_DTYPES[here])
+    row = Row("model", "w", TensorSpec(there, (2, 4)), Sharding((Cut(1, 2, 1),)))
+    tile = torch.zeros(row.spec.nbytes, dtype=torch.uint8)
+    for rank in range(2):
+        one = Part(row, values[:, 2 * rank : 2 * rank + 2])
+        assert one.casts
+        fill_lines(tile, one, boxes_in_line(one, rank, 1), split=1, first_line=0, lines=2)
+    saved = values.to(TORCH_DTYPES[there])
+    assert bytes(tile.numpy()) == bits(saved)
+    for rank in range(2):
+        back = Part(row, torch.empty(2, 2, dtype=TORCH_DTYPES[here]))
+        empty_lines(tile, back, boxes_in_line(back, rank, 1), split=1, first_line=0, lines=2)
+        assert bits(back.local) == bits(saved[:, 2 * rank : 2 * rank + 2].to(TORCH_DTYPES[here]))

@@ -1,0 +1,181 @@
+"""nanotron's folders, written here from what is known of the format: merged over all ranks, and refused where parts are missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import unified_ckpt as uc
+from tests.support.nanotrons import LAYERS, QKV, write
+from unified_ckpt.cli.main import main
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, False), (2, True), (3, True), (12, True)])
+def test_every_tensor_is_what_all_ranks_had(tmp_path: Path, dp: int, zero: bool) -> None:
+    """Ranks in the order of their numbers: by name, 10 comes before 2."""
+    told = write(tmp_path, dp=dp, zero=zero)
+    with uc.open(tmp_path) as source:
+        assert (source.format, source.step) == ("nanotron", 20)
+        found = {
+            f"{part}:{name}": view[...]
+            for part in source.parts
+            for name, view in source[part].items()
+        }
+        assert found.keys() == told.keys()
+        assert [name for name, tensor in told.items() if not torch.equal(found[name], tensor)] == []
+        (group,) = source.source.said().groups
+        assert sorted(group["names"]) == sorted(LAYERS)
+        assert group["options"] == {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
+        assert source.extra["lr_scheduler"] == {"last_epoch": 20}
+    with uc.open(tmp_path / "20") as source:
+        assert torch.equal(source["model"][QKV][3:7, 1:3], told[f"model:{QKV}"][3:7, 1:3])
+
+
+def test_it_fills_a_job_and_is_inspected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = write(tmp_path, dp=2, zero=True)
+    model = {
+        name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _, _) in LAYERS.items()
+    }
+    masters = {name: torch.zeros(shape) for name, (shape, _, _) in LAYERS.items()}
+    report = uc.load(tmp_path, model=model, master_weights=masters)
+    assert report.step == 20
+    assert all(torch.equal(masters[name], told[f"master_weights:{name}"]) for name in LAYERS)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "nanotron" in capsys.readouterr().out
+
+
+def test_converted_with_its_two_copies_of_the_weights_compared(tmp_path: Path) -> None:
+    told = write(tmp_path, dp=2, zero=True)
+    report = uc.convert(tmp_path, tmp_path / "ours")
+    assert (report.compared, report.tensors) == (
+        5,
+        {"model": 5, "master_weights": 5, "optimizer": 15},
+    )
+    with uc.open(tmp_path / "ours") as source:
+        assert all(
+            torch.equal(view[...], told[f"{part}:{name}"])
+            for part in source.parts
+            for name, view in source[part].items()
+        )
+    path = next(tmp_path.glob("20/optimizer/*pp-0*dp-1*tp-1*"))
+    state = torch.load(path)
+    state["gradient_accumulator"][QKV][2] += 1
+    torch.save(state, path)
+    with pytest.raises(uc.IntegrityError, match=r"qkv_proj"):
+        uc.convert(tmp_path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def remove(pattern: str) -> Callable[[Path], object]:
+    return lambda root: os.remove(max(root.glob(pattern)))
+
+
+def shorten(root: Path) -> None:
+    path = next(root.glob("20/optimizer/*pp-0*dp-0*tp-1*"))
+    told = torch.load(path)
+    told["state"][0]["exp_avg"] = told["state"][0]["exp_avg"][:-1].clone()
+    torch.save(told, path)
+
+
+def relabel(root: Path, pairs: str) -> None:
+    path = next(root.glob("20/model/**/qkv_proj/*tp-rank-1*"))
+    save_file(
+        load_file(path),
+        path,
+        metadata={"local_global_slices_pairs": pairs, "unsharded_shape": "(8, 6)"},
+    )
+
+
+def swap(pattern: str) -> Callable[[Path], object]:
+    """The files of two tensor-parallel ranks change places."""
+
+    def act(root: Path) -> None:
+        one, other = sorted(root.glob(pattern))
+        held = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(held)
+
+    return act
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a part of a tensor": (
+        remove("20/model/**/qkv_proj/*tp-rank-1*"),
+        r"qkv_proj.weight: nothing holds box(.|\n)*tp-rank-0-of-2",
+    ),
+    "a tensor": (
+        remove("20/model/**/input_layernorm/*"),
+        r"that the model has no file of(.|\n)*input_layernorm",
+    ),
+    "a rank's state": (
+        remove("20/optimizer/*pp-1*dp-1*tp-0*"),
+        r"files are missing, of ranks(.|\n)*\(1, 1, 0, 0\)",
+    ),
+    "the metadata": (
+        remove("20/checkpoint_metadata.json"),
+        r"checkpoint_metadata.json: is missing",
+    ),
+    "the step": (
+        lambda root: shutil.rmtree(root / "20"),
+        r"20: is not there, and latest.txt names it",
+    ),
+    "latest": (
+        lambda root: (root / "latest.txt").write_text("x\n"),
+        r"latest.txt: holds 'x'; needed the number",
+    ),
+    "short state": (shorten, r"its files have \d+ elements; needed"),
+    "slices": (
+        lambda root: relabel(root, "0,9,None|None,None,None#0,9,None|None,None,None"),
+        r"has box|do not fit|overlap|nothing holds",
+    ),
+    "no slices": (lambda root: relabel(root, "x"), r"does not say which part"),
+    "swapped state": (
+        swap("20/optimizer/*pp-0*dp-0*"),
+        r"tp-0-of-2_exp-0-of-1.pt: was written as optimizer_\S*tp-1-of-2",
+    ),
+    "swapped parts": (
+        swap("20/model/**/qkv_proj/*"),
+        r"tp-rank-1\S*: has elements before those of \S*tp-rank-0\S*: files were swapped",
+    ),
+    "strides": (
+        lambda root: relabel(root, "0,4,2|None,None,None#0,4,2|None,None,None"),
+        r"does not say which part",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path, what: str) -> None:
+    write(tmp_path, dp=2, zero=True)
+    damage, match = DAMAGE[what]
+    damage(tmp_path)
+    with pytest.raises(uc.CheckpointError, match=match):
+        uc.open(tmp_path)
+
+
+class Runs:
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize("pattern", ["optimizer/*pp-1*tp-1*", "lr_scheduler/*"])
+def test_hostile_pickles_are_refused_by_name_and_not_run(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path)
+    torch.save(
+        {"state": {0: Runs(tmp_path / "mark")}, "names": {}}, next((tmp_path / "20").glob(pattern))
+    )
+    with pytest.raises(uc.FormatError, match=r"posix\.system"):
+        uc.open(tmp_path)
+    assert not (tmp_path / "mark").exists()

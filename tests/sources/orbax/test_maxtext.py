@@ -1,0 +1,388 @@
+"""MaxText's checkpoints, written by Orbax from trees of its form: read bitwise as the Hugging Face models that they were made from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import unified_ckpt as uc
+from tests.support.maxtexts import KINDS, Made, make, tree_of
+from tests.support.orbaxes import MaxText, as_numpy, job, mapped, write
+from unified_ckpt.cli.main import main
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.exports.maxtext import maxtext_view
+from unified_ckpt.options import LoadOptions, SourceOptions
+from unified_ckpt.sources import open_any
+
+FORMS = ["stacked", "unstacked"]
+UNSTACKED = (
+    "llama3",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "gemma3",
+)  # the others differ in nothing that stacking changes
+PAIRS = [(kind, form) for kind in KINDS for form in FORMS if form == "stacked" or kind in UNSTACKED]
+DRIVERS = [
+    {"ocdbt": True, "zarr3": True},
+    {"ocdbt": True, "zarr3": False},
+    {"ocdbt": False, "zarr3": True},
+    {"ocdbt": False, "zarr3": False},
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make(kind, root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def written(models: dict[str, Made], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<kind>-<stacked or unstacked>-<training or inference>; the drivers take turns."""
+    root = tmp_path_factory.mktemp("written")
+    jobs = []
+    for kind, made in models.items():
+        for stacked in (True, False):
+            if (kind, "stacked" if stacked else "unstacked") not in PAIRS:
+                continue
+            for trained in (True, False) if kind == "llama3" else (True,):
+                name = f"{kind}-{'stacked' if stacked else 'unstacked'}-{'training' if trained else 'inference'}"
+                jobs.append(
+                    job(
+                        root / name,
+                        tree_of(made, stacked=stacked, trained=trained),
+                        **DRIVERS[len(jobs) % 4],
+                    )
+                )
+    write(jobs, root / "jobs")
+    return root
+
+
+def opened(path: Path, made: Made) -> Any:
+    return uc.open(path, options=SourceOptions(config=str(made.folder)))
+
+
+@pytest.mark.parametrize(("kind", "form"), PAIRS)
+def test_it_is_the_model_bitwise_with_its_moments(
+    models: dict[str, Made], written: Path, kind: str, form: str
+) -> None:
+    made = models[kind]
+    with opened(written / f"{kind}-{form}-training", made) as source:
+        assert set(source["model"].keys()) == set(made.state)
+        for name, tensor in made.state.items():
+            assert torch.equal(source["model"][name][...], tensor), name
+        steps = {f"{name}/step" for name in made.state}
+        assert set(source["optimizer"].keys()) == set(made.moments) | steps
+        for name, tensor in made.moments.items():
+            assert torch.equal(source["optimizer"][name][...], tensor), name
+        assert all(source["optimizer"][name][...] == 7 for name in steps)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        assert torch.equal(source["model"][name][5:37, 3:50], made.state[name][5:37, 3:50])
+        assert source.step == 7
+    assert "jax" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("form", "kept"), [("stacked", 1 << 20), ("stacked", 1), ("unstacked", 1 << 20)]
+)
+@pytest.mark.parametrize("kind", ["llama3", "mixtral", "gemma2"])
+def test_tensors_cut_into_many_pieces(
+    models: dict[str, Made],
+    written: Path,
+    kind: str,
+    form: str,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Along chunks where all pieces of a tensor are kept together, else into rows."""
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.PIECE_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.LARGEST_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.maxtext.KEPT_NBYTES", kept)
+    made = models[kind]
+    with opened(written / f"{kind}-{form}-training", made) as source:
+        for name, tensor in made.state.items():
+            assert torch.equal(source["model"][name][...], tensor), name
+        for name, tensor in made.moments.items():
+            assert torch.equal(source["optimizer"][name][...], tensor), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_without_train_state_is_the_model_alone(
+    models: dict[str, Made], written: Path, form: str
+) -> None:
+    made = models["llama3"]
+    with opened(written / f"llama3-{form}-inference", made) as source:
+        assert source.parts == ("model",)
+        assert source.step == 7  # of the folder: the tree has none
+        for name, tensor in made.state.items():
+            assert torch.equal(source["model"][name][...], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen3_moe", "gemma2"])
+def test_and_seen_as_maxtexts_again_it_is_as_stored(
+    models: dict[str, Made], written: Path, kind: str
+) -> None:
+    path, made = written / f"{kind}-stacked-training", models[kind]
+    ours = open_any(str(path), SourceOptions(config=str(made.folder)))
+    with (
+        uc.open(path, options=SourceOptions(names="own")) as own,
+        SourceView(maxtext_view(ours, made.model.config.to_dict())) as view,
+    ):
+        assert view.parts == own.parts
+        for part in own.parts:
+            assert set(view[part]) == set(own[part])
+            for name in own[part]:
+                found, stored = view[part][name][...], own[part][name][...]
+                rows = tuple(
+                    slice(size) for size in found.shape
+                )  # without the padding of the vocabulary
+                assert torch.equal(found, stored[rows]), name
+
+
+IDS = torch.arange(24).reshape(2, 12) % 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_pretrained_computes_the_same(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
+    made = models[kind]
+    with opened(written / f"{kind}-stacked-training", made) as source:
+        save_file(
+            {name: source["model"][name][...] for name in source["model"]},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
+        assert source.source.aliases("model") == (
+            {"lm_head.weight": "model.embed_tokens.weight"}
+            if made.model.config.tie_word_embeddings
+            else {}
+        )
+    shutil.copy(made.folder / "config.json", tmp_path)
+    one, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        for path in (made.folder, tmp_path)
+    )
+    with torch.no_grad():
+        assert torch.equal(other(IDS).logits, one(IDS).logits)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    losses = []
+    for step in range(count):
+        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(step))
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen2", "gemma"])
+def test_a_job_goes_on_from_it(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
+    """As from the same state in torch."""
+    made = models[kind]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
+    one = torch.optim.AdamW(expected.parameters(), lr=1e-3)
+    for name, parameter in expected.named_parameters():
+        moments = {
+            state: made.moments[f"{name}/{state}"].clone() for state in ("exp_avg", "exp_avg_sq")
+        }
+        one.state[parameter] = {"step": torch.tensor(7.0), **moments}
+    model = transformers.AutoModelForCausalLM.from_config(KINDS[kind]())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = LoadOptions(source=SourceOptions(config=str(made.folder / "config.json")))
+    report = uc.load(
+        written / f"{kind}-stacked-training", model=model, optimizer=optimizer, options=options
+    )
+    assert report.step == 7
+    assert train(model, optimizer, 3) == train(expected, one, 3)
+    uc.save(tmp_path / "ours", model=model, optimizer=optimizer, step=10)
+    assert uc.verify(tmp_path / "ours", deep=True).ok
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_converted_it_is_a_model_folder(
+    models: dict[str, Made], written: Path, tmp_path: Path, kind: str
+) -> None:
+    made = models[kind]
+    report = uc.convert(
+        written / f"{kind}-stacked-training",
+        tmp_path / "new",
+        source=SourceOptions(config=str(made.folder)),
+    )
+    assert report.format == "orbax"
+    assert report.tensors == {"model": len(made.state), "optimizer": 3 * len(made.state)}
+    assert uc.verify(tmp_path / "new", deep=True).ok
+    with uc.open(tmp_path / "new") as source:
+        assert all(
+            torch.equal(source["optimizer"][name][...], tensor)
+            for name, tensor in made.moments.items()
+        )
+    one, other = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        for path in (made.folder, tmp_path / "new")
+    )
+    with torch.no_grad():
+        assert torch.equal(other(IDS).logits, one(IDS).logits)
+
+
+# ---- which model it is
+
+
+def test_names_of_several_models_are_shown_as_stored(
+    written: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without config.json: a look takes MaxText's own names and says what others need; what is written for good needs it."""
+    path = written / "llama3-stacked-training"
+    query = "decoder.layers.self_attention.query.kernel"
+    target = {query: torch.zeros(64, 3, 4, 16)}
+    uc.load(path, model=target, strict=False)
+    with uc.open(path, options=SourceOptions(names="own")) as source:
+        assert torch.equal(target[query], source["model"][query][...])
+    assert re.search(
+        r"several models(.|\n)*needed the model's config.json(.|\n)*its own names are shown",
+        caplog.text,
+    )
+    assert main(["inspect", str(path)]) == 0
+    assert "self_attention" in capsys.readouterr().out
+    for to in ("huggingface", "unified"):
+        with pytest.raises(
+            uc.FormatError,
+            match=r"names are those of several models(.|\n)*needed the model's config.json",
+        ):
+            uc.convert(path, tmp_path / to, to=to)
+    with pytest.raises(uc.FormatError, match=r"names are those of several models"):
+        uc.open(path, options=SourceOptions(names="huggingface"))
+
+
+def test_own_names_are_as_stored(models: dict[str, Made], written: Path) -> None:
+    made = models["llama3"]
+    expected = MaxText(made.model.config, mapped(made.state, as_numpy)).tree(
+        stacked=True, vocab=128
+    )
+    with uc.open(written / "llama3-stacked-training", options=SourceOptions(names="own")) as source:
+        query = source["model"]["decoder.layers.self_attention.query.kernel"]
+        assert query.shape == (64, 3, 4, 16)
+        assert np.array_equal(
+            query[...].numpy(), expected["decoder"]["layers"]["self_attention"]["query"]["kernel"]
+        )
+        assert source["optimizer"]["token_embedder.embedding/exp_avg"].shape == (128, 64)
+        assert source["optimizer"]["token_embedder.embedding/step"][...] == 7
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["mixtral", "gemma", "gemma3"])
+def test_names_that_say_which_model_it_is(
+    models: dict[str, Made], written: Path, kind: str, form: str
+) -> None:
+    """But not how much of the vocabulary is padding."""
+    made = models[kind]
+    with uc.open(written / f"{kind}-{form}-training") as source:
+        assert set(source["model"].keys()) == set(made.state)
+        for name, tensor in made.state.items():
+            found = source["model"][name][...]
+            assert torch.equal(found[: len(tensor)], tensor), name
+            assert found.shape == tensor.shape or (
+                name in ("lm_head.weight", "model.embed_tokens.weight") and len(found) == 128
+            )
+
+
+def told(made: Made, path: Path, **change: Any) -> SourceOptions:
+    config = json.loads((made.folder / "config.json").read_text())
+    path.write_text(json.dumps({**config, **change}))
+    return SourceOptions(config=str(path))
+
+
+WRONG: list[tuple[str, dict[str, Any], type[uc.CheckpointError], str]] = [
+    (
+        "llama3",
+        {"num_hidden_layers": 2},
+        uc.FormatError,
+        r"other shapes(.|\n)*layers.*has shape \(.*3.*\), needed \(.*2.*\)",
+    ),
+    (
+        "llama3",
+        {"num_attention_heads": 8},
+        uc.FormatError,
+        r"query.kernel has shape \(64, 3, 4, 16\), needed \(64, 3, 8, 16\)",
+    ),
+    (
+        "llama3",
+        {"vocab_size": 129},
+        uc.FormatError,
+        r"embedding has shape \(128, 64\), needed \(129, 64\)",
+    ),
+    (
+        "llama3",
+        {"tie_word_embeddings": True},
+        uc.FormatError,
+        r"tensors that the model has not(.|\n)*logits_dense",
+    ),
+    (
+        "llama3",
+        {"model_type": "qwen2"},
+        uc.IncompleteError,
+        r"as qwen2: the model has tensors that the checkpoint lacks(.|\n)*query.bias",
+    ),
+    (
+        "llama3",
+        {"model_type": "opt"},
+        uc.FormatError,
+        r"model_type 'opt' has no names of MaxText's here; known are llama",
+    ),
+    ("llama3", {"num_attention_heads": None}, uc.FormatError, "is no configuration of llama"),
+    ("gemma2", {"num_hidden_layers": 5}, uc.FormatError, "needed an even count"),
+    (
+        "mixtral",
+        {"num_local_experts": 2},
+        uc.FormatError,
+        r"wi_0 has shape \(3, 3, 64, 96\), needed \(2, 3, 64, 96\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "error", "match"), WRONG)
+def test_a_configuration_of_another_model(
+    models: dict[str, Made],
+    written: Path,
+    tmp_path: Path,
+    kind: str,
+    change: dict[str, Any],
+    error: type[uc.CheckpointError],
+    match: str,
+) -> None:
+    with pytest.raises(error, match=match):
+        uc.open(
+            written / f"{kind}-stacked-training",
+            options=told(models[kind], tmp_path / "config.json", **change),
+        )
+
+
+def test_a_configuration_that_is_none(written: Path, tmp_path: Path) -> None:
+    where = written / "llama3-stacked-training"
+    with pytest.raises(uc.NotFoundError, match=r"config.json: there is no such file"):
+        uc.open(where, options=SourceOptions(config=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(uc.FormatError, match=r"config.json: not valid JSON"):
+        uc.open(where, options=SourceOptions(config=str(tmp_path)))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(uc.FormatError, match="needed an object"):
+        uc.open(where, options=SourceOptions(config=str(tmp_path)))

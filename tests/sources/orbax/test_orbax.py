@@ -1,0 +1,540 @@
+"""Pytrees that Orbax wrote, of any model: read bitwise through tensorstore, found in every kind of folder, refused where damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import torch
+
+import unified_ckpt as uc
+from tests.support.orbaxes import job, train_state, write
+from unified_ckpt.cli.main import main
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.detect.names import find_format
+from unified_ckpt.sources.orbax.arrays import cells, open_arrays
+from unified_ckpt.sources.orbax.tree import places
+
+RANDOM = np.random.default_rng(0)
+WEIGHTS = {
+    "layer_0": {
+        "kernel": RANDOM.standard_normal((8, 12), np.float32),
+        "bias": np.zeros(12, np.float32),
+    },
+    "half": RANDOM.standard_normal((7, 16)).astype(ml_dtypes.bfloat16),
+    "small": RANDOM.standard_normal((4, 4)).astype(ml_dtypes.float8_e4m3fn),
+    "ids": np.arange(20, dtype=np.int32).reshape(5, 4),
+    "mask": np.array([True, False, True, True]),
+    "temperature": np.float32(0.5),
+    "wide": RANDOM.standard_normal((64, 64), np.float32),
+}
+FLAT = {
+    "layer_0.kernel": WEIGHTS["layer_0"]["kernel"],
+    "layer_0.bias": WEIGHTS["layer_0"]["bias"],
+} | {name: array for name, array in WEIGHTS.items() if name != "layer_0"}
+MOMENTS = {"kernel": RANDOM.standard_normal((8, 12), np.float32), "bias": np.zeros(12, np.float32)}
+DRIVERS = {
+    "ocdbt-zarr3": (True, True),
+    "ocdbt-zarr2": (True, False),
+    "files-zarr3": (False, True),
+    "files-zarr2": (False, False),
+}
+
+
+def state() -> dict[str, Any]:
+    """Not of MaxText: moments of a part of the weights, another optimizer's state, an average, text, numbers."""
+    trained = {"layer_0": MOMENTS}
+    return {
+        "params": WEIGHTS,
+        "opt_state": [
+            {"adam": (np.int32(3), trained, trained)},
+            {"trace": {"wide": np.ones((64, 64), np.float32)}},
+            None,
+            (),
+        ],
+        "ema": {"layer_0": {"kernel": np.full((8, 12), 2, np.float32)}},
+        "step": np.int32(3),
+        "seed": 17,
+        "rate": 0.25,
+        "note": "a run",
+    }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("orbax")
+    jobs = [
+        job(
+            root / name,
+            state(),
+            ocdbt=ocdbt,
+            zarr3=zarr3,
+            meta={"epoch": 2, "names": ["a"]},
+            custom={"scan_layers": True},
+            steps=[3],
+        )
+        for name, (ocdbt, zarr3) in DRIVERS.items()
+    ]
+    jobs += [
+        job(root / "v1", state(), api="v1"),
+        job(root / "bare", state(), api="bare"),
+        job(
+            root / "linen",
+            train_state({"layer_0": MOMENTS}, {"layer_0": MOMENTS}, {"layer_0": MOMENTS}),
+        ),
+        job(root / "plain", {"a": {"b": MOMENTS["kernel"]}, "step": np.int32(5)}, api="bare"),
+        job(root / "apart" / "params", {"layer_0": MOMENTS}, api="bare"),
+        job(
+            root / "apart" / "opt_state",
+            [{"adam": (np.int32(3), {"layer_0": MOMENTS}, {"layer_0": MOMENTS})}],
+            api="bare",
+        ),
+        job(root / "steps", {"params": MOMENTS}, steps=[5, 9, 10]),
+        job(
+            root / "cut",
+            {"params": {"wide": RANDOM.standard_normal((512, 512), np.float32)}},
+            steps=[1],
+            file_nbytes=100_000,
+        ),
+    ]
+    write(jobs, root / "jobs")
+    return root
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """To damage."""
+    shutil.copytree(written / "ocdbt-zarr3", tmp_path / "c")
+    return tmp_path / "c" / "3"
+
+
+def equal(found: torch.Tensor, array: Any) -> bool:
+    array = np.asarray(array)
+    found_bytes = (
+        found.contiguous().view(torch.uint8) if found.ndim else found.reshape(1).view(torch.uint8)
+    )
+    return found.shape == array.shape and found_bytes.numpy().tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", [*DRIVERS, "v1", "bare"])
+def test_every_array_bitwise(written: Path, name: str) -> None:
+    with uc.open(written / name) as source:
+        assert source.format == "orbax"
+        assert source.parts == ("ema", "model", "opt_state", "optimizer")
+        assert set(source["model"]) == set(FLAT)
+        for fqn, array in FLAT.items():
+            assert equal(source["model"][fqn][...], array), fqn
+        assert equal(source["model"]["half"][2:5, 3:11], WEIGHTS["half"][2:5, 3:11])
+        owners = ("layer_0.kernel", "layer_0.bias")
+        assert set(source["optimizer"]) == {
+            f"{fqn}/{one}" for fqn in owners for one in ("exp_avg", "exp_avg_sq", "step")
+        }
+        assert equal(source["optimizer"]["layer_0.kernel/exp_avg_sq"][...], MOMENTS["kernel"])
+        assert equal(source["optimizer"]["layer_0.bias/step"][...], np.float32(3))
+        assert equal(source["opt_state"]["1.trace.wide"][...], np.ones((64, 64), np.float32))
+        assert equal(source["ema"]["layer_0.kernel"][...], np.full((8, 12), 2, np.float32))
+        assert source.step == 3
+        extra = {"seed": 17, "rate": 0.25, "note": "a run"}
+        more = (
+            {"meta": {"epoch": 2, "names": ["a"]}, "custom_metadata": {"scan_layers": True}}
+            if name in DRIVERS
+            else {}
+        )
+        assert source.extra == extra | more
+    assert "jax" not in sys.modules
+
+
+def test_a_module_and_its_optimizer_are_filled(written: Path) -> None:
+    """Of Flax's Linen: a second `params` is no part of the names."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.bias = (
+                torch.nn.Parameter(torch.empty(8, 12)),
+                torch.nn.Parameter(torch.empty(12)),
+            )
+
+    model = torch.nn.ModuleDict({"layer_0": Layer()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    report = uc.load(written / "linen", model=model, optimizer=optimizer)
+    assert report.step == 7
+    assert optimizer.param_groups[0]["lr"] == 0.125  # Orbax has none
+    for name, parameter in model.named_parameters():
+        array = MOMENTS[name.rpartition(".")[2]]
+        assert equal(parameter.detach(), array)
+        assert equal(optimizer.state[parameter]["exp_avg"], array)
+        assert optimizer.state[parameter]["step"] == 7
+
+
+def test_a_tree_without_params_is_all_model(written: Path) -> None:
+    with uc.open(written / "plain") as source:
+        assert source.parts == ("model",)
+        assert list(source["model"]) == ["a.b"]
+        assert source.step == 5
+
+
+def test_a_tree_in_several_items(written: Path) -> None:
+    with uc.open(written / "apart") as source:
+        assert source.parts == ("model", "optimizer")
+        assert set(source["model"]) == {"layer_0.kernel", "layer_0.bias"}
+        assert equal(source["optimizer"]["layer_0.kernel/exp_avg"][...], MOMENTS["kernel"])
+
+
+def test_names_of_other_models_are_their_own(written: Path) -> None:
+    with pytest.raises(
+        uc.FormatError, match=r"is not of MaxText(.|\n)*needed names='own', or 'auto'"
+    ):
+        uc.open(written / "linen", options=SourceOptions(names="huggingface"))
+
+
+def test_shown_by_inspect(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(written / "steps")]) == 0
+    shown = capsys.readouterr().out
+    assert "Orbax" in shown
+    assert "F32 [8, 12]" in shown
+
+
+def test_written_by_two_processes(tmp_path: Path) -> None:
+    """Each has a file of its own, which the tree points into."""
+    write(
+        [job(tmp_path / "c", {"params": {"wide": WEIGHTS["wide"]}, "step": np.int32(7)})],
+        tmp_path / "jobs",
+        processes=2,
+    )
+    files = list((tmp_path / "c" / "7" / "items").glob("ocdbt.process_*/d/*"))
+    assert {path.parts[-3] for path in files} == {"ocdbt.process_0", "ocdbt.process_1"}
+    with uc.open(tmp_path / "c") as source:
+        assert source.step == 7
+        assert equal(source["model"]["wide"][...], WEIGHTS["wide"])
+    shutil.rmtree(tmp_path / "c" / "7" / "items" / "ocdbt.process_1")
+    with pytest.raises(
+        uc.IncompleteError, match=r"ocdbt.process_1/d/\w+ is missing; lost are params.wide/c/"
+    ):
+        uc.open(tmp_path / "c")
+
+
+# ---- which folder
+
+
+def test_an_item_a_step_and_a_root_are_one_checkpoint(written: Path) -> None:
+    for path in (
+        written / "steps",
+        written / "steps" / "10",
+        written / "steps" / "10" / "items",
+        f"{written}/steps/10/items/",
+    ):
+        with uc.open(path) as source:
+            assert source.step == 10
+            assert equal(source["model"]["kernel"][...], MOMENTS["kernel"])
+
+
+def steps(written: Path, tmp_path: Path) -> Path:
+    shutil.copytree(written / "steps", tmp_path / "steps")
+    return tmp_path / "steps"
+
+
+def test_resume_dies_on_no_incomplete_newest_checkpoint(written: Path, tmp_path: Path) -> None:
+    root = steps(written, tmp_path)
+    (root / "10").rename(root / "10.orbax-checkpoint-tmp-1")
+    shutil.copytree(root / "9", root / "11")
+    (root / "11" / "commit_success.txt").unlink()
+    shutil.copytree(root / "9", root / "12")
+    told = json.loads((root / "12" / "_CHECKPOINT_METADATA").read_text())
+    (root / "12" / "_CHECKPOINT_METADATA").write_text(
+        json.dumps({**told, "commit_timestamp_nsecs": None})
+    )
+    shutil.copytree(root / "9", root / "13")
+    shutil.rmtree(root / "13" / "items")
+    with uc.open(root) as source:
+        assert source.step == 9
+
+
+def test_a_root_without_a_complete_step_says_what_is_wrong_with_each(
+    written: Path, tmp_path: Path
+) -> None:
+    root = steps(written, tmp_path)
+    shutil.rmtree(root / "5")
+    (root / "10").rename(root / "10.orbax-checkpoint-tmp")
+    (root / "9" / "commit_success.txt").unlink()
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"no complete step(.|\n)*10.orbax-checkpoint-tmp(.|\n)*9: was not committed",
+    ):
+        uc.open(root)
+
+
+def test_one_that_was_not_finished_is_refused(folder: Path) -> None:
+    unfinished = folder.with_name("3.orbax-checkpoint-tmp-123")
+    folder.rename(unfinished)
+    for path in (unfinished, unfinished / "items"):
+        with pytest.raises(
+            uc.IncompleteError, match=r"was not finished: its name has .orbax-checkpoint-tmp"
+        ):
+            uc.open(path)
+
+
+def test_one_that_was_not_committed_is_refused(folder: Path) -> None:
+    (folder / "commit_success.txt").unlink()
+    for path in (folder, folder / "items"):
+        with pytest.raises(
+            uc.IncompleteError, match=r"was not committed: commit_success.txt is in items"
+        ):
+            uc.open(path)
+
+
+def test_older_versions_wrote_no_commit_success(folder: Path) -> None:
+    for path in folder.rglob("commit_success.txt"):
+        path.unlink()
+    with uc.open(folder) as source:
+        assert source.step == 3
+
+
+def test_an_item_that_is_missing_is_named(folder: Path) -> None:
+    shutil.rmtree(folder / "meta")
+    with pytest.raises(uc.IncompleteError, match=r"items are missing(.|\n)*meta"):
+        uc.open(folder)
+
+
+def test_positions_of_data_are_each_ranks(folder: Path) -> None:
+    (folder / "iter").mkdir()
+    for process in range(3):
+        (folder / "iter" / f"process_{process}-of-3.json").write_text(json.dumps({"seen": process}))
+    with uc.open(folder) as source:
+        assert list(source.rank_extra) == [{"iter": {"seen": process}} for process in range(3)]
+    (folder / "iter" / "process_1-of-3.json").unlink()
+    with pytest.raises(uc.IncompleteError, match=r"files are missing(.|\n)*process_1-of-3.json"):
+        uc.open(folder)
+
+
+def test_folders_of_others_are_none_of_orbax(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "7").mkdir()
+    assert find_format(str(tmp_path), told=None) is None
+
+
+# ---- damage
+
+
+def test_a_cut_or_missing_file_is_named_with_what_was_in_it(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "cut", tmp_path / "cut")
+    files = sorted(
+        (path for path in (tmp_path / "cut" / "1" / "items").rglob("d/*")),
+        key=lambda path: path.stat().st_size,
+    )
+    largest, body = files[-1], files[-1].read_bytes()
+    largest.write_bytes(body[:-10])
+    with pytest.raises(
+        uc.IncompleteError, match=rf"{largest.name} ends early; lost are params.wide/c/"
+    ):
+        uc.load(tmp_path / "cut", model={"wide": torch.zeros(512, 512)})
+    largest.unlink()
+    with pytest.raises(
+        uc.IncompleteError, match=rf"{largest.name} is missing; lost are params.wide/c/"
+    ):
+        uc.open(tmp_path / "cut")
+
+
+def test_every_file_of_it_is_needed_or_of_no_matter(folder: Path) -> None:
+    """Each is cut in turn: an error that names something, or every value as before."""
+    seen = set()
+    for path in sorted(
+        path for path in (folder / "items").rglob("*") if path.is_file() and path.stat().st_size
+    ):
+        body = path.read_bytes()
+        path.write_bytes(body[: len(body) // 2])
+        try:
+            with uc.open(folder) as source:
+                assert all(
+                    equal(source["model"][fqn][...], array) for fqn, array in FLAT.items()
+                ), path
+            seen.add("as before")
+        except (uc.IncompleteError, uc.FormatError) as error:
+            seen.add(type(error).__name__ if str(folder) in str(error) else str(error))
+        path.write_bytes(body)
+    assert seen == {"as before", "IncompleteError", "FormatError"}
+
+
+def test_what_processes_wrote_and_nobody_put_together(folder: Path) -> None:
+    (folder / "items" / "manifest.ocdbt").unlink()
+    with pytest.raises(
+        uc.IncompleteError,
+        match=r"manifest.ocdbt is missing; what processes wrote was not put together",
+    ):
+        uc.open(folder)
+
+
+@pytest.mark.parametrize("name", ["files-zarr3", "files-zarr2"])
+def test_a_missing_chunk_is_not_read_as_zeros(written: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(written / name, tmp_path / "c")
+    array = tmp_path / "c" / "3" / "items" / "params.wide"
+    chunks = sorted(
+        path
+        for path in array.rglob("*")
+        if path.is_file() and path.name not in ("zarr.json", ".zarray")
+    )
+    assert len(chunks) == 4  # of four devices
+    body = chunks[1].read_bytes()
+    chunks[1].write_bytes(body[:-20])
+    with uc.open(tmp_path / "c") as source, pytest.raises(uc.FormatError, match=r"params.wide: .*"):
+        source["model"]["wide"][...]
+    chunks[1].unlink()
+    with pytest.raises(
+        uc.IncompleteError,
+        match=rf"chunks are missing(.|\n)*params.wide/{chunks[1].relative_to(array)}",
+    ):
+        uc.open(tmp_path / "c")
+    shutil.rmtree(array)
+    with pytest.raises(
+        uc.IncompleteError, match=r"arrays are missing that its tree names(.|\n)*params.wide"
+    ):
+        uc.open(tmp_path / "c")
+
+
+def test_a_chunk_that_goes_missing_after_opening_is_an_error_too(
+    written: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(written / "files-zarr2", tmp_path / "c")
+    with uc.open(tmp_path / "c") as source:
+        for path in (tmp_path / "c" / "3" / "items" / "params.wide").glob("[0-9]*"):
+            path.unlink()
+        with pytest.raises(uc.IncompleteError, match=r"params.wide"):
+            source["model"]["wide"][...]
+
+
+def test_zeros_that_older_versions_did_not_store(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "files-zarr3", tmp_path / "c")
+    items = tmp_path / "c" / "3" / "items"
+    told = json.loads((items / "_METADATA").read_text())
+    (items / "_METADATA").write_text(
+        json.dumps({**told, "store_array_data_equal_to_fill_value": False})
+    )
+    shutil.rmtree(items / "params.layer_0.bias" / "c")
+    with uc.open(tmp_path / "c") as source:
+        assert equal(source["model"]["layer_0.bias"][...], np.zeros(12, np.float32))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"tree_metadata": {"a": 1}}', b'{"tree_metadata": []}', b"\xff\xfe"],
+)
+def test_a_damaged_tree_is_an_error_that_names_it(folder: Path, body: bytes) -> None:
+    (folder / "items" / "_METADATA").write_bytes(body)
+    with pytest.raises(uc.FormatError, match=r"items/_METADATA: (is |not valid JSON)"):
+        uc.open(folder)
+
+
+def test_names_are_not_evaluated_and_lead_nowhere(folder: Path) -> None:
+    path = folder / "items" / "_METADATA"
+    told = json.loads(path.read_text())
+    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+    told["tree_metadata"]["__import__('os').abort()"] = {
+        "key_metadata": [{"key": "../../x", "key_type": 2}],
+        "value_metadata": leaf,
+    }
+    path.write_text(json.dumps(told))
+    with pytest.raises(uc.FormatError, match=r"lead out of the folder(.|\n)*\.\./\.\./x"):
+        uc.open(folder)
+
+
+def test_without_tensorstore_the_error_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(uc.CheckpointError, match=re.escape("pip install unified-ckpt[orbax]")):
+        uc.open(folder)
+
+
+def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}}
+    tensorstore.open(spec, dtype="int4", shape=[4], create=True).result().write(
+        np.zeros(4, ml_dtypes.int4)
+    ).result()
+    with pytest.raises(
+        uc.FormatError, match=r"a: has dtype int4, which has no name in safetensors"
+    ):
+        open_arrays(str(tmp_path), ["a"], zarr3=True, filled=False)
+
+
+def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
+    """As the keys of a very large checkpoint are kept."""
+    kvstore = {
+        "driver": "ocdbt",
+        "base": f"file://{tmp_path}/",
+        "config": {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 50},
+    }
+    names = [f"params.layers_{number}.x/y" for number in range(5)]
+    with tensorstore.Transaction() as writing:
+        for name in names:
+            spec = {
+                "driver": "zarr",
+                "kvstore": {**kvstore, "path": f"{name}/"},
+                "metadata": {"chunks": [32]},
+            }
+            store = tensorstore.open(
+                spec, dtype="float32", shape=[128], create=True, transaction=writing
+            ).result()
+            store.write(RANDOM.standard_normal(128, np.float32)).result()
+    seen = set()
+    assert len(open_arrays(str(tmp_path), names, zarr3=False, filled=False)) == 5
+    with pytest.raises(uc.IncompleteError, match=r"arrays are missing(.|\n)*params.other"):
+        open_arrays(str(tmp_path), [*names, "params.other"], zarr3=False, filled=False)
+    for path in (
+        tmp_path / "d"
+    ).iterdir():  # a value here, a node of the tree there, or what nothing points at any more
+        body = path.read_bytes()
+        path.write_bytes(b"")
+        try:
+            open_arrays(str(tmp_path), names, zarr3=False, filled=False)
+            seen.add("as before")
+        except uc.IncompleteError as error:
+            seen.add(re.search("lost is which arrays|lost are params.layers_", str(error))[0])
+        path.write_bytes(body)
+    assert seen == {"as before", "lost is which arrays", "lost are params.layers_"}
+
+
+# ---- pure
+
+
+def test_boxes_follow_chunks_and_a_bound() -> None:
+    boxes = list(cells((100, 64), (10, 16), 4, axes=(0, 1), nbytes=10 * 32 * 4))
+    assert sum(box.numel for box in boxes) == 6400
+    assert all(box.shape == (10, 32) for box in boxes)
+    assert all(box.numel == 1 for box in cells((3, 5), (3, 5), 4, axes=(0, 1), nbytes=1))
+    assert [box.shape for box in cells((3, 5), (3, 5), 4, axes=(1,), nbytes=1)] == [
+        (3, 1)
+    ] * 5  # a row is not cut
+    assert list(cells((0, 5), (1, 5), 4, axes=(0, 1), nbytes=1)) == []
+    assert [box.shape for box in cells((), (), 4, axes=(), nbytes=1)] == [()]
+
+
+def test_two_states_of_one_weight_are_refused() -> None:
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {("params", "a"): (2,)}
+    for name in ("0", "1"):
+        shapes |= {
+            ("opt_state", name, "count"): (),
+            ("opt_state", name, "mu", "a"): (2,),
+            ("opt_state", name, "nu", "a"): (2,),
+        }
+    with pytest.raises(uc.FormatError, match=r"both are a/exp_avg of optimizer"):
+        places(shapes)
+
+
+def test_moments_of_another_shape_are_no_adams() -> None:
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {
+        ("params", "a"): (2,),
+        ("opt_state", "count"): (),
+    }
+    shapes |= {("opt_state", "mu", "a"): (3,), ("opt_state", "nu", "a"): (3,)}
+    found = places(shapes)
+    assert found.tensors["opt_state", "mu", "a"] == ("opt_state", "mu.a")
+    assert found.values == (("opt_state", "count"),)

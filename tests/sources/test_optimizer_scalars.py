@@ -1,0 +1,135 @@
+"""Optimizer state that is no tensor, such as an int `step`: it comes with every format that has state by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers.optimization import Adafactor
+
+import unified_ckpt as uc
+from tests.support.nanotrons import LAYERS
+from tests.support.nanotrons import write as write_nanotron
+
+
+def state(step: Any) -> dict[str, Any]:
+    groups = [{"params": ["w"], "lr": 0.1}]
+    return {"state": {"w": {"step": step, "exp_avg": torch.ones(3)}}, "param_groups": groups}
+
+
+def save(told: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Saving without distributed", which is meant
+        dcp.save(told, checkpoint_id=str(path), no_dist=True)
+
+
+def nested(root: Path) -> None:
+    save({"model": {"w": torch.ones(3)}, "optimizer": state(5)}, root)
+
+
+def flat(root: Path) -> None:
+    save(
+        {
+            "model": {"w": torch.ones(3)},
+            "optim": {
+                "state.w.exp_avg": torch.ones(3),
+                "state.w.step": 5,
+                "param_groups.w.lr": 0.1,
+            },
+        },
+        root,
+    )
+
+
+def lightning(root: Path) -> None:
+    save({"state_dict": {"w": torch.ones(3)}, "optimizer_0": state(5)}, root)
+    torch.save({"global_step": 5, "pytorch-lightning_version": "2"}, root / "meta.pt")
+
+
+def accelerate(root: Path) -> None:
+    save({"model": {"w": torch.ones(3)}}, root / "pytorch_model_fsdp_0")
+    save({"optimizer": state(5)}, root / "optimizer_0")
+
+
+def ranks(root: Path) -> None:
+    root.mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.ones(3)}, root / f"pytorch_model_fsdp_0_rank{rank}.bin")
+        torch.save(state(5), root / f"optimizer_0_rank{rank}.bin")
+
+
+@pytest.mark.parametrize("write", [nested, flat, lightning, accelerate, ranks])
+def test_a_step_that_is_an_int_is_not_lost(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """Symptom: read and converted with success, and the optimizer's next step fails with KeyError 'step'."""
+    write(tmp_path / "c")
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    for path in (tmp_path / "c", tmp_path / "ours"):
+        with uc.open(path) as source:
+            assert source.source.said().scalars == {"w": {"step": 5}}
+            assert set(source["optimizer"]) == {"w/exp_avg"}
+            assert "optimizer" not in (source.extra or {})
+
+
+def changed_steps(root: Path, step: Callable[[int], int]) -> None:
+    for number, path in enumerate(sorted(root.glob("20/optimizer/*.pt"))):
+        told = torch.load(path)
+        for entry in told["state"].values():
+            entry["step"] = step(number)
+        torch.save(told, path)
+
+
+def test_nanotron_s_step_that_is_an_int_is_not_lost(tmp_path: Path) -> None:
+    write_nanotron(tmp_path)
+    changed_steps(tmp_path, lambda _: 20)
+    with uc.open(tmp_path) as source:
+        assert source.source.said().scalars == {name: {"step": 20} for name in LAYERS}
+
+
+def test_ranks_whose_values_differ_are_refused(tmp_path: Path) -> None:
+    ranks(tmp_path / "c")
+    torch.save(state(6), tmp_path / "c" / "optimizer_0_rank1.bin")
+    with pytest.raises(
+        uc.FormatError,
+        match=r"optimizer_0_rank1.bin: step of w is 6, and other ranks' files have another",
+    ):
+        uc.open(tmp_path / "c")
+    write_nanotron(tmp_path / "n")
+    changed_steps(tmp_path / "n", lambda number: 20 + number % 2)
+    with pytest.raises(
+        uc.FormatError, match=r"step of .* is 21, and other ranks' files have another"
+    ):
+        uc.open(tmp_path / "n")
+
+
+def test_an_optimizer_that_counts_in_ints_goes_on(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 8)
+        return model, Adafactor(
+            model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False
+        )  # type: ignore[no-untyped-call]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    train(model, optimizer)
+    weights, told = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": told}, tmp_path / "c")
+    train(model, optimizer)
+    other, fresh = made()
+    uc.load(tmp_path / "c", model=other, optimizer=fresh)
+    train(other, fresh)
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True)
+    )

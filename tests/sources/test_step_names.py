@@ -1,0 +1,492 @@
+"""Steps that other engines have written into a run's folder: found in each engine's own naming, restored, listed, and never removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+import unified_ckpt as uc
+from tests.support.lightnings import fit
+from tests.support.managers import blank, cut_off, lose, manager_of, put, state
+from tests.support.megatron_models import drawn
+from tests.support.megatrons import Job
+from tests.support.megatrons import write as megatron_root
+from tests.support.nanotrons import write as write_nanotron
+from tests.support.orbaxes import job, train_state
+from tests.support.orbaxes import write as write_orbax
+from tests.support.paddles import copied
+from tests.support.refusals import same_error
+from tests.support.trainers import trainer
+from unified_ckpt.cli.main import main
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.sources.step_names import list_steps
+from unified_ckpt.testing import run_ranks, try_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore::UserWarning:(pytorch_)?lightning\b",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore::DeprecationWarning:(pytorch_)?lightning",
+)
+
+# format -> the entry of step 8, and the files in it by which the format is known; none: it is a file
+MARKS: dict[str, tuple[str, list[str]]] = {
+    "trainer": ("checkpoint-{}", ["trainer_state.json", "optimizer.pt"]),
+    "paddle": ("checkpoint-{}", ["model_state.pdparams"]),
+    "accelerate": ("checkpoints/checkpoint_{}", ["optimizer.bin"]),
+    "lightning": ("lightning_logs/version_1/checkpoints/epoch=1-step={}.ckpt", []),
+    "lightning-sharded": ("epoch=1-step={}.ckpt", [".metadata", "meta.pt"]),
+    "deepspeed": ("global_step{}", ["mp_rank_00_model_states.pt"]),
+    "megatron": ("iter_{:0>7}", ["metadata.json", ".metadata"]),
+    "orbax": ("checkpoints/{}", ["_CHECKPOINT_METADATA"]),
+    "nanotron": ("{}", ["checkpoint_metadata.json"]),
+    "dcp": ("step-{}", [".metadata"]),
+}
+
+
+def mark(root: Path, kind: str, step: int) -> Path:
+    """An entry of which only the names are right."""
+    name, files = MARKS[kind]
+    path = root / name.format(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not files:
+        path.touch()
+    for file in files:
+        path.mkdir(exist_ok=True)
+        (path / file).touch()
+    return path
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_steps_are_listed_in_each_engines_naming(tmp_path: Path, kind: str) -> None:
+    paths = {step: mark(tmp_path, kind, step) for step in (8, 10, 9)}
+    found = list_steps(str(tmp_path))
+    assert [(one.number, one.path, one.format) for one in found] == [
+        (step, str(paths[step]), kind) for step in (8, 9, 10)
+    ]
+    assert [str(tmp_path / one.name) for one in found] == [one.path for one in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pointer", "text"),
+    [
+        ("deepspeed", "latest", "global_step8"),
+        ("megatron", "latest_checkpointed_iteration.txt", "8\n"),
+        ("nanotron", "latest.txt", "8"),
+    ],
+)
+def test_steps_list_ends_with_what_a_pointer_names(
+    tmp_path: Path, kind: str, pointer: str, text: str
+) -> None:
+    for step in (7, 8, 9):
+        mark(tmp_path, kind, step)
+    (tmp_path / pointer).write_text(text)
+    assert [(one.number, one.pointer) for one in list_steps(str(tmp_path))] == [
+        (7, ""),
+        (9, ""),
+        (8, pointer),
+    ]
+    shutil.rmtree(mark(tmp_path, kind, 8))
+    assert [(one.number, one.format) for one in list_steps(str(tmp_path))] == [
+        (7, kind),
+        (9, kind),
+        (8, ""),
+    ]
+
+
+def test_steps_list_takes_a_tag_that_latest_names(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "mp_rank_00_model_states.pt").touch()
+    assert list_steps(str(tmp_path)) == []
+    (tmp_path / "latest").write_text("best")
+    assert [(one.name, one.number, one.format) for one in list_steps(str(tmp_path))] == [
+        ("best", None, "deepspeed")
+    ]
+
+
+def test_steps_list_has_no_logs_configuration_or_weights(tmp_path: Path) -> None:
+    for name in (
+        "logs",
+        "2024",
+        "runs/8",
+        "step-3",
+        "checkpoint-9",
+        ".unified-0123-checkpoint-7",
+        "8.orbax-checkpoint-tmp-1",
+        "version_0",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "latest.log",
+        "2024/events.out",
+        "step-3/sample.png",
+        "latest",
+    ):
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "checkpoint-is-incomplete.txt").touch()
+    assert list_steps(str(tmp_path)) == []
+    assert list_steps(str(tmp_path / "none")) == []
+
+
+def test_steps_list_has_ours_under_any_naming_and_what_is_broken(tmp_path: Path) -> None:
+    put(tmp_path, 7)
+    (tmp_path / "checkpoint-7").rename(tmp_path / "step-7")
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "rng_state.pth").touch()
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / "__0_0.distcp").touch()
+    assert [(one.name, one.format) for one in list_steps(str(tmp_path))] == [
+        ("step-7", "unified"),
+        ("checkpoint-8", ""),
+        ("9", ""),
+    ]
+
+
+def test_steps_are_listed_without_torch(tmp_path: Path) -> None:
+    mark(tmp_path, "trainer", 8)
+    code = f"import sys, json; from unified_ckpt.sources.step_names import list_steps; found = list_steps({str(tmp_path)!r})"
+    script = f"{code}; print(json.dumps([len(found), 'torch' in sys.modules]))"
+    assert json.loads(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
+    ) == [1, False]
+
+
+# ---- what the engines themselves write
+
+
+def of_trainer(top: Path) -> Path:
+    trainer(top, stock=True, max_steps=2).train()
+    return top / "checkpoint-2"
+
+
+def of_accelerate(top: Path) -> Path:
+    naming = ProjectConfiguration(project_dir=str(top), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    module = torch.nn.Linear(4, 4)
+    module, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return Path(accelerator.save_state())
+
+
+def of_lightning(top: Path) -> Path:
+    fit(top, stock=True, checkpoints={"filename": "{epoch}-{step}"}, max_steps=4)
+    return next(top.glob("*.ckpt"))
+
+
+def of_dcp(top: Path) -> Path:
+    found = state(2)
+    nested = {
+        "model": found["model"],
+        "optimizer": {"state": {"w": {"exp_avg": found["optimizer"]["w/exp_avg"]}}},
+    }
+    with warnings.catch_warnings(action="ignore"):  # one process
+        dcp.save(nested, checkpoint_id=top / "10", no_dist=True)
+    return top / "10"
+
+
+def of_megatron(top: Path) -> Path:
+    job = Job(tp=2)
+    return megatron_root(top / "job", job, drawn("Llama", job, top)[1]) / "iter_0000007"
+
+
+def of_orbax(top: Path) -> Path:
+    weights = {"kernel": np.ones((8, 12), np.float32)}
+    write_orbax(
+        [job(top / "run", train_state(weights, weights, weights), ocdbt=False)], top / "jobs"
+    )
+    return top / "run" / "7"
+
+
+def of_nanotron(top: Path) -> Path:
+    write_nanotron(top)
+    return top / "20"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text; `without`: a part by position."""
+
+    write: Callable[[Path], Path]
+    name: str
+    pointer: tuple[str, str] | None = None
+    without: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "trainer": Engine(of_trainer, "checkpoint-{}"),
+    "accelerate": Engine(of_accelerate, "checkpoints/checkpoint_{}", without=("optimizer",)),
+    "lightning": Engine(of_lightning, "lightning_logs/version_0/checkpoints/epoch=1-step={}.ckpt"),
+    "dcp": Engine(of_dcp, "{}"),
+    "megatron": Engine(of_megatron, "iter_{:0>7}", ("latest_checkpointed_iteration.txt", "{}")),
+    "orbax": Engine(of_orbax, "checkpoints/{}"),
+    "nanotron": Engine(of_nanotron, "{}", ("latest.txt", "{}")),
+    "paddle": Engine(lambda top: copied("single_bf16", top / "checkpoint-2"), "checkpoint-{}"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: ENGINES[kind].write(tmp_path_factory.mktemp(kind)))
+
+
+def put_step(root: Path, kind: str, whole: Path, step: int) -> Path:
+    path = root / ENGINES[kind].name.format(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(whole, path) if whole.is_dir() else shutil.copyfile(whole, path)
+    if (pointer := ENGINES[kind].pointer) is not None:
+        (root / pointer[0]).write_text(pointer[1].format(step))
+    return path
+
+
+def cut(path: Path) -> None:
+    """As a save that was cut off, or a copy: the largest file is half as long."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    largest = max(
+        (one for one in files if not one.name.startswith("random")),
+        key=lambda one: one.stat().st_size,
+    )
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def targets_of(path: Path, *, without: tuple[str, ...] = ()) -> dict[str, dict[str, torch.Tensor]]:
+    with uc.open(path) as source:
+        parts = [part for part in source.parts if part not in without]
+        return {
+            part: {name: torch.zeros_like(view[...]) for name, view in source[part].items()}
+            for part in parts
+        }
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_restore_takes_the_newest_usable_step_of_an_engine(
+    tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Healthy, then the newest is broken, then both are."""
+    whole = whole_of(kind)
+    targets = targets_of(whole, without=ENGINES[kind].without)
+    older, newer = put_step(tmp_path, kind, whole, 8), put_step(tmp_path, kind, whole, 9)
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**targets) is not None
+        assert f"{newer} is of another format ({kind})" in caplog.text
+        assert any(tensor.any() for tensor in targets["model"].values())
+        cut(newer)
+        caplog.clear()
+        assert manager.restore(**targets) is not None
+        assert f"{older} is of another format ({kind})" in caplog.text
+        assert f"{newer} is skipped: " in caplog.text
+        cut(older)
+        names = "|".join(re.escape(str(one.relative_to(tmp_path))) for one in (older, newer))
+        with pytest.raises(
+            uc.IncompleteError,
+            match=rf"has steps, and none can be used \(2\):\n  ({names}): .*\n  ({names}): ",
+        ):
+            manager.restore(**targets)
+        caplog.clear()
+        assert manager.restore(allow_fresh=True, **targets) is None
+        assert [str(one.relative_to(tmp_path)) in caplog.text for one in (older, newer)] == [
+            True,
+            True,
+        ]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_list_shows_an_engines_steps_and_prune_leaves_them(
+    tmp_path: Path, whole_of: Callable[[str], Path], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (put_step(tmp_path, kind, whole_of(kind), step) for step in (8, 9))
+    cut(older)
+    put(tmp_path, 3, 4)
+    capsys.readouterr()  # of the engine
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    listed = {one["path"]: one for one in run["steps"]}
+    assert (
+        listed[str(newer)]["format"],
+        listed[str(newer)]["status"],
+        listed[str(newer)]["why"],
+    ) == (kind, "complete", "")
+    assert listed[str(older)]["status"] == "incomplete"
+    assert listed[str(older)]["why"]
+    sizes = [
+        one.stat().st_size
+        for one in ([newer] if newer.is_file() else newer.rglob("*"))
+        if one.is_file()
+    ]
+    assert (listed[str(newer)]["nbytes"], listed[str(newer)]["files"]) == (sum(sizes), len(sizes))
+    assert (
+        main(
+            [
+                "prune",
+                str(tmp_path),
+                "--keep-latest",
+                "1",
+                "--incomplete",
+                "--leftovers",
+                "--older-than-hours",
+                "0",
+            ]
+        )
+        == 0
+    )
+    assert not (tmp_path / "checkpoint-3").exists()
+    assert (tmp_path / "checkpoint-4").exists()
+    assert older.exists()
+    assert newer.exists()
+
+
+# ---- which is taken, and when a run starts fresh
+
+
+@pytest.mark.parametrize("kind", ["nanotron", "megatron"])
+def test_restore_takes_what_the_engines_pointer_names(
+    tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine itself would, though a newer step is there: that one was left out on purpose, or was cut off."""
+    named, newer = (
+        put_step(tmp_path, kind, whole_of(kind), 8),
+        put_step(tmp_path, kind, whole_of(kind), 9),
+    )
+    pointer, text = ENGINES[kind].pointer or ("", "")
+    (tmp_path / pointer).write_text(text.format(8))
+    targets = targets_of(named)
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**targets) is not None
+        assert (
+            f"{newer} is skipped: {pointer} names {named.name}, which is taken; restore(9) takes it"
+            in caplog.text
+        )
+        shutil.rmtree(named)
+        caplog.clear()
+        assert manager.restore(**targets) is not None
+    assert f"{named} is skipped: it is not there, and {pointer} names it" in caplog.text
+    assert f"{newer} is of another format" in caplog.text
+
+
+def test_restore_finds_own_steps_under_other_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a change of `step_prefix`, or of the root."""
+    put(tmp_path / "checkpoints", 7)
+    put(tmp_path, 8)
+    (tmp_path / "checkpoint-8").rename(tmp_path / "step-8")
+    with manager_of(None, tmp_path, step_prefix="ours-") as manager:
+        assert manager.restore(**state(0)).step == 8  # type: ignore[union-attr]
+        shutil.rmtree(tmp_path / "step-8")
+        assert manager.restore(**state(0)).step == 7  # type: ignore[union-attr]
+    assert f"{tmp_path}/checkpoints/checkpoint-7 is of another format (unified)" in caplog.text
+
+
+def test_restore_asks_a_file_for_the_step_that_its_name_lacks(
+    tmp_path: Path, whole_of: Callable[[str], Path]
+) -> None:
+    """Lightning's last.ckpt is of step 4; an older step has a number in its name."""
+    whole = whole_of("lightning")
+    for name in ("last.ckpt", "epoch=0-step=2.ckpt"):
+        shutil.copyfile(whole, tmp_path / name)
+    targets = targets_of(whole)
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**targets).step == 4  # type: ignore[union-attr]
+        cut(tmp_path / "last.ckpt")
+        assert manager.restore(**targets) is not None
+
+
+def test_restore_starts_fresh_beside_what_is_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logs, configuration, weights in the root, saves that were cut off, what they replaced, and another run's local tier."""
+    root, local = tmp_path / "run", tmp_path / "local"
+    for name in (
+        "logs",
+        "2024",
+        "lightning_logs/version_0",
+        "checkpoint-5",
+        ".unified-0123-checkpoint-7",
+    ):
+        (root / name).mkdir(parents=True)
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "2024/events.out",
+        ".unified-0123-checkpoint-7/model.safetensors",
+    ):
+        (root / name).touch()
+    put(root, 3)
+    (root / "checkpoint-3").rename(root / ".replaced-0123-checkpoint-3")
+    put(local, 9, 10)
+    blank(local / "checkpoint-10" / "unified_checkpoint.json")
+    with manager_of(None, root, local_directory=str(local), local_interval_steps=1) as manager:
+        assert manager.restore(**state(0)) is None
+    assert "none can be used" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (cut_off, "it has no unified_checkpoint.json"),
+        (lose, "optimizer.safetensors is missing"),
+        (lambda folder: blank(folder / "unified_checkpoint.json"), "unified_checkpoint.json"),
+        (
+            lambda folder: folder.rename(folder.with_name("checkpoint-9")),
+            "its manifest says step 8",
+        ),
+    ],
+)
+def test_restore_beside_unusable_own_steps_raises(
+    tmp_path: Path, damage: Callable[[Path], object], why: str
+) -> None:
+    put(tmp_path / "run", 8)
+    put(tmp_path / "other", 5)
+    damage(tmp_path / "run" / "checkpoint-8")
+
+    def act(comm: Comm) -> object:
+        with manager_of(comm, tmp_path / "run") as manager:
+            return manager.restore(**state(0))
+
+    error = same_error(
+        try_ranks(2, act), uc.IncompleteError, r"has steps, and none can be used \(1\)"
+    )
+    assert why in str(error)
+    with manager_of(None, tmp_path / "run") as manager:
+        assert manager.restore(allow_fresh=True, **state(0)) is None
+    with manager_of(
+        None, tmp_path / "run", load_full_state_path=str(tmp_path / "other" / "checkpoint-5")
+    ) as manager:
+        assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]
+
+
+def test_restore_of_a_step_that_one_node_lacks_raises_everywhere(
+    tmp_path: Path, whole_of: Callable[[str], Path]
+) -> None:
+    """Each node has a root of its own; the step is on the second one only."""
+    path = put_step(tmp_path / "node-1", "dcp", whole_of("dcp"), 8)
+
+    def act(comm: Comm, **more: bool) -> object:
+        with manager_of(
+            comm, tmp_path / f"node-{comm.rank}", machine=f"node {comm.rank}"
+        ) as manager:
+            return manager.restore(**targets_of(path), **more)
+
+    same_error(try_ranks(2, act), uc.IncompleteError, r"8: rank 0's node does not have it")
+    assert run_ranks(2, partial(act, allow_fresh=True)) == [None, None]
+    put_step(tmp_path / "node-0", "dcp", whole_of("dcp"), 8)
+    assert None not in run_ranks(2, act)

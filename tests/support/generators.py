@@ -1,0 +1,18 @@
+"""TODO: what tests of rng share."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def drawn() -> tuple[float, ...]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+    )

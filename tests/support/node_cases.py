@@ -1,0 +1,115 @@
+"""TODO: what tests of nodes share."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+
+from tests.support.reshard_cases import Case, cases, global_array
+from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.testing import Arrangement, Held
+
+SPECS = {
+    "big": TensorSpec("F32", (600, 450)),  # two digest blocks
+    "odd": TensorSpec("BF16", (13, 7)),
+    "wide": TensorSpec("F32", (3, 9000)),
+    "line": TensorSpec("I64", (11,)),
+    "empty": TensorSpec("F32", (0, 4)),
+    "zero": TensorSpec("F32", ()),
+    "flag": TensorSpec("BOOL", (5, 3)),
+}
+KEYS = [
+    ("model", "big"),
+    ("optimizer", "big/exp_avg"),
+    *(("model", name) for name in SPECS if name != "big"),
+    ("optimizer", "odd/exp_avg"),
+]
+
+
+def spec_of(fqn: str) -> TensorSpec:
+    return SPECS[fqn.partition("/")[0]]
+
+
+def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[Cut, ...]:
+    """Of a mesh (machines, ranks), row-major."""
+    world, last = machines * ranks, len(spec.shape) - 1
+    if not spec.shape or 0 in spec.shape:
+        return ()
+    if layout == "whole on each machine":
+        return (Cut(0, ranks, 1),)
+    if layout == "rows over machines":
+        return (Cut(0, world, 1),)
+    if layout == "columns over machines":
+        return (Cut(last, world, 1),)
+    if layout == "rows over machines, columns inside":
+        return (
+            (Cut(0, machines, ranks), Cut(last, ranks, 1)) if last else (Cut(0, machines, ranks),)
+        )
+    if (
+        layout == "columns over machines, rows inside, interleaved"
+    ):  # TP across, and FSDP over what TP has cut
+        return (Cut(last, machines, ranks), Cut(last, ranks, 1, 2))
+    if layout == "padded":
+        return (Cut(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
+    raise AssertionError(layout)
+
+
+LAYOUTS = [
+    "whole on each machine",
+    "rows over machines",
+    "columns over machines",
+    "rows over machines, columns inside",
+    "columns over machines, rows inside, interleaved",
+    "padded",
+    "stages",
+]
+
+
+def arranged(layout: str, machines: int, ranks: int) -> Arrangement:
+    world, held = machines * ranks, []
+    for number, (part, fqn) in enumerate(KEYS):
+        spec = spec_of(fqn)
+        if layout == "stages":  # each tensor on one machine, cut over its ranks
+            stage = number % machines
+            members = tuple(range(stage * ranks, (stage + 1) * ranks))
+            cuts = (Cut(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
+            held.append(
+                Held(Row(part, fqn, spec, Sharding(cuts, members if cuts else ())), members)
+            )
+            continue
+        cuts = tuple(cut for cut in cuts_of(layout, spec, machines, ranks) if cut.size > 1)
+        held.append(Held(Row(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
+    return Arrangement(world, tuple(held))
+
+
+def case_of(layout: str, machines: int, ranks: int) -> Case:
+    saved = arranged(layout, machines, ranks)
+    return Case({one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved)
+
+
+def places(machines: int, ranks: int) -> list[int]:
+    return [rank // ranks for rank in range(machines * ranks)]
+
+
+@st.composite
+def scattered(
+    draw: st.DrawFn, *, max_world: int, max_tensors: int, max_nbytes: int = 800_000
+) -> tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]:
+    """A case; the machine of each rank at the save; for each load, the machine of each rank and where each folder is now, None for away."""
+    case = draw(cases(max_world=max_world, max_tensors=max_tensors, loads=2, max_nbytes=max_nbytes))
+    most = draw(st.integers(1, 4))
+    machines = draw(
+        st.lists(st.integers(0, most - 1), min_size=case.saved.world, max_size=case.saved.world)
+    )
+    loads = []
+    for wanted in case.loaded:
+        own = draw(st.lists(st.integers(0, 3), min_size=wanted.world, max_size=wanted.world))
+        where = [draw(st.sampled_from([*sorted(set(own)) * 2, None])) for _ in set(machines)]
+        loads.append((own, where))
+    return case, machines, loads
+
+
+# By default always the same ones, and small: elements that are wanted one by one, with others between, are read one by one, 60 µs each.
+FEW = {"max_world": 4, "max_tensors": 2, "max_nbytes": 100_000}
+FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

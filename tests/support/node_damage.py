@@ -1,0 +1,71 @@
+"""TODO: what tests of damage share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import unified_ckpt as uc
+from tests.support.simulated_nodes import SAVE, folder_of, on_machine
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import run_ranks
+
+FULL = {
+    "w": torch.arange(900 * 400, dtype=torch.float32).reshape(900, 400),  # two digest blocks
+    "v": torch.arange(60.0).reshape(6, 10),
+}
+
+
+def layout(world: int, *, copies: int = 1) -> uc.Layout | None:
+    """`w` by rows and `v` by columns over world / copies ranks."""
+    mesh = {"rep": copies, "dp": world // copies}
+    rules = {"w": {"dp": 0}, "v": {"dp": 1}}
+    return (
+        uc.Layout(mesh=mesh, rules=rules, shapes={n: tuple(t.shape) for n, t in FULL.items()})
+        if world > copies
+        else None
+    )
+
+
+def held(rank: int, world: int, *, copies: int = 1, step: int = 0) -> dict[str, torch.Tensor]:
+    size = world // copies
+    return {
+        name: (full + step).chunk(size, int(name == "v"))[rank % size].clone()
+        for name, full in FULL.items()
+    }
+
+
+def save(
+    root: Path, machines: Sequence[int], *, copies: int = 1, step: int = 0, **what: object
+) -> list[uc.SaveReport]:
+    def act(comm: Comm) -> uc.SaveReport:
+        world = comm.world
+        with on_machine(comm, machines) as made:
+            return made.save(
+                folder_of(root, machines[comm.rank]),
+                model=held(comm.rank, world, copies=copies, step=step),
+                layout=layout(world, copies=copies),
+                step=step,
+                extra={"step": step, "bytes": bytes(9000)},
+                rank_extra=f"rank {comm.rank} at {step}",
+                **{"options": SAVE, **what},
+            )
+
+    return run_ranks(len(machines), act)
+
+
+def flip(file: Path, *, at: float = 0.9) -> None:
+    """One bit."""
+    body = bytearray(file.read_bytes())
+    body[int(len(body) * at)] ^= 4
+    file.write_bytes(body)
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def break_header(file: Path) -> None:
+    flip(file, at=20 / file.stat().st_size)

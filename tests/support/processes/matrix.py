@@ -1,0 +1,66 @@
+"""The launches of the matrix. One launch for many cases: starting torchrun costs seconds, a case costs milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes.launch import torchrun
+from tests.support.processes.layouts import ROWS, WORLDS, world_of
+
+SECONDS = {
+    1: 100,
+    2: 150,
+    4: 200,
+    8: 280,
+}  # below pytest's own limit, which shows nothing of the workers
+
+
+class Matrix:
+    """The launches of the matrix, each made when it is first asked for, and what the workers reported."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._ended: dict[tuple[str, int, str], RuntimeError | None] = {}
+
+    def _once(
+        self, script: str, world: int, tag: str, *arguments: object, timeout_seconds: float
+    ) -> None:
+        launch = script, world, tag
+        if launch not in self._ended:
+            try:
+                torchrun(world, script, self.root, *arguments, timeout_seconds=timeout_seconds)
+                self._ended[launch] = None
+            except RuntimeError as error:
+                self._ended[launch] = error
+        if (error := self._ended[launch]) is not None:
+            raise error
+
+    def saved(self, world: int) -> list[str]:
+        """Save in all layouts of this world size. Returns what the ranks found wrong."""
+        self._once("worker_save.py", world, "", timeout_seconds=SECONDS[world])
+        return [
+            text
+            for rank in range(world)
+            for text in json.loads((self.root / f"save-{world}-{rank}.json").read_text())
+        ]
+
+    def loaded(self, world: int, *, sources: tuple[int, ...] = WORLDS) -> list[dict[str, Any]]:
+        """Load every folder saved by these world sizes in all layouts of `world`. Returns one entry per case and rank."""
+        for source in sources:
+            self.saved(source)
+        tag = "-".join(map(str, sources))
+        rows = [row for row in ROWS if world_of(row) in sources]
+        self._once("worker_load.py", world, tag, tag, *rows, timeout_seconds=SECONDS[world])
+        return [
+            case
+            for rank in range(world)
+            for case in json.loads((self.root / f"load-{world}-{rank}-{tag}.json").read_text())
+        ]
+
+    def losses(self, row: str) -> dict[str, list[float]]:
+        wrong = [text for text in self.saved(world_of(row)) if text.startswith(f"trained/{row}:")]
+        assert not wrong, "\n".join(wrong)
+        losses: dict[str, list[float]] = json.loads((self.root / f"losses-{row}.json").read_text())
+        return losses

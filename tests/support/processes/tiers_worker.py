@@ -1,0 +1,53 @@
+"""A rank on one of two machines, with two tiers: it resumes, then saves in the background at every step, until it ends or is killed.
+
+Run with the arguments of `serve`, it is a process that ends as any does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import unified_ckpt as uc
+from tests.support.processes.sigkill_worker import join, resume_and_save, say_to
+
+PER_MACHINE = 2
+MACHINES = 2
+WORLD = PER_MACHINE * MACHINES
+
+
+def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: Path) -> None:
+    """Every step to the machine's own folder, every fourth to the root. The manager is not closed."""
+    say_to(output, seconds=90)
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        machine, mesh = rank // PER_MACHINE, join(rank, WORLD, port, prefix)
+        tier = {
+            "local_directory": str(top / f"local-{machine}"),
+            "local_interval_steps": 1,
+            "keep_latest_local": 2,
+        }
+        options = uc.ManagerOptions(interval_steps=4, keep_latest=2, on_preemption=False, **tier)
+        saving = uc.SaveOptions(timeout_seconds=20)
+        manager = uc.CheckpointManager(
+            top / "root", options=options, save_options=saving, machine=f"machine {machine}"
+        )
+        resume_and_save(manager, mesh, rank, last_step=last_step)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        Path(sys.argv[4]),
+        int(sys.argv[5]),
+        Path(sys.argv[6]),
+    )

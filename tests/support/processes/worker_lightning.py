@@ -1,0 +1,68 @@
+"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves what they came to at `told`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.tensor import DTensor
+
+from tests.support.lightnings import Net, trainer
+
+
+def strategy(kind: str) -> Any:
+    """ "ddp", or the sizes of data and tensor parallelism: "2x1"."""
+    if kind == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    data, tensor = map(int, kind.split("x"))
+    return ModelParallelStrategy(
+        data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo"
+    )
+
+
+def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the end."""
+    torch.manual_seed(0)
+    net = Net(sharded=kind != "ddp", **asked.get("net", {}))
+    made = trainer(
+        out,
+        strategy=strategy(kind),
+        devices=int(os.environ["WORLD_SIZE"]),
+        **asked.get("trainer", {}),
+    )
+    made.fit(net, ckpt_path=asked.get("ckpt_path"))
+    if "save" in asked:
+        made.save_checkpoint(asked["save"])
+    weights = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in net.state_dict().items()
+    }
+    return {"weights": weights, "losses": net.losses, "seen": net.seen}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("told", type=Path)
+    parser.add_argument("runs", help="JSON: [[strategy, folder, what is asked], ...]")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", module=r"unified_ckpt(\..*)?")
+    torch.set_num_threads(1)
+    found = [run(*one) for one in json.loads(arguments.runs)]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    if dist.get_rank() == 0:
+        torch.save([[of[i] for of in ranks] for i in range(len(found))], arguments.told)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""torchrun script: in every layout of this world size, load every folder that was saved, and compare bit for bit.
+
+Writes `load-<world>-<rank>-<tag>.json` under ROOT: one entry per (folder, target layout).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import unified_ckpt as uc
+from tests.support.processes.layouts import (
+    AFTER,
+    BEFORE,
+    ROWS,
+    Built,
+    build_with_oracle,
+    compare,
+    dense_formula,
+    scramble,
+    train_step,
+    world_of,
+)
+from tests.support.processes.merged import read_merged
+from tests.support.processes.worker import started
+from tests.support.processes.worker_save import EXTRA
+
+KINDS = {"formula": True, "trained": False}  # and whether the embedding is tied
+
+
+def equal(a: object, b: object) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def load(folder: Path, source: str, target: Built, rank: int, world: int) -> list[str]:
+    report = uc.load(folder, model=target.model, optimizer=target.optimizer, layout=target.layout)
+    wrong = []
+    if report.step != (7 if target.tied else BEFORE):
+        wrong.append(f"step is {report.step}")
+    if report.missing or report.unexpected:
+        wrong.append(f"missing {report.missing}, unexpected {report.unexpected}")
+    if not equal(report.extra, EXTRA):
+        wrong.append(f"extra is {report.extra}")
+    own = (
+        {"rank": rank, "draw": torch.full((rank + 1,), rank)} if world_of(source) == world else None
+    )
+    if not equal(report.rank_extra, own):
+        wrong.append(f"rank_extra is {report.rank_extra}")
+    return wrong
+
+
+def all_well(wrong: list[str]) -> bool:
+    """Whether no rank has anything wrong: what follows is collective."""
+    count = torch.tensor(len(wrong))
+    if dist.is_initialized():
+        dist.all_reduce(count)
+    return count.item() == 0
+
+
+def case(
+    folder: Path,
+    source: str,
+    target: Built,
+    reference: dict[str, Tensor],
+    merged: dict[str, Tensor],
+    turn: int,
+) -> dict[str, object]:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    scramble(
+        target, forget=turn % 2 == 0
+    )  # by turns: state is created from the checkpoint, state is filled in place
+    wrong: list[str] = []
+    losses: list[float] = []
+    try:
+        wrong += load(folder, source, target, rank, world)
+        wrong += [f"from safetensors: {text}" for text in compare(target, merged.get)]
+        wrong += (
+            [f"from the formula: {text}" for text in compare(target, reference.get)]
+            if reference
+            else []
+        )
+    except Exception:
+        wrong.append(traceback.format_exc())
+    if not target.tied and turn % 5 == 0 and all_well(wrong):  # a fifth of the pairs trains on
+        losses = [train_step(target, step) for step in range(BEFORE, BEFORE + AFTER)]
+    kind = "formula" if target.tied else "trained"
+    return {
+        "kind": kind,
+        "source": source,
+        "target": target.row,
+        "rank": rank,
+        "wrong": wrong,
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("tag")
+    parser.add_argument("sources", nargs="+")
+    arguments = parser.parse_args()
+    root: Path = arguments.root
+    with started(at_once=True) as (rank, world):
+        cases: list[dict[str, object]] = []
+        for kind, tied in KINDS.items():
+            targets = [build_with_oracle(row, tied=tied) for row in ROWS if world_of(row) == world]
+            reference = dense_formula(tied=True) if tied else {}
+            for s, source in enumerate(arguments.sources):
+                folder = root / kind / source
+                merged = read_merged(folder)
+                cases += [
+                    case(folder, source, target, reference, merged, s + t)
+                    for t, target in enumerate(targets)
+                ]
+        (root / f"load-{world}-{rank}-{arguments.tag}.json").write_text(json.dumps(cases))
+
+
+if __name__ == "__main__":
+    main()

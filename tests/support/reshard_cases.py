@@ -1,0 +1,212 @@
+"""TODO: what tests of reshard share."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import unified_ckpt as uc
+from tests.support.oracles import Array, filled, part_of
+from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.engine.save.save import save
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import State
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, Part
+from unified_ckpt.testing import Arrangement, arrangements, run_ranks, specs
+
+SECONDS = 90.0  # the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
+NAME = "checkpoint-1"
+GARBAGE = 0xA5
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def global_array(key: Key, spec: TensorSpec) -> Array:
+    """Random bits, the same for one name; a bool has two values only."""
+    array = filled(spec, seed=sum(map(ord, "".join(key))))
+    return array & 1 if spec.dtype == "BOOL" else array
+
+
+def garbage(spec: TensorSpec, dtype: np.dtype[np.generic]) -> Array:
+    """Elements of a target that nothing was read into."""
+    return np.frombuffer(bytearray([GARBAGE]) * spec.nbytes, dtype=dtype)
+
+
+def tensor_of(array: Array, dtype: str, *, turned: bool) -> torch.Tensor:
+    """The array's bits as a tensor; `turned`: its memory is column-major."""
+    dense = np.array(array, order="F" if turned else "C")
+    return torch.from_numpy(dense).view(TORCH_DTYPES[dtype])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Row-major, whatever the memory's order is."""
+    return tensor.view(INTS[tensor.element_size()]).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One save and the loads from it. `turned`: the tensors whose parts are not contiguous in memory."""
+
+    arrays: Mapping[Key, Array]
+    saved: Arrangement
+    loaded: tuple[Arrangement, ...] = ()
+    turned: frozenset[Key] = frozenset()
+
+    def spec(self, key: Key) -> TensorSpec:
+        return next(one.row.spec for one in self.saved.held if one.row.key == key)
+
+    def part(self, row: Row, array: Array) -> Part:
+        return Part(row, tensor_of(array, row.spec.dtype, turned=row.key in self.turned))
+
+    def state(self, rank: int) -> State:
+        parts = [
+            self.part(row, part_of(self.arrays[row.key], row.sharding, rank))
+            for row in self.saved.rows(rank)
+        ]
+        return State(parts=parts, asked={part for part, _ in self.arrays})
+
+    def target(self, wanted: Arrangement, rank: int) -> State:
+        parts = []
+        for row in wanted.rows(rank):
+            shape = row.sharding.local_shape(rank, row.spec.shape)
+            array = garbage(row.spec, self.arrays[row.key].dtype)
+            parts.append(self.part(row, array[: np.prod(shape, dtype=int)].reshape(shape)))
+        return State(parts=parts, asked={part for part, _ in self.arrays})
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, *, max_world: int, max_tensors: int, loads: int, max_nbytes: int = 800_000
+) -> Case:
+    names = draw(
+        st.lists(
+            st.sampled_from(["model", "model", "optimizer", "ema"]),
+            min_size=1,
+            max_size=max_tensors,
+        )
+    )
+    keys = [
+        (part, f"t{number}/exp_avg" if part == "optimizer" else f"t{number}")
+        for number, part in enumerate(names)
+    ]
+    tensors = [(key, draw(specs(max_nbytes=max_nbytes))) for key in keys]
+    saved = draw(arrangements(tensors=tensors, max_world=max_world, complete=True))
+    worlds = [1, *[max_world] * (loads - 1)]
+    loaded = tuple(
+        draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds
+    )
+    turned = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
+    return Case({key: global_array(key, spec) for key, spec in tensors}, saved, loaded, turned)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reshard")
+
+
+@dataclass
+class Writes:
+    """What all ranks wrote: file -> (start, stop, rank)."""
+
+    spans: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Recorded(LocalStorage):
+    def __init__(self, root: Path, writes: Writes, rank: int) -> None:
+        super().__init__(str(root))
+        self._writes, self._rank = writes, rank
+
+    def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
+        with self._writes.lock:
+            span = (start, start + sum(len(b) for b in buffers), self._rank)
+            self._writes.spans.setdefault(name.rpartition("/")[2], []).append(span)
+        super().write_at(name, start, buffers)
+
+
+def request_of(state: State, **options: object) -> SaveRequest:
+    return SaveRequest(
+        state, None, None, None, set(), {}, 7, {}, None, uc.SaveOptions(fsync=False, **options)
+    )
+
+
+def save_case(case: Case, root: Path, **options: object) -> Writes:
+    writes = Writes()
+
+    def act(comm: Comm) -> None:
+        kept = Kept()
+        save(
+            comm,
+            Recorded(root, writes, comm.rank),
+            NAME,
+            request_of(case.state(comm.rank), **options),
+            kept,
+            timeout_seconds=SECONDS,
+        )
+        kept.windows.close()
+
+    run_ranks(case.saved.world, act)
+    return writes
+
+
+def check_folder(case: Case, folder: Path) -> dict[Key, tuple[str, int, int]]:
+    """Each tensor is whole in the file that its part's index names. Returns where: file, first byte, end."""
+    places: dict[Key, tuple[str, int, int]] = {}
+    for part in {part for part, _ in case.arrays}:
+        weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
+        assert weight_map.keys() == {fqn for one, fqn in case.arrays if one == part}
+        for file in set(weight_map.values()):
+            with safe_open(folder / file, framework="pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+                assert set(opened.keys()) == {fqn for fqn, at in weight_map.items() if at == file}
+                for fqn in opened.keys():  # noqa: SIM118  # not a mapping
+                    found = opened.get_tensor(fqn)
+                    spec = case.spec((part, fqn))
+                    assert (found.dtype, tuple(found.shape)) == (
+                        TORCH_DTYPES[spec.dtype],
+                        spec.shape,
+                    )
+                    assert bits(found) == case.arrays[part, fqn].tobytes()
+            places.update(
+                {(part, fqn): (file, *span) for fqn, span in spans_of(folder / file).items()}
+            )
+    return places
+
+
+def spans_of(file: Path) -> dict[str, tuple[int, int]]:
+    """First byte and end of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        first = 8 + int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(first - 8))
+    return {
+        fqn: (first + low, first + high)
+        for fqn, entry in header.items()
+        if fqn[:2] != "__"
+        for low, high in [entry["data_offsets"]]
+    }
+
+
+def check_written_once(writes: Writes, folder: Path) -> None:
+    """The writes of all ranks tile every file; the probe is the one file that is gone."""
+    assert {path.name for path in folder.iterdir()} == set(writes.spans) - {"probe"}
+    for path in folder.iterdir():
+        spans = sorted(writes.spans[path.name])
+        assert [start for start, _, _ in spans] == [0, *(stop for _, stop, _ in spans[:-1])], (
+            path.name,
+            spans,
+        )
+        assert spans[-1][1] == path.stat().st_size

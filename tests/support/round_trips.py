@@ -1,0 +1,242 @@
+"""Round trips: whatever is saved, by whatever options, is an error before the first byte, or a run that goes on unharmed.
+
+How state could be lost: a part that nobody stores, a tensor without a master, a master that nobody takes, an optimizer of another
+kind. `verdict_of_save` and `verdict_of_load` are the rules, written without the package's help.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import unified_ckpt as uc
+from tests.support.training_jobs import (
+    OTHER_STATE,
+    PRECISIONS,
+    SAME_STATE,
+    TRAITS,
+    USUAL,
+    Job,
+    JobSpec,
+    differences,
+)
+
+Pick = Callable[[Sequence[Any]], Any]  # chooses one of a sequence
+Shard = Callable[[nn.Module], nn.Module]
+WAYS = ("save", "async", "lazy", "manager", "manager async")
+PARTS = ("model", "master_weights", "optimizer", "ema")
+PADDLE = {
+    "async_save": None,
+    "skip_save_model_weight": ("master_weights", "optimizer"),
+    "remove_master_weight": ("model", "optimizer"),
+    "enable_all_options": ("master_weights", "optimizer"),
+    "skip_save_model_weight async_save": ("master_weights", "optimizer"),
+}
+MAXTEXT: tuple[dict[str, object], ...] = (
+    {"async_checkpointing": False},
+    {"checkpoint_storage_target_data_file_size_bytes": 64},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way through a checkpoint. `parts`: what the options say; `options`: what gives them."""
+
+    spec: JobSpec
+    steps: int
+    way: str
+    target: str  # "fresh", "warmed", "same state" or the name of another optimizer
+    parts: tuple[str, ...] | None
+    options: uc.SaveOptions = field(compare=False)
+
+
+NAMES = (*PARTS, "modle")
+CHOICES = (*(chosen for size in range(4) for chosen in combinations(NAMES, size)), *[None] * 8)
+
+
+def draw_case(pick: Pick) -> Case:
+    """Any job, saved by any options in any way, and loaded into any target."""
+    spec = JobSpec(pick(PRECISIONS), frozenset(trait for trait in TRAITS if pick((False, True))))
+    kind = None if spec.precision == "master_dict" else USUAL.get(spec.precision, "AdamW")
+    others = (
+        (*(["same state"] if kind in SAME_STATE else []), *OTHER_STATE[kind])
+        if kind is not None
+        else ("AdamW",)
+    )
+    ways = (
+        WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")
+    )  # lazy copies wait for an Optimizer's step
+    parts: tuple[str, ...] | None = None
+    options = uc.SaveOptions(
+        fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None
+    )
+    source = pick(("parts", "parts", "paddle", "maxtext"))
+    if source == "paddle":
+        config = pick(sorted(PADDLE))
+        parts, options = PADDLE[config], uc.from_paddle(config, save=options).save
+    elif source == "maxtext":
+        options = uc.from_maxtext(pick(MAXTEXT), save=options).save
+    else:
+        parts = pick(CHOICES)
+        options = options.model_copy(update={"parts": parts})
+    return Case(
+        spec, pick((0, 1, 2)), pick(ways), pick(("fresh", "warmed", *others)), parts, options
+    )
+
+
+def stored_parts(case: Case, job: Job) -> set[str]:
+    """The parts that the job has and the options choose, as names that the caller uses."""
+    given = {"model", "optimizer"} | ({"ema"} if job.ema else set())
+    given |= {"master_weights"} if job.masters() or case.spec.precision == "model_dtype" else set()
+    return given if case.parts is None else given & set(case.parts)
+
+
+def verdict_of_save(case: Case, job: Job) -> str:
+    """ "error", "success", or "either" where the rules leave it open."""
+    stored = stored_parts(case, job)
+    if case.parts is not None and set(case.parts) - stored:
+        known = {"master_weights"}  # a job may have none yet, and may have none at all
+        return (
+            "error"
+            if set(case.parts) - stored - known or not stored or "model" not in stored
+            else "either"
+        )
+    if "model" not in stored:
+        return "success" if "master_weights" in stored else "error"
+    return "success"
+
+
+def verdict_of_load(case: Case, job: Job) -> str:
+    """ "error", "success", "rounded" (masters are the model's values), "either": an error, or success or rounded as the case asks."""
+    stored = stored_parts(case, job)
+    has_state = job.has_optimizer_state() or bool(job.masters())
+    if job.ema and "ema" not in stored:
+        return "error"
+    if "optimizer" not in stored and job.has_optimizer_state():
+        return "error"
+    if "optimizer" not in stored:
+        return "either"
+    if case.target not in ("fresh", "warmed", "same state"):
+        return "error" if has_state else "either"
+    if "master_weights" not in stored and case.spec.precision == "model_dtype":
+        return "either rounded"
+    if "master_weights" not in stored and job.masters():
+        return "rounded"
+    return "success"
+
+
+def save(case: Case, job: Job, root: Path) -> None:
+    """Saves step `case.steps` in the case's way."""
+    state = job.targets()
+    if case.way.startswith("manager"):
+        options = uc.ManagerOptions(
+            interval_steps=1,
+            on_preemption=False,
+            asynchronous=case.way.endswith("async"),
+            retries=0,
+        )
+        with uc.CheckpointManager(root, options=options, save_options=case.options) as manager:
+            manager.save(case.steps, force=True, **state)
+            manager.wait()
+        return
+    with uc.Checkpointer(root, options=case.options) as checkpointer:
+        if case.way == "save":
+            checkpointer.save(f"checkpoint-{case.steps}", step=case.steps, **state)
+        else:
+            checkpointer.save_async(
+                f"checkpoint-{case.steps}", step=case.steps, lazy=case.way == "lazy", **state
+            ).result()
+
+
+def load(case: Case, targets: dict[str, Any], root: Path) -> uc.LoadReport:
+    if case.way.startswith("manager"):
+        with uc.CheckpointManager(
+            root, options=uc.ManagerOptions(interval_steps=1, on_preemption=False)
+        ) as manager:
+            report = manager.restore(**targets)
+            assert report is not None
+            return report
+    return uc.load(root / f"checkpoint-{case.steps}", **targets)
+
+
+def target_of(case: Case, shard: Shard) -> Job:
+    """The job that takes the checkpoint: other values everywhere."""
+    kind: str | None = case.target
+    usual = USUAL.get(case.spec.precision, "AdamW")
+    if case.target in ("fresh", "warmed"):
+        kind = None
+    elif case.target == "same state":
+        kind = SAME_STATE[usual]
+    job = Job(case.spec, seed=2, optimizer=kind, shard=shard)
+    if case.target == "warmed":
+        job.train(range(50, 52))
+    return job
+
+
+def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
+    """The error that a call ends with, of the kinds that callers are told to expect."""
+    try:
+        act()
+    except uc.CheckpointError as error:
+        return error
+    return None
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    """The model as it is."""
+    return model
+
+
+def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = unsharded) -> None:
+    """The property. `saver`, `loader`: how the two jobs shard their models; with several ranks, every rank calls."""
+    job = Job(case.spec, seed=1, shard=saver)
+    job.train(range(case.steps))
+    at_save, verdict = job.state(), verdict_of_save(case, job)
+    refusal = error_of(lambda: save(case, job, root))
+    if refusal is not None:
+        assert verdict != "success", f"refused: {refusal}"
+        assert not os.listdir(root), f"a refused save left {os.listdir(root)}"
+        assert not differences(job.state(), at_save)
+        return
+    assert verdict != "error", "committed what cannot be resumed from"
+    verdict, target = verdict_of_load(case, job), target_of(case, loader)
+    before = target.state()
+    refusal = error_of(lambda: load(case, target.targets(), root))
+    if refusal is not None:
+        assert verdict in ("error", "either", "either rounded"), f"not loaded: {refusal}"
+        assert not differences(target.state(), before), "an error after the first byte"
+        check_model(case, job, root, at_save, loader)
+        return
+    assert verdict != "error", "a load that cannot be right succeeded"
+    if verdict.endswith("rounded"):
+        job.round_masters()
+    if case.target not in ("fresh", "warmed", "same state"):
+        return  # an optimizer of another kind, from a checkpoint without any state
+    job.train(range(case.steps, case.steps + 3))
+    target.train(range(case.steps, case.steps + 3))
+    lost = differences(target.state(), job.state())
+    assert not lost
+
+
+def check_model(case: Case, job: Job, root: Path, at_save: Mapping[str, Any], shard: Shard) -> None:
+    """Where not everything can be resumed: the model comes back by itself, bit for bit, however it is stored."""
+    stored = stored_parts(case, job)
+    if case.spec.precision == "model_dtype" and "master_weights" not in stored:
+        return
+    target = Job(case.spec, seed=2, shard=shard)
+    load(
+        case,
+        {"model": target.model} | ({"parts": {"ema": target.ema}} if "ema" in stored else {}),
+        root,
+    )
+    model = {name: value for name, value in at_save.items() if name.startswith("model:")}
+    lost = differences(
+        {name: value for name, value in target.state().items() if name in model}, model
+    )
+    assert not lost

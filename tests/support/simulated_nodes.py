@@ -1,0 +1,211 @@
+"""Machines as folders: thread ranks that are told which machine they are on, each with a place of its own to save to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+import unified_ckpt as uc
+from tests.support.oracles import part_of, where
+from tests.support.reshard_cases import Case, bits
+from unified_ckpt import api
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.load import request
+from unified_ckpt.engine.load.load import LoadRequest
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import State
+from unified_ckpt.testing import Arrangement, checkpointer_of, run_ranks, try_ranks
+
+NAME = "checkpoint-1"
+SECONDS = 30.0
+SAVE = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)
+LOAD = uc.LoadOptions(timeout_seconds=SECONDS)
+Result = TypeVar("Result")
+Paths = Sequence[Path]
+
+
+@pytest.fixture(autouse=True)
+def states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `State` may be given as the model: tensors by any rule, which no Layout could name."""
+    save_request, load_request = api.save_request, request.load_request
+
+    def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
+        if not isinstance(what.model, State):
+            return save_request(comm, what, options)
+        return SaveRequest(
+            what.model,
+            what.extra,
+            what.rank_extra,
+            None,
+            set(),
+            {},
+            what.step,
+            what.metrics or {},
+            what.attach,
+            options,
+        )
+
+    def to_load(
+        comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions
+    ) -> LoadRequest:
+        if not isinstance(what.model, State):
+            return load_request(comm, folder, what, strict=strict, options=options)
+        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
+
+    monkeypatch.setattr(api, "save_request", to_save)
+    monkeypatch.setattr(request, "load_request", to_load)
+
+
+@pytest.fixture
+def twice(saved: Path, tmp_path: Path) -> Path:
+    """What the module's `saved` has of two machines with a copy each, to be damaged."""
+    return Path(shutil.copytree(saved / "twice", tmp_path / "twice"))
+
+
+@pytest.fixture
+def once(saved: Path, tmp_path: Path) -> Path:
+    """The same of one copy over two machines."""
+    return Path(shutil.copytree(saved / "once", tmp_path / "once"))
+
+
+@contextmanager
+def on_machine(
+    comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
+) -> Iterator[uc.Checkpointer]:
+    """A Checkpointer of a rank on its machine. `storage`: what it writes to, by the folder's path."""
+    made = checkpointer_of(comm)
+    made._machine = f"machine {machines[comm.rank]}"
+    if storage is not None:
+        place = made._place
+        made._place = lambda path, how: (storage(place(path, how)[0].root), place(path, how)[1])  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def folder_of(root: Path, machine: int) -> Path:
+    return root / f"machine-{machine}" / NAME
+
+
+def save_all(
+    root: Path, machines: Sequence[int], state: Callable[[int], Any], **what: Any
+) -> list[uc.SaveReport]:
+    """Each rank saves to its machine's folder."""
+
+    def act(comm: Comm) -> uc.SaveReport:
+        with on_machine(comm, machines) as made:
+            return made.save(
+                folder_of(root, machines[comm.rank]),
+                model=state(comm.rank),
+                **{"options": SAVE, **what},
+            )
+
+    return run_ranks(len(machines), act)
+
+
+def save_case(case: Case, root: Path, machines: Sequence[int], **what: Any) -> list[uc.SaveReport]:
+    return save_all(root, machines, case.state, **what)
+
+
+def load_case(
+    case: Case,
+    wanted: Arrangement,
+    machines: Sequence[int],
+    paths: Mapping[int, Paths],
+    **what: Any,
+) -> list[uc.LoadReport | BaseException]:
+    """Loads from the folders of each machine, and compares every byte of the ranks that got through."""
+
+    def act(comm: Comm) -> uc.LoadReport:
+        state = case.target(wanted, comm.rank)
+        with on_machine(comm, machines) as made:
+            report = made.load(
+                list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what}
+            )
+        for part in state.parts:
+            oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
+            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
+        return report
+
+    return try_ranks(wanted.world, act)
+
+
+def keys_in_store(comm: Comm) -> int:
+    """Collective. How many keys the ranks have in their store when each has deleted what it can, on rank 0; 0 elsewhere."""
+    with counting(comm):
+        return int(comm._store.num_keys()) if comm.rank == 0 else 0
+
+
+@contextmanager
+def counting(comm: Comm) -> Iterator[None]:
+    """Collective. Every rank has deleted what it can of its keys, and waits until rank 0 has left the block."""
+    meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
+    meeting.collect("tidy", b"1", at=0, ranks=range(comm.world))
+    if comm.rank == 0:
+        yield
+        meeting.put("counted", b"1")
+    else:
+        meeting.get("counted", of=0)
+        yield
+
+
+class Held:
+    """What this process holds that may not grow: threads and open files."""
+
+    def __init__(self) -> None:
+        self.threads, self.files = self._now()
+
+    def no_more(self) -> None:
+        """Nothing is held that was not at first, once threads that are about to end are gone."""
+        bound, deadline = (self.threads, self.files), time.monotonic() + SECONDS
+        while any(now > most for now, most in zip(self._now(), bound, strict=True)):
+            assert time.monotonic() < deadline, (
+                f"{self._now()} threads and open files; needed at most {bound}"
+            )
+            time.sleep(0.01)
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def fine(found: Sequence[Result | BaseException]) -> list[Result]:
+    """What all ranks returned."""
+    results: list[Result] = []
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        results.append(one)
+    return results
+
+
+def gaps(case: Case, machines: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
+    """Tensors of which the machines `there` have a part only, and those of which they have nothing; by what their ranks held."""
+    parts, unknown = [], []
+    for one in case.saved.held:
+        mask = np.zeros(one.row.spec.shape, dtype=bool)
+        holders = [rank for rank in one.ranks if machines[rank] in there]
+        boxes = [
+            box for rank in holders for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape)
+        ]
+        for box in boxes:
+            mask[where(box)] = True
+        if mask.size == 0 and holders:
+            continue
+        if not mask.any():
+            unknown.append(one.row.key)
+        elif not mask.all():
+            parts.append(one.row.key)
+    return parts, unknown

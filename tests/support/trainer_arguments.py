@@ -1,0 +1,25 @@
+"""TODO: what tests of arguments share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "loss",
+    "greater_is_better": False,
+    "learning_rate": 0.3,
+}
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """The state file, without what names the run's folder or its speed."""
+    found: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    found["best_model_checkpoint"] = Path(found["best_model_checkpoint"] or "").name
+    for entry in found["log_history"]:
+        for key in [key for key in entry if "runtime" in key or "per_second" in key]:
+            del entry[key]
+    return found

@@ -1,0 +1,83 @@
+"""TODO: what tests of data_position share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import unified_ckpt as uc
+from tests.support.trainers import model
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+LENGTH = 48
+
+
+class Numbered(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Each sample begins with its number."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if i >= LENGTH:
+            raise IndexError(i)
+        ids = torch.full((4 + i % 3,), i)  # of unequal length, for the samplers that group by it
+        ids = torch.nn.functional.pad(ids, (0, 2 - i % 3))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Seen(Trainer):
+    """Remembers the samples that it has trained on."""
+
+    taken: list[int]
+
+    def training_step(
+        self, model: Any, inputs: dict[str, torch.Tensor], *more: Any
+    ) -> torch.Tensor:
+        if not hasattr(self, "taken"):
+            self.taken = []
+        self.taken += inputs["input_ids"][:, 0].tolist()
+        return super().training_step(model, inputs, *more)
+
+
+def seen(
+    out: Path,
+    *callbacks: TrainerCallback,
+    batch: int,
+    stock: bool = False,
+    data: Any = None,
+    of: Any = None,
+    **more: Any,
+) -> Seen:
+    in_background = more.pop("async_save", False)
+    told = TrainingArguments(
+        output_dir=str(out),
+        **{"num_train_epochs": 3, "save_steps": 15, "seed": 5, "logging_steps": 100, **more},
+        per_device_train_batch_size=batch,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    ours = (
+        []
+        if stock
+        else [
+            UnifiedCheckpointCallback(
+                save_options=uc.SaveOptions(fsync=False), async_save=in_background
+            )
+        ]
+    )
+    return Seen(
+        model=of or model(),
+        args=told,
+        train_dataset=data or Numbered(),
+        callbacks=[*ours, *callbacks],
+    )
+
+
+def train(made: Seen, resume: bool = False) -> list[int]:
+    made.train(resume_from_checkpoint=resume or None)
+    return made.taken

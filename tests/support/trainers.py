@@ -1,0 +1,89 @@
+"""TODO: what tests of callback share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import unified_ckpt as uc
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+STEPS = 6
+
+
+class Sequences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = (
+            control.should_training_stop or state.global_step >= self._step
+        )
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_dropout=0.1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer(
+    out: Path,
+    *callbacks: TrainerCallback,
+    stock: bool = False,
+    net: torch.nn.Module | None = None,
+    **arguments: Any,
+) -> Trainer:
+    told = TrainingArguments(
+        output_dir=str(out),
+        **{
+            "max_steps": STEPS,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "seed": 1,
+            "per_device_train_batch_size": 4,
+            **arguments,
+        },
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    ours = [] if stock else [UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))]
+    return Trainer(
+        model=net or model(),
+        args=told,
+        train_dataset=Sequences(),
+        eval_dataset=Sequences(),
+        callbacks=[*ours, *callbacks],
+    )
+
+
+def losses(of: Trainer) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def check_same(one: Trainer, other: Trainer) -> None:
+    assert losses(one) == losses(other)
+    weights = other.model.state_dict()
+    assert all(
+        torch.equal(tensor, weights[name]) for name, tensor in one.model.state_dict().items()
+    )

@@ -1,0 +1,620 @@
+"""Runs what README, docs and examples show: every program, every snippet and every command, in the order of its page.
+
+A new block needs nothing here if it is a program (```python, with its name in the first line: `# train.py`), or a command on files that
+the page's programs or `FILES` make. A snippet needs its names in `NAMES`. What cannot be run is listed in `NOT_RUN`, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from unified_ckpt.cli import main as command_line
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
+LAUNCH = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+SECONDS = 600.0  # for one program, which takes ten on a machine that does nothing else
+
+# First line of a block -> why it is not run.
+NOT_RUN = {
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && .venv/bin/unified-ckpt demo": "a test runs it",
+    "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && .venv/bin/python -m pytest -q -n 2": "CI does",
+    "new: from dcp, step 7, 2.73 MiB in 0.1 s": "output of the command above it",
+    'model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2, fsdp_size=4))': (
+        "needs 8 processes; docs/examples/hf_trainer_sharded.py runs the same with 2"
+    ),
+}  # fmt: skip
+EXIT_1 = {  # commands that find something, as the page says
+    "unified-ckpt diff checkpoint-1000 checkpoint-1500 --part model --match '*.norm.*'",
+    "unified-ckpt verify --deep damaged",
+    "unified-ckpt verify damaged --repair",
+}
+# Appended to a benchmark's command, so that it takes seconds; the last of two options of one name counts.
+TOY = {
+    "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
+    "bench_convert": "--size 1MiB --repeats 1 --only unified",
+    "bench_inventory": "--machines 8 --layers 1 --repeats 1",
+    "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
+    "bench_load_plan": "--machines 8 --layers 1 --repeats 1",
+    "bench_open_dcp": "--ranks 4 --shards 100 --repeats 1",
+    "bench_plan": "--ranks 64 --layers 1 --repeats 1",
+    "bench_post": "--connections 4",
+    "bench_save": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
+    "bench_shared_reads": "--machines 2 --nbytes 1048576 --rounds 1",
+    "bench_small_tensors": "--tensors 50 --repeats 1",
+    "bench_volume": "--ranks 64",
+    "bench_writes": "--size 1MiB --repeats 1",
+    "report": "",
+}
+SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
+    ("bench_async", "bench_load", "bench_save", "bench_small_tensors"), "--scratch"
+)
+APART = {"bench_shared_reads"}  # changes classes of the engine
+LAUNCHES = {
+    "bench_async",
+    "bench_convert",
+    "bench_open_dcp",
+    "bench_load",
+    "bench_save",
+    "bench_small_tensors",
+}  # processes: slow
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `where`: its page and line."""
+
+    where: str
+    language: str
+    body: str
+
+    @property
+    def first_line(self) -> str:
+        return self.body.partition("\n")[0]
+
+    @property
+    def program(self) -> str | None:
+        """The name of the file that it is, if it is one."""
+        named = re.match(r"# (\S+\.py)$", self.first_line)
+        return named[1] if named and self.language == "python" else None
+
+    @property
+    def is_snippet(self) -> bool:
+        return self.language == "python" and self.program is None
+
+    @property
+    def commands(self) -> list[str]:
+        """Its command lines: those after `$ `, or all of them."""
+        lines = [line for line in self.body.splitlines() if line.strip()]
+        return [line[2:] for line in lines if line.startswith("$ ")] or lines
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    name = str(page.relative_to(ROOT))
+    return [
+        Block(f"{name}:{text.count(chr(10), 0, block.start()) + 1}", block[1], block[2])
+        for block in found
+    ]
+
+
+def run_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks_of(page) if block.first_line not in NOT_RUN]
+
+
+def is_benchmark(command: str) -> bool:
+    return command.startswith("python benchmarks/")
+
+
+def page_commands(page: Path) -> list[str]:
+    """All commands of a page but benchmarks."""
+    shown = [
+        command for block in run_blocks(page) if block.language == "" for command in block.commands
+    ]
+    return [command for command in shown if not is_benchmark(command)]
+
+
+def starts_processes(command: str) -> bool:
+    return not command.startswith(("unified-ckpt", "python -m unified_ckpt"))
+
+
+def benchmark_commands() -> list[str]:
+    """Those that pages show, and the others without arguments."""
+    shown = [
+        command
+        for page in PAGES
+        for block in run_blocks(page)
+        for command in block.commands
+        if is_benchmark(command)
+    ]
+    names = {shlex.split(command)[1] for command in shown}
+    return [
+        *shown,
+        *(
+            f"python benchmarks/{script.name}"
+            for script in BENCHMARKS
+            if f"benchmarks/{script.name}" not in names
+        ),
+    ]
+
+
+# ---- what pages name
+
+
+def small_llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+        **more,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def trained(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def save_llama(path: str, *, step: int, **more: Any) -> None:
+    model = small_llama()
+    with torch.no_grad():
+        model.model.norm.weight.add_(step)
+    uc.save(path, model=model, optimizer=trained(model), step=step, **more)
+
+
+def readme_files() -> None:
+    save_llama("run/checkpoint-1000", step=1000)
+    shutil.copytree("run/checkpoint-1000", "backup/checkpoint-1000")
+    convert_files()
+
+
+def cli_files() -> None:
+    for step in (1000, 1500):
+        save_llama(f"checkpoint-{step}", step=step)
+    shutil.copytree("checkpoint-1000", "damaged")
+    flip("damaged/model.safetensors")
+    for step in (1000, 2000, 3000, 4000):
+        save_llama(f"llama/checkpoint-{step}", step=step, metrics={"loss": abs(step - 2000)})
+    os.remove("llama/checkpoint-4000/optimizer.safetensors")
+    shutil.copytree("llama/checkpoint-4000", "llama/.unified-2dd0417c2b6531b8-checkpoint-5000")
+    os.remove("llama/.unified-2dd0417c2b6531b8-checkpoint-5000/unified_checkpoint.json")
+
+
+def flip(file: str) -> None:
+    body = bytearray(Path(file).read_bytes())
+    body[-1] ^= 1
+    Path(file).write_bytes(body)
+
+
+def convert_files() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings(action="ignore"):  # that it is one process
+        dcp.save({"model": small_llama().state_dict()}, checkpoint_id="old", no_dist=True)
+
+
+def other_formats_files() -> None:
+    from tests.support import megatrons, orbaxes
+    from tests.support.maxtexts import make, tree_of
+    from tests.support.megatron_models import JOBS, drawn
+
+    kind, job, more = JOBS["llama"]
+    _, hub = drawn(kind, job, Path.cwd())
+    shutil.copytree("hub", "llama")
+    megatrons.write(Path("job"), job, hub, **more)
+    os.rename("job/iter_0000007", "job/iter_0002000")
+    made = make("qwen3", Path("qwen3"))
+    tree = tree_of(made, stacked=True, trained=True)
+    orbaxes.write([orbaxes.job(Path("run/checkpoints").absolute(), tree)], Path("jobs"))
+    os.rename("run/checkpoints/7", "run/checkpoints/1000")
+    shutil.copy("qwen3/config.json", "config.json")
+
+
+FILES: dict[str, Callable[[], None]] = {
+    "README.md": readme_files,
+    "docs/cli.md": cli_files,
+    "docs/guide/convert.md": convert_files,
+    "docs/guide/other-formats.md": other_formats_files,
+}
+
+
+def plain_names() -> dict[str, Any]:
+    model = small_llama()
+    optimizer = trained(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    return {
+        "uc": uc,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "steps": 1003,
+        "train": lambda _: None,
+    }
+
+
+def data_names() -> dict[str, Any]:
+    names = plain_names()
+    dataset, manager = (
+        torch.utils.data.TensorDataset(torch.arange(32.0)),
+        uc.CheckpointManager("data"),
+    )
+    names |= {
+        "dataset": dataset,
+        "DataLoader": torch.utils.data.DataLoader,
+        "epochs": 1,
+        "manager": manager,
+        "step": 1,
+    }
+    return names | {
+        "sampler": uc.ElasticSampler(dataset),
+        "scaler": torch.amp.GradScaler(enabled=False),
+        "state": {"model": names["model"]},
+    }
+
+
+def hugging_face_names() -> dict[str, Any]:
+    """A run of one step, and the arguments to go on with."""
+    from transformers import Trainer, TrainingArguments
+
+    from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    first, args = (
+        TrainingArguments(
+            "trainer", max_steps=steps, save_steps=1, report_to=[], disable_tqdm=True, use_cpu=True
+        )
+        for steps in (1, 2)
+    )
+    model = small_llama()
+    Trainer(
+        model=model, args=first, train_dataset=data, callbacks=[UnifiedCheckpointCallback()]
+    ).train()
+    return {"Trainer": Trainer, "model": model, "args": args, "data": data}
+
+
+def accelerate_names() -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 4)
+    accelerator.prepare(model, trained(model))
+    return {"accelerator": accelerator}
+
+
+def lightning_names() -> dict[str, Any]:
+    """A run of one epoch, and the module to go on with."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
+
+    class MyModule(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor) -> None:
+            self.log("val_loss", self.net(batch).square().mean())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+
+        val_dataloader = train_dataloader
+
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    trainer = partial(pl.Trainer, **quiet)
+    checkpoints = partial(ModelCheckpoint, "run")
+    first = trainer(
+        callbacks=[
+            checkpoints(monitor="val_loss", save_top_k=3, save_last="link"),
+            UnifiedCheckpointCallback(),
+        ]
+    )
+    first.fit(MyModule())
+    return {
+        "Trainer": trainer,
+        "ModelCheckpoint": checkpoints,
+        "module": MyModule(),
+        "MyModule": MyModule,
+    }
+
+
+# A page, or text that a snippet has -> its names. They stay for the snippets after it on the page.
+NAMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md": plain_names,
+    "docs/guide/machines.md": plain_names,
+    "docs/guide/trainers.md": data_names,
+    "unified_ckpt.integrations.transformers": hugging_face_names,
+    "unified_ckpt.integrations.accelerate": accelerate_names,
+    "unified_ckpt.integrations.lightning": lightning_names,
+}
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_a_page_is_run(page: Path) -> None:
+    """No block is passed over: each is of a kind that a test below runs, or is listed in NOT_RUN."""
+    ran = {
+        word
+        for command in page_commands(page)
+        for word in shlex.split(command, comments=True)
+        if word.endswith(".py")
+    }
+    bodies = "".join(block.body for block in run_blocks(page))
+    named = re.findall(r"(?:^from |^import |--conversion-fn )(\w+)", bodies, re.MULTILINE)
+    imported = {f"{name}.py" for name in named}
+    for block in run_blocks(page):
+        advice = f"; see the docstring of {Path(__file__).name}"
+        if block.program is not None:
+            assert block.program in ran | imported, (
+                f"{block.where}: no command of the page runs {block.program}{advice}"
+            )
+        elif block.is_snippet:
+            ast.parse(block.body)
+            known = any(
+                key == page.relative_to(ROOT).as_posix() or key in block.body for key in NAMES
+            )
+            assert known, f"{block.where}: a snippet whose names are not in NAMES{advice}"
+        else:
+            assert block.language == "", (
+                f"{block.where}: a block of {block.language}, which nothing runs{advice}"
+            )
+            for command in block.commands:
+                program, *arguments = shlex.split(command, comments=True)
+                runs = program == "unified-ckpt" or (program in LAUNCH and arguments)
+                assert runs, (
+                    f"{block.where}: {command!r} is no command, and not after `$ `: label Python as such, or list it{advice}"
+                )
+
+
+def test_exemptions_name_blocks_that_are_shown() -> None:
+    shown = {block.first_line for page in PAGES for block in blocks_of(page)}
+    assert not NOT_RUN.keys() - shown, "NOT_RUN lists blocks that no page has"
+    commands = {command for page in PAGES for command in page_commands(page)}
+    assert not EXIT_1 - commands, "EXIT_1 lists commands that no page has"
+    assert {script.stem for script in BENCHMARKS} <= TOY.keys(), "a benchmark is not in TOY"
+
+
+def test_commands_within_text_parse() -> None:
+    """`unified-ckpt list run` in a sentence: the verb and its options exist."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"`unified-ckpt ([^`]+)`", text):
+            assert is_usage(shlex.split(command)), (
+                f"{page.name}: `unified-ckpt {command}` is a usage error"
+            )
+
+
+def is_usage(words: list[str]) -> bool:
+    """Whether the command line takes this; of a verb alone, whether there is such a verb."""
+    try:
+        command_line._parser().parse_args(words if len(words) > 1 else [*words, "--help"])
+    except SystemExit as end:
+        return end.code == 0
+    return True
+
+
+def pages(having: Callable[[Path], bool], slow: Callable[[Path], bool]) -> list[Any]:
+    return [
+        pytest.param(
+            page,
+            id=page.relative_to(ROOT).as_posix(),
+            marks=[pytest.mark.slow] if slow(page) else [],
+        )
+        for page in PAGES
+        if having(page)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    pages(
+        lambda page: bool(page_commands(page)),
+        lambda page: any(map(starts_processes, page_commands(page))),
+    ),
+)
+def test_programs_and_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulthandler.cancel_dump_traceback_later()  # pytest's limit is for a test, not for a page of programs: `SECONDS` is theirs
+    monkeypatch.chdir(tmp_path)
+    FILES.get(page.relative_to(ROOT).as_posix(), lambda: None)()
+    for block in run_blocks(page):
+        if block.program is not None:
+            Path(block.program).write_text(block.body)
+        elif block.language == "":
+            for command in block.commands:
+                if not is_benchmark(command):
+                    run_command(command, block.where, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "page", pages(lambda page: any(block.is_snippet for block in run_blocks(page)), lambda _: False)
+)
+@pytest.mark.filterwarnings("ignore")  # of the trainers
+def test_snippets_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    page_names = NAMES.get(page.relative_to(ROOT).as_posix(), dict)()
+    for block in (block for block in run_blocks(page) if block.is_snippet):
+        for add in [make for key, make in NAMES.items() if key in block.body] or [
+            lambda: page_names
+        ]:
+            names |= add()
+        code = compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec")
+        exec(code, names)
+
+
+@pytest.mark.slow
+def test_demo_holds(tmp_path: Path) -> None:
+    """The README's first command ends with it."""
+    assert "All of it holds" in run([sys.executable, "-m", "unified_ckpt", "demo"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_commands_of_an_example_run(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that its docstring shows, in their order."""
+    faulthandler.cancel_dump_traceback_later()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(example, tmp_path)
+    shown = [
+        line.strip()
+        for line in (ast.get_docstring(ast.parse(example.read_text())) or "").splitlines()
+    ]
+    commands = [line for line in shown if line.partition(" ")[0] in LAUNCH]
+    assert commands
+    for command in commands:
+        run_command(command, example.name, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            command,
+            marks=[pytest.mark.slow] if Path(shlex.split(command)[1]).stem in LAUNCHES else [],
+        )
+        for command in benchmark_commands()
+    ],
+)
+def test_benchmarks_run_at_toy_size(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = shlex.split(command.partition(" > ")[0], comments=True)
+    script = ROOT / words[1]
+    arguments = [file for word in words[2:] if word != "…" for file in expand(word)]
+    arguments += [
+        *shlex.split(TOY[script.stem]),
+        *([SCRATCH[script.stem], str(tmp_path)] if script.stem in SCRATCH else []),
+    ]
+    if "--out" in words:
+        arguments += ["--out", str(tmp_path / "rows.jsonl")]
+    monkeypatch.chdir(tmp_path)
+    if script.stem in APART | LAUNCHES:
+        run([sys.executable, str(script), *arguments], tmp_path)
+    else:
+        monkeypatch.syspath_prepend(script.parent)
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        before = set(sys.modules)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            for name in set(sys.modules) - before:
+                if getattr(sys.modules[name], "__file__", None) and str(script.parent) in str(
+                    sys.modules[name].__file__
+                ):
+                    del sys.modules[name]
+    if "--out" in words:
+        assert (tmp_path / "rows.jsonl").stat().st_size
+
+
+def expand(word: str) -> list[str]:
+    return sorted(map(str, ROOT.glob(word))) if "*" in word else [word]
+
+
+def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a command line in the current folder, in this process where it is the command line's own."""
+    words = shlex.split(command, comments=True)
+    if "convert" in words:  # pages show several ways to write the same folder
+        target = words[words.index("convert") + 2]
+        shutil.rmtree(target, ignore_errors=True)
+    if starts_processes(command):
+        program, *arguments = words
+        if "unified_ckpt" in arguments:
+            arguments[arguments.index("--nproc-per-node") + 1] = "2"  # of any number
+        run([*LAUNCH[program], *arguments], Path.cwd())
+        return
+    monkeypatch.syspath_prepend(Path.cwd())
+    arguments = words[1:] if words[0] == "unified-ckpt" else words[3:]
+    code = command_line.main(arguments)
+    expected = int(shlex.join(words) in EXIT_1 or command in EXIT_1)
+    assert code == expected, (
+        f"{where}: {command}: exit code {code}; needed {expected} (EXIT_1), on files that `FILES` or programs make"
+    )
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """What the program said. When it fails or hangs, everything that it and its ranks have said; none of them is left behind."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+    }
+    said = folder / "said.txt"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output
+        ) as child,
+    ):
+        try:
+            code: int | str = child.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = f"not ended within {SECONDS:g} s"
+            child.terminate()  # torchrun ends its ranks when it is told to stop
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                child.kill()
+    assert code == 0, f"{' '.join(command)}: {code}\n{said.read_text(errors='replace')}"
+    return said.read_text(errors="replace")

@@ -1,0 +1,982 @@
+"""Rename rules: names, cuts and joins of a source's tensors, with what follows them, against torch's; refused when in doubt."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import unified_ckpt as uc
+from tests.support.optimizers import FusedAdam
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.renames import parse_renames
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.testing import checkpointer_of, run_ranks
+
+QUICK = uc.SaveOptions(fsync=False)
+
+
+class Block(nn.Module):
+    """As its own author calls things: fused, and [in, out]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(width, 3 * width))
+        self.up = nn.Parameter(torch.randn(2 * width, width))
+        self.gate = nn.Parameter(torch.randn(2 * width, width))
+        self.norm = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.qkv).chunk(3, -1)
+        y = torch.tanh(q * k + v) * self.norm
+        return x + (torch.tanh(y @ self.gate.T) * (y @ self.up.T)).sum(-1, keepdim=True)
+
+
+class Theirs(nn.Module):
+    def __init__(self, width: int = 4, depth: int = 3) -> None:
+        super().__init__()
+        self.emb = nn.Parameter(torch.randn(7, width))
+        self.h = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.emb[ids]
+        for block in self.h:
+            x = block(x)
+        return x @ self.emb.T
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(3)
+        )
+        self.gate_up = nn.Linear(width, 4 * width, bias=False)
+        self.norm = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.q_proj(x) * self.k_proj(x) + self.v_proj(x)) * self.norm
+        gate, up = self.gate_up(y).chunk(2, -1)
+        return x + (torch.tanh(gate) * up).sum(-1, keepdim=True)
+
+
+class Ours(nn.Module):
+    def __init__(self, width: int = 4, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.T
+
+
+RULES = """
+[[rules]]
+match = "emb"
+to = "embed.weight"
+
+[[rules]]
+match = "h.{i}.qkv"
+steps = [{transpose = [0, 1]}]
+split = {dim = 0}
+to = ["layers.{i}.q_proj.weight", "layers.{i}.k_proj.weight", "layers.{i}.v_proj.weight"]
+
+[[rules]]
+match = ["h.{i}.gate", "h.{i}.up"]
+concat = 0
+to = "layers.{i}.gate_up.weight"
+
+[[rules]]
+regex = 'h\\.(\\d+)\\.norm'
+to = "layers.{1}.norm"
+"""
+BACK: dict[str, Any] = {
+    "unmatched": "error",
+    "rules": [
+        {"match": "embed.weight", "to": "emb"},
+        {
+            "match": [f"layers.{{i}}.{one}_proj.weight" for one in "qkv"],
+            "steps": [{"permute": [1, 0]}],
+            "concat": 1,
+            "to": "h.{i}.qkv",
+        },
+        {
+            "match": "layers.{i}.gate_up.weight",
+            "split": {"sizes": [8, 8]},
+            "to": ["h.{i}.gate", "h.{i}.up"],
+        },
+        {"match": "layers.{i}.norm", "to": "h.{i}.norm"},
+    ],
+}
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int
+) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {
+        f"{names[id(p)]}/{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {**model.state_dict(), **found}
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> tuple[SourceOptions, SourceOptions]:
+    (tmp_path / "rules.toml").write_text(RULES)
+    (tmp_path / "back.json").write_text(json.dumps(BACK))
+    return SourceOptions(rename=str(tmp_path / "rules.toml")), SourceOptions(
+        rename=str(tmp_path / "back.json")
+    )
+
+
+def test_a_job_goes_on_under_other_names_and_in_other_shapes(
+    tmp_path: Path, rules: tuple[SourceOptions, SourceOptions]
+) -> None:
+    """Names, fused and split weights, transposed ones, with AdamW's state: the losses are those of the model that was saved."""
+    torch.manual_seed(0)
+    theirs = Theirs()
+    optimizer = adamw(theirs)
+    train(theirs, optimizer, 0, 4)
+    uc.save(
+        tmp_path / "theirs",
+        model=theirs,
+        optimizer=optimizer,
+        step=4,
+        extra={"seen": 20},
+        options=QUICK,
+    )
+    saved = {name: value.clone() for name, value in state_of(theirs, optimizer).items()}
+    expected = train(theirs, optimizer, 4, 4)
+
+    ours = Ours()
+    fresh = torch.optim.AdamW(ours.parameters())
+    report = uc.load(
+        tmp_path / "theirs", model=ours, optimizer=fresh, options=uc.LoadOptions(source=rules[0])
+    )
+    assert (report.step, report.extra) == (4, {"seen": 20})
+    assert fresh.param_groups[0]["lr"] == 0.02
+    assert torch.equal(ours.layers[1].k_proj.weight, saved["h.1.qkv"].T[4:8])
+    uc.save(tmp_path / "ours", model=ours, optimizer=fresh, step=4, options=QUICK)
+    assert train(ours, fresh, 4, 4) == pytest.approx(expected, rel=1e-5)
+
+    again = Theirs()
+    back = torch.optim.AdamW(again.parameters())
+    uc.load(tmp_path / "ours", model=again, optimizer=back, options=uc.LoadOptions(source=rules[1]))
+    check_same(state_of(again, back), saved)
+
+
+def save(path: Path, **parts: dict[str, torch.Tensor]) -> Path:
+    uc.save(path, **parts, options=QUICK)
+    return path
+
+
+def look(
+    path: Path, told: dict[str, Any] | list[dict[str, Any]], part: str = "model"
+) -> dict[str, torch.Tensor]:
+    """A part by the rules."""
+    file = path.parent / "told.json"
+    file.write_text(json.dumps({"rules": told} if isinstance(told, list) else told))
+    with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
+        return {name: view[...] for name, view in opened[part].items()}
+
+
+def test_megatrons_fused_attention_is_taken_apart(tmp_path: Path) -> None:
+    """Per group its queries, then a key and a value: [groups * (queries + 2) * head_dim, hidden]."""
+    groups, queries, head, hidden = 2, 3, 4, 5
+    fused = torch.randn(groups * (queries + 2) * head, hidden)
+    apart = fused.view(groups, queries + 2, head, hidden)
+    shaped = {"reshape": [-1, hidden]}
+    told = {
+        "match": "layers.{i}.linear_qkv.weight",
+        "steps": [{"reshape": [groups, queries + 2, head, hidden]}],
+        "to": [
+            {"name": "layers.{i}.q_proj.weight", "steps": [{"slice": [1, 0, queries]}, shaped]},
+            {
+                "name": "layers.{i}.k_proj.weight",
+                "steps": [{"slice": [1, queries, queries + 1]}, shaped],
+            },
+            {"name": "layers.{i}.v_proj.weight", "steps": [{"slice": [1, queries + 1]}, shaped]},
+        ],
+    }
+    found = look(save(tmp_path / "c", model={"layers.0.linear_qkv.weight": fused}), [told])
+    expected = {
+        "q": apart[:, :queries],
+        "k": apart[:, queries : queries + 1],
+        "v": apart[:, queries + 1 :],
+    }
+    check_same(
+        found,
+        {
+            f"layers.0.{one}_proj.weight": value.reshape(-1, hidden)
+            for one, value in expected.items()
+        },
+    )
+
+
+def test_moments_of_scaled_parameters_are_scaled_as_gradients_are(tmp_path: Path) -> None:
+    w = torch.randn(3, 4)
+    state = {
+        "w/exp_avg": torch.randn(3, 4),
+        "w/exp_avg_sq": torch.rand(3, 4),
+        "w/step": torch.tensor(5.0),
+    }
+    path = save(tmp_path / "c", model={"w": w}, optimizer=state)
+    told = [{"match": "w", "steps": [{"scale": 4}], "to": "v"}]
+    check_same(look(path, told), {"v": w * 4})
+    expected = {
+        "v/exp_avg": state["w/exp_avg"] / 4,
+        "v/exp_avg_sq": state["w/exp_avg_sq"] / 16,
+        "v/step": state["w/step"],
+    }
+    check_same(look(path, told, "optimizer"), expected)
+    save(tmp_path / "d", model={"w": w}, optimizer={"w/strange": torch.randn(3, 4)})
+    with pytest.raises(
+        FormatError,
+        match="optimizer:v/strange: its parameter is scaled, and how 'strange' follows that is not known",
+    ):
+        look(tmp_path / "d", told, "optimizer")
+
+
+def test_counts_of_joined_parameters_must_be_equal(tmp_path: Path) -> None:
+    def path(name: str, second: float) -> Path:
+        model = {"a": torch.ones(2), "b": torch.ones(2)}
+        return save(
+            tmp_path / name,
+            model=model,
+            optimizer={"a/step": torch.tensor(3.0), "b/step": torch.tensor(second)},
+        )
+
+    told = [{"match": ["a", "b"], "concat": 0, "to": "ab"}]
+    check_same(look(path("c", 3.0), told, "optimizer"), {"ab/step": torch.tensor(3.0)})
+    with pytest.raises(
+        FormatError, match="optimizer:ab/step: number 1 of the 2 tensors that become one differs"
+    ):
+        look(path("d", 4.0), told, "optimizer")
+
+
+def test_layers_are_stacked_and_unstacked_by_rules(tmp_path: Path) -> None:
+    model = {f"h.{i}.w": torch.randn(2, 3) for i in range(11)}
+    path = save(
+        tmp_path / "c",
+        model=model,
+        optimizer={f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)},
+    )
+    told = [{"match": "h.{layer}.w", "stack": {"over": "layer", "dim": 1}, "to": "h.w"}]
+    stacked = look(path, told)
+    check_same(stacked, {"h.w": torch.stack([model[f"h.{i}.w"] for i in range(11)], 1)})
+    check_same(look(path, told, "optimizer"), {"h.w/step": torch.tensor(2.0)})
+    save(tmp_path / "s", model=stacked, optimizer={"h.w/step": torch.tensor(2.0)})
+    back = [{"match": "h.w", "unstack": {"over": "i", "dim": 1}, "to": "h.{i}.w"}]
+    check_same(look(tmp_path / "s", back), model)
+    check_same(
+        look(tmp_path / "s", back, "optimizer"),
+        {f"h.{i}.w/step": torch.tensor(2.0) for i in range(11)},
+    )
+
+
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
+    shared = torch.randn(3, 2)
+    path = save(tmp_path / "c", model={"emb": shared, "head": shared})
+    file = tmp_path / "told.json"
+    file.write_text(
+        json.dumps({"rules": [{"match": "emb", "to": "embed"}, {"match": "head", "to": "lm_head"}]})
+    )
+    with uc.open(path, options=SourceOptions(rename=str(file))) as opened:
+        assert list(opened["model"]) == ["embed"]
+        assert torch.equal(opened["model"]["lm_head"][...], shared)
+    turned = look(path, [{"match": "emb", "steps": [{"permute": [1, 0]}], "to": "embed"}])
+    check_same(turned, {"embed": shared.T, "head": shared})  # no more the same
+
+
+def test_parts_and_what_no_rule_has(tmp_path: Path) -> None:
+    path = save(
+        tmp_path / "c",
+        model={"a": torch.ones(1), "b": torch.ones(2)},
+        optimizer={"a/mu": torch.ones(1), "b/mu": torch.ones(2)},
+    )
+    own = [{"match": "*/mu", "to": "{1}/exp_avg", "parts": "optimizer"}]
+    assert set(look(path, own, "optimizer")) == {"a/exp_avg", "b/exp_avg"}
+    assert set(look(path, own)) == {"a", "b"}
+    assert set(look(path, {"unmatched": "drop", "rules": [{"match": "a", "to": "c"}]})) == {"c"}
+    assert set(look(path, [{"match": "a", "drop": True}])) == {"b"}
+    assert set(look(path, [{"match": "a", "drop": True}], "optimizer")) == {"b/mu"}
+    assert set(look(path, [{"match": "x", "to": "y", "optional": True}])) == {"a", "b"}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "nothing matches",
+        {"rules": [{"match": "zz*", "to": "y"}]},
+        r"rule 1 \(zz\*\): matches no tensor",
+    ),
+    (
+        "no rule",
+        {"unmatched": "error", "rules": [{"match": "q", "to": "y"}]},
+        "model:k: no rule has it",
+    ),
+    (
+        "one name",
+        {"rules": [{"match": "q", "to": "k"}]},
+        "model:k: becomes the name of model:k and of model:q",
+    ),
+    (
+        "one name by a star",
+        {"rules": [{"match": "?", "to": "k"}]},
+        "model:k: k and q have one name",
+    ),
+    (
+        "no neighbour",
+        {"rules": [{"match": ["q", "v"], "concat": 0, "to": "qv"}]},
+        "model:qv: nothing matches v beside q",
+    ),
+    (
+        "a layer is missing",
+        {"rules": [{"match": "h.{i}", "to": "h", "stack": {"over": "i"}}]},
+        "model:h: number 1 is missing of a stack that has 0, 2",
+    ),
+    (
+        "a last layer that lacks a tensor",
+        {"rules": [{"regex": r"(h|n)\.(?P<i>\d+)", "to": "{1}", "stack": {"over": "i"}}]},
+        "model: n is stacked of 1, h of 2; needed both of 1, or `partial = true`",
+    ),
+    (
+        "no number",
+        {"rules": [{"match": "{i}", "to": "h", "stack": {"over": "i"}}]},
+        "would be number 'k' of a stack; needed a number",
+    ),
+    (
+        "rows twice",
+        {
+            "rules": [
+                {
+                    "match": "q",
+                    "to": [
+                        {"name": "a", "steps": [{"slice": [0, 0, 2]}]},
+                        {"name": "b", "steps": [{"slice": [0, 1, 3]}]},
+                    ],
+                }
+            ]
+        },
+        r"model:a: the rule leaves out box \(3, 0\) \+ \(1, 4\) of model:q, of shape \(4, 4\); needed each element once",
+    ),
+    (
+        "rows are lost",
+        {"rules": [{"match": "q", "steps": [{"slice": [0, 0, 3]}], "to": "y"}]},
+        r"makes 12 elements \(y\) of 16; needed all",
+    ),
+    (
+        "uneven",
+        {"rules": [{"match": "q", "split": {}, "to": ["a", "b", "c"]}]},
+        r"model:a: split of dim 0 of shape \(4, 4\) in 3",
+    ),
+    (
+        "sizes",
+        {"rules": [{"match": "q", "split": {"sizes": [3, 2]}, "to": ["a", "b"]}]},
+        r"slice \[3, 5\) of dim 0 of shape \(4, 4\)",
+    ),
+    (
+        "shapes",
+        {"rules": [{"match": ["q", "k"], "concat": 0, "to": "a"}]},
+        r"shapes \(4, 4\), \(5,\) do not join along dim 0",
+    ),
+    (
+        "dtypes",
+        {"rules": [{"match": ["q", "n"], "concat": 0, "to": "a"}]},
+        "model:a: its pieces have dtypes F32, I64; needed one",
+    ),
+    (
+        "whole numbers",
+        {"rules": [{"match": "n", "steps": [{"scale": 2}], "to": "a"}]},
+        "model:a: has torch.int64, to be scaled by 2",
+    ),
+    (
+        "no hole",
+        {"rules": [{"match": "q.*", "to": "a.{i}"}]},
+        "rules.0: 'a.{i}' asks for i; known are 1",
+    ),
+    ("no way", {"rules": [{"match": "q"}]}, "needed either to or drop"),
+    (
+        "two ways",
+        {"rules": [{"match": "q", "regex": "q", "to": "a"}]},
+        "needed either match or regex",
+    ),
+    ("no pattern", {"rules": [{"regex": "(", "to": "a"}]}, r"'\(' is no pattern"),
+    ("a wrong word", {"rules": [{"match": "q", "too": "a"}]}, "rules.0.too"),
+    (
+        "two changes",
+        {"rules": [{"match": "q", "to": "a", "steps": [{"scale": 2, "permute": [0]}]}]},
+        "needed exactly one change",
+    ),
+    (
+        "several patterns",
+        {"rules": [{"match": ["q", "k"], "to": "a"}]},
+        "needed concat with several",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("told", "text"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
+)
+def test_what_is_in_doubt_is_refused_by_name(
+    tmp_path: Path, told: dict[str, Any], text: str
+) -> None:
+    model = {
+        "q": torch.ones(4, 4),
+        "k": torch.ones(5),
+        "n": torch.ones(4, 4, dtype=torch.int64),
+        "h.0": torch.ones(1),
+        "h.2": torch.ones(1),
+    }
+    if "is stacked of" in text:
+        model |= {"h.1": model.pop("h.2"), "n.0": torch.ones(2)}
+    if told["rules"][0].get("match") == "?":
+        del model["n"]
+    with pytest.raises(FormatError, match=text):
+        look(save(tmp_path / "c", model=model), told)
+
+
+def test_a_load_that_is_refused_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", model={"q": torch.ones(4)})
+    target = {"q": torch.zeros(4)}
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "z"\nto = "y"\n')
+    with pytest.raises(FormatError, match="matches no tensor"):
+        uc.load(
+            path,
+            model=target,
+            options=uc.LoadOptions(source=SourceOptions(rename=str(tmp_path / "r.toml"))),
+        )
+    with pytest.raises(uc.NotFoundError, match=r"none.toml: cannot be read"):
+        uc.load(
+            path,
+            model=target,
+            options=uc.LoadOptions(source=SourceOptions(rename=str(tmp_path / "none.toml"))),
+        )
+    assert not target["q"].any()
+
+
+def test_param_groups_that_become_one_must_agree(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    groups = [
+        {"params": model["a"].parameters(), "lr": 0.1},
+        {"params": model["b"].parameters(), "lr": 0.2},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=QUICK)
+    told = [{"match": ["a.weight", "b.weight"], "concat": 0, "to": "ab.weight"}]
+    with pytest.raises(
+        FormatError, match=r"ab.weight: is made of parameters whose hyperparameters differ"
+    ):
+        look(tmp_path / "c", told)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200, 1e-320])
+def test_a_scale_that_leaves_moments_no_number_is_refused(tmp_path: Path, scale: float) -> None:
+    path = save(
+        tmp_path / "c", model={"w": torch.ones(2)}, optimizer={"w/exp_avg_sq": torch.ones(2)}
+    )
+    told = [{"match": "w", "steps": [{"scale": scale}], "to": "v"}]
+    with pytest.raises(
+        FormatError,
+        match=r"scale 1e[-+]\d+ makes a factor of (0.0|inf) for optimizer state; needed one whose power -2",
+    ):
+        look(path, told, "optimizer")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"match": "{i}.weight", "steps": [{"transpose": [0, 1]}], "to": "{i}.w"},
+        {"match": ["0.weight", "1.weight"], "concat": 0, "to": "w"},
+    ],
+    ids=["turned", "joined"],
+)
+def test_factored_state_is_not_turned_or_joined_as_if_it_were_its_parameter(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=QUICK)
+    with pytest.raises(
+        FormatError, match=r"'(row|col)_var' has shape \((1, 4|4, 1)\), its parameter \(4, 4\)"
+    ):
+        look(tmp_path / "c", [told], "optimizer")
+    assert look(tmp_path / "c", [told]), "without the optimizer"
+    assert "a/row_var" in look(tmp_path / "c", [{"match": "0.weight", "to": "a"}], "optimizer"), (
+        "a name alone"
+    )
+
+
+# larger targets
+
+
+class Small(nn.Module):
+    """A model of some vocabulary, its output tied to its input or not."""
+
+    def __init__(
+        self, vocabulary: int, *, tied: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(vocabulary, 4, dtype=dtype)
+        self.head = nn.Linear(4, vocabulary, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.emb(ids)))
+
+
+PADDED: list[dict[str, Any]] = [{"match": ["emb.weight", "head.weight"], "pad": 0}]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
+    "sgd": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.02, centered=True, momentum=0.9),
+}
+
+
+def padded_load(path: Path, rules: Any = PADDED, **targets: Any) -> uc.LoadReport:
+    return uc.load(path, **targets, options=uc.LoadOptions(source=SourceOptions(rename=rules)))
+
+
+def grow_by_hand(
+    old: nn.Module,
+    old_optimizer: torch.optim.Optimizer,
+    new: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Copies parameters and state into the first rows; state that is not there begins at zero."""
+    with torch.no_grad():
+        for (_, source), (_, target) in zip(
+            old.named_parameters(), new.named_parameters(), strict=True
+        ):
+            target[: len(source)] = source
+            for key, value in old_optimizer.state[source].items():
+                rows = optimizer.state[target].get(key)
+                if value.dim() > 0:
+                    rest = (
+                        torch.zeros_like(target)[len(source) :]
+                        if rows is None
+                        else rows[len(source) :]
+                    )
+                    value = torch.cat([value, rest])
+                optimizer.state[target][key] = value.clone()
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_larger_vocabulary_goes_on_as_if_grown_by_hand(
+    tmp_path: Path, kind: str, tied: bool, warm: bool
+) -> None:
+    """New rows are as the target had them, in the model and in its optimizer; further steps are bitwise those of the oracle."""
+    torch.manual_seed(0)
+    old = Small(7, tied=tied)
+    optimizer = OPTIMIZERS[kind](old.parameters())
+    train(old, optimizer, 0, 3)
+    uc.save(tmp_path / "c", model=old, optimizer=optimizer, options=QUICK)
+    larger = Small(9, tied=tied)
+    pairs = [
+        (model, OPTIMIZERS[kind](model.parameters())) for model in (larger, copy.deepcopy(larger))
+    ]
+    for model, one in pairs if warm else []:
+        train(model, one, 20, 1)
+    grow_by_hand(old, optimizer, *pairs[1])
+    for _ in range(2):  # the second time from the larger checkpoint: the rule changes nothing there
+        report = padded_load(tmp_path / "c", model=larger, optimizer=pairs[0][1])
+        check_same(state_of(*pairs[0]), state_of(*pairs[1]))
+        (tmp_path / "c").rename(tmp_path / "old") if report.notes else None
+        uc.save(
+            tmp_path / "c",
+            model=larger,
+            optimizer=pairs[0][1],
+            options=uc.SaveOptions(fsync=False, if_exists="keep"),
+        )
+    assert not report.notes
+    assert train(*pairs[0], 3, 3) == train(*pairs[1], 3, 3)
+    check_same(state_of(*pairs[0]), state_of(*pairs[1]))
+
+
+def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
+    """Also what plain torch has saved, whose optimizer state is by position."""
+    small, large = Small(7), Small(9)
+    optimizer, other = adamw(small), adamw(large)
+    train(small, optimizer, 0, 2)
+    options = uc.LoadOptions(source=SourceOptions(rename=PADDED))
+    with uc.CheckpointManager(
+        tmp_path / "run", options=uc.ManagerOptions(interval_steps=1), load_options=options
+    ) as manager:
+        manager.save(2, model=small, optimizer=optimizer)
+        manager.wait()
+        report = manager.restore(model=large, optimizer=other)
+    assert report is not None
+    assert report.step == 2
+    torch.save(
+        {"model": small.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt"
+    )
+    again = Small(9)
+    back = adamw(again)
+    uc.load(tmp_path / "c.pt", model=again, optimizer=back, options=options)
+    for model, one in ((large, other), (again, back)):
+        found = {
+            name: tensor[:7] if tensor.dim() else tensor
+            for name, tensor in state_of(model, one).items()
+        }
+        check_same(found, state_of(small, optimizer))
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
+@pytest.mark.parametrize(
+    ("dtype", "remainders"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+    ids=["masters", "remainders", "copies"],
+)
+def test_masters_in_the_optimizer_grow_with_the_model(
+    tmp_path: Path, dtype: torch.dtype, remainders: bool, warm: bool
+) -> None:
+    """The new rows of a fresh optimizer's masters are the model's: the next step does not wipe them."""
+    make = partial(FusedAdam, lr=0.02, master_weights=True, store_param_remainders=remainders)
+    old, new = Small(7, dtype=dtype), Small(9, dtype=dtype)
+    optimizer, other = make(old.parameters()), make(new.parameters())
+    train(old, optimizer, 0, 2)
+    uc.save(tmp_path / "c", model=old, optimizer=optimizer, options=QUICK)
+    if warm:
+        train(new, other, 20, 1)
+    expected = []
+    for param, small in zip(new.parameters(), old.parameters(), strict=True):
+        whole = param.detach().clone()
+        master = torch.zeros_like(whole, dtype=torch.int16) if remainders else whole.float()
+        fresh = {
+            "exp_avg": torch.zeros(9, 4),
+            "exp_avg_sq": torch.zeros(9, 4),
+            "master_param": master,
+        }
+        rows = {"": whole, **(other.state[param] if warm else fresh)}
+        stored = {"": small.detach(), **optimizer.state[small]}
+        expected.append({key: torch.cat([stored[key], value[7:]]) for key, value in rows.items()})
+    padded_load(tmp_path / "c", model=new, optimizer=other)
+    for param, state in zip(new.parameters(), expected, strict=True):
+        check_same({"": param.detach(), **other.state[param]}, state)
+    train(new, other, 2, 1)
+
+
+KINDS = ("", "exp_avg", "exp_avg_sq", "master_param")  # the parameter, its state, its master
+
+
+def slice_of(tensor: torch.Tensor, dim: int, rank: int, world: int) -> torch.Tensor:
+    pieces = tensor.chunk(world, dim)
+    return (pieces[rank] if rank < len(pieces) else tensor.narrow(dim, 0, 0)).clone()
+
+
+def sliced(
+    wholes: dict[str, torch.Tensor], dim: int, comm: Comm
+) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """A rank's slices as arguments of a save or a load; without state where there is none."""
+    own = {kind: slice_of(tensor, dim, comm.rank, comm.world) for kind, tensor in wholes.items()}
+    model = nn.ParameterDict({"w": nn.Parameter(own.pop(""))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    if own:
+        optimizer.state[model["w"]] = {"step": torch.tensor(2.0), **own}
+    layout = uc.Layout(
+        mesh={"tp": comm.world}, rules={"w": {"tp": dim}}, shapes={"w": tuple(wholes[""].shape)}
+    )
+    return {"model": model, "optimizer": optimizer, "layout": layout}, optimizer
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.tuples(*[st.integers(1, 9)] * 2),
+    st.tuples(*[st.integers(0, 5)] * 2),
+    st.data(),
+)
+@settings(max_examples=40)
+def test_slices_grow_over_any_ranks(
+    saving: int, loading: int, shape: tuple[int, int], more: tuple[int, int], data: st.DataObject
+) -> None:
+    """A fresh optimizer, or a warm one with masters, cut along any dim: what is stored, and around it what was there."""
+    warm, dims = (
+        data.draw(st.booleans()),
+        data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1))),
+    )
+    larger = (shape[0] + more[0], shape[1] + more[1])
+
+    def made(seed: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        return {
+            kind: torch.rand(shape, generator=draw).to(
+                torch.bfloat16 if warm and not kind else torch.float32
+            )
+            for kind in KINDS
+        }
+
+    saved, there = made(1, shape), made(2, larger)
+    expected = {
+        kind: tensor.clone() if warm or not kind else torch.zeros(larger)
+        for kind, tensor in there.items()
+    }
+    for kind in KINDS if warm else KINDS[:3]:
+        expected[kind][: shape[0], : shape[1]] = saved[kind]
+    if not warm:
+        del (
+            there["exp_avg"],
+            there["exp_avg_sq"],
+            there["master_param"],
+            saved["master_param"],
+            expected["master_param"],
+        )
+
+    def act(comm: Comm) -> None:
+        targets, optimizer = sliced(there, dims[1], comm)
+        with checkpointer_of(comm) as checkpointer:
+            options = uc.LoadOptions(source=SourceOptions(rename=[{"match": "w", "pad": [0, 1]}]))
+            checkpointer.load(f"{root}/c", **targets, options=options)
+        found = {"": targets["model"]["w"].detach(), **optimizer.state[targets["model"]["w"]]}
+        assert found.pop("step") == 2
+        check_same(
+            found,
+            {
+                kind: slice_of(tensor, dims[1], comm.rank, comm.world)
+                for kind, tensor in expected.items()
+            },
+        )
+
+    with TemporaryDirectory() as root:
+        run_ranks(
+            saving,
+            lambda comm: checkpointer_of(comm).save(
+                f"{root}/c", **sliced(saved, dims[0], comm)[0], options=QUICK
+            ),
+        )
+        run_ranks(loading, act)
+
+
+@pytest.mark.parametrize("parts", [None, ("master_weights", "ema")], ids=["all", "no model"])
+def test_masters_and_averages_keep_the_rows_that_they_have(
+    tmp_path: Path, parts: tuple[str, ...] | None
+) -> None:
+    """A bfloat16 model, stored or made from its masters, masters in a dict, and an average of the weights."""
+    saved = {"emb.weight": torch.randn(7, 4)}
+    half = {name: tensor.bfloat16() for name, tensor in saved.items()}
+    path, ema = tmp_path / "c", {"emb.weight": saved["emb.weight"] * 2}
+    uc.save(
+        path,
+        model=half,
+        master_weights=saved,
+        parts={"ema": ema},
+        options=uc.SaveOptions(fsync=False, parts=parts),
+    )
+    targets = {part: {"emb.weight": torch.randn(9, 5)} for part in ("master_weights", "ema")}
+    model = {"emb.weight": targets["master_weights"]["emb.weight"].bfloat16()}
+    before = {
+        part: copy.deepcopy(of["emb.weight"]) for part, of in (*targets.items(), ("model", model))
+    }
+    rules = [{"match": "emb.*", "pad": [0, -1]}]
+    padded_load(
+        path,
+        rules,
+        model=model,
+        master_weights=targets["master_weights"],
+        parts={"ema": targets["ema"]},
+    )
+    stored = {
+        "model": half["emb.weight"],
+        "master_weights": saved["emb.weight"],
+        "ema": ema["emb.weight"],
+    }
+    for part, tensor in before.items():
+        tensor[:7, :4] = stored[part]
+        assert torch.equal({"model": model, **targets}[part]["emb.weight"], tensor)
+    larger = {"emb.weight": torch.zeros(9, 5)}
+    padded_load(path, rules, model=larger)
+    assert torch.equal(larger["emb.weight"][:7, :4], saved["emb.weight"])
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "text"),
+    [
+        (
+            [{"match": "w", "pad": 0}],
+            (7, 4),
+            r"model:w: checkpoint has shape \(8, 4\), target has \(7, 4\)$",
+        ),
+        (
+            [{"match": "w", "pad": 1}],
+            (9, 4),
+            r"model:w: checkpoint has shape \(8, 4\), target has \(9, 4\); Source.*'pad': 0",
+        ),
+        (
+            [{"match": "w", "pad": 0}],
+            (8, 4, 1),
+            r"model:w: checkpoint has shape \(8, 4\), target has \(8, 4, 1\)$",
+        ),
+        (
+            None,
+            (9, 5),
+            r"model:w: .*target has \(9, 5\); SourceOptions\(rename=\[\{'match': 'w', 'pad': \[0, 1\]\}\]\) keeps what",
+        ),
+    ],
+    ids=["smaller", "another dim", "more dims", "no rule"],
+)
+def test_what_no_pad_rule_allows_is_refused(
+    tmp_path: Path, rules: Any, shape: tuple[int, ...], text: str
+) -> None:
+    path, target = save(tmp_path / "c", model={"w": torch.ones(8, 4)}), {"w": torch.zeros(shape)}
+    with pytest.raises(uc.MismatchError) as caught:
+        padded_load(path, rules, model=target)
+    assert re.search(text, caught.value.wrong[0])
+    assert not target["w"].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            torch.optim.Adafactor,
+            r"0.weight/col_var: has shape \(1, 4\), and its parameter grows.*'match': '0.weight/\*'",
+        ),
+        (
+            torch.optim.Rprop,
+            r"0.weight/step_size: grows with its parameter, and what new elements begin with is not known",
+        ),
+    ],
+)
+def test_state_that_grows_in_no_known_way_is_refused(tmp_path: Path, make: Any, text: str) -> None:
+    """Adafactor's rows and columns; a fresh optimizer whose state begins at no zero, which one that has been stepped has."""
+    old, new = (nn.Sequential(nn.Linear(4, rows, bias=False)) for rows in (3, 5))
+    optimizer, other = make(old.parameters()), make(new.parameters())
+    for model, one in ((old, optimizer), (new, other)):
+        model(torch.randn(2, 4)).square().sum().backward()
+        one.step()
+    path, first = tmp_path / "c", new[0].weight.detach().clone()
+    uc.save(path, model=old, optimizer=optimizer, options=QUICK)
+    rule = {"match": "*.weight", "pad": [0, 1]}
+    with pytest.raises(uc.MismatchError, match=text):
+        padded_load(path, [rule], model=new, optimizer=make(new.parameters()))
+    assert torch.equal(new[0].weight, first)
+    if make is torch.optim.Rprop:
+        padded_load(path, [rule], model=new, optimizer=other)
+        assert torch.equal(
+            other.state[new[0].weight]["step_size"][:3], optimizer.state[old[0].weight]["step_size"]
+        )
+    else:
+        fresh = make(new.parameters())
+        padded_load(
+            path,
+            [{"match": "0.weight/*", "parts": "optimizer", "drop": True}, rule],
+            model=new,
+            optimizer=fresh,
+        )
+        assert not fresh.state
+
+
+def test_rules_in_python_are_those_of_a_file(tmp_path: Path) -> None:
+    """Both are read by one parser; a conversion has no target that a rule could pad."""
+    path = save(tmp_path / "c", model={"a.w": torch.ones(2)})
+    rules = [{"match": "{x}.w", "to": "{x}.v", "pad": 0}]
+    (tmp_path / "r.json").write_text(json.dumps({"rules": rules}))
+    for form in (rules, tmp_path / "r.json", SourceOptions(rename=rules).rename):
+        target = {"a.v": torch.zeros(3)}
+        report = padded_load(path, form, model=target)
+        assert target["a.v"].tolist() == [1, 1, 0]
+        assert report.notes == (
+            "padded, and the target keeps what the checkpoint lacks: model:a.v (2,) -> (3,)",
+        )
+        with pytest.raises(FormatError, match="a conversion has no target"):
+            uc.convert(path, tmp_path / "d", source=SourceOptions(rename=form), fsync=False)
+    for wrong, text in ((True, "rules.0.pad"), ([0, "x"], r"rules.0.pad.1")):
+        with pytest.raises(
+            FormatError, match=rf"SourceOptions\(rename=...\): {text}: Input should be"
+        ):
+            SourceOptions(rename=[{"match": "w", "pad": wrong}])
+
+
+def test_toml_and_json_say_the_same() -> None:
+    told = parse_renames(RULES.encode(), file="r.toml")
+    assert (
+        parse_renames(told.model_dump_json(exclude_defaults=True).encode(), file="r.json") == told
+    )
+    with pytest.raises(FormatError, match=r"r.toml: is no TOML"):
+        parse_renames(b"[[rules", file="r.toml")
+
+
+def test_a_count_of_one_element_is_not_stacked(tmp_path: Path) -> None:
+    """Older optimizers keep `step` as a tensor of shape (1,)."""
+    model = {f"h.{i}": torch.randn(2) for i in range(2)}
+    path = save(
+        tmp_path / "c",
+        model=model,
+        optimizer={f"h.{i}/step": torch.tensor([3.0]) for i in range(2)},
+    )
+    told = [{"match": "h.{i}", "stack": {"over": "i"}, "to": "h"}]
+    check_same(look(path, told, "optimizer"), {"h/step": torch.tensor([3.0])})
+
+
+def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
+    """As converters of others have done: an expert that one layer lacks, or that is called otherwise, is an error that names it."""
+    model = {f"layers.{i}.experts.{e}.w1": torch.randn(2, 3) for i in range(2) for e in range(4)}
+    rule = {
+        "match": "layers.{i}.experts.{e}.w1",
+        "stack": {"over": "e"},
+        "to": "layers.{i}.experts.w1",
+    }
+    found = look(save(tmp_path / "c", model=model), [rule])
+    check_same(
+        found,
+        {
+            f"layers.{i}.experts.w1": torch.stack(
+                [model[f"layers.{i}.experts.{e}.w1"] for e in range(4)]
+            )
+            for i in range(2)
+        },
+    )
+    last = model.pop("layers.1.experts.3.w1")
+    with pytest.raises(
+        FormatError,
+        match=r"layers.1.experts.w1 is stacked of 3, layers.0.experts.w1 of 4; needed both of 3",
+    ):
+        look(save(tmp_path / "d", model=model), [rule])
+    with pytest.raises(FormatError, match=r"layers.1.local_experts.3.w1: no rule has it"):
+        look(
+            save(tmp_path / "e", model=model | {"layers.1.local_experts.3.w1": last}),
+            {"unmatched": "error", "rules": [rule]},
+        )

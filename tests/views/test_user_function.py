@@ -1,0 +1,106 @@
+"""A user's own function between a checkpoint and what is read of it: called only when named, and lazily where that can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import unified_ckpt as uc
+from tests.support import conversions
+from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.options import LoadOptions, SourceOptions
+
+QUICK = uc.SaveOptions(fsync=False)
+MODEL = {"w": torch.randn(3, 4), "lazy": torch.randn(5, 2).to(torch.bfloat16)}
+MASTER = {"w": torch.randn(3, 4)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    uc.save(tmp_path / "c", model=MODEL, master_weights=MASTER, options=QUICK)
+    return tmp_path / "c"
+
+
+def options(name: str) -> SourceOptions:
+    return SourceOptions(conversion_fn=f"conversions{name}")
+
+
+@pytest.mark.parametrize("mark", [":", "."])
+def test_tensors_under_other_names_are_the_stored_bytes(folder: Path, mark: str) -> None:
+    with uc.open(folder) as opened, uc.open(folder, options=options(f"{mark}renamed")) as other:
+        assert sorted(other["model"]) == ["net.lazy", "net.w"]
+        stored, keys = opened.source.block_digests([("model", "w")]), [("model", "net.w")]
+        assert other.source.block_digests(keys)["model", "net.w"] == stored["model", "w"]
+    target = torch.zeros(3, 4)
+    report = uc.load(
+        folder,
+        model={"net.w": target},
+        strict=False,
+        options=LoadOptions(source=options(f"{mark}renamed")),
+    )
+    assert torch.equal(target, MODEL["w"])
+    assert report.verified_bytes == target.nbytes
+
+
+def test_what_a_function_makes_is_made_when_it_is_read(folder: Path) -> None:
+    conversions.CALLS.clear()
+    with uc.open(folder, options=options(":turned")) as opened:
+        assert conversions.CALLS == ["w"]  # once for its shape; the shape of the other is told
+        assert torch.equal(opened["model"]["w"][1:3], MODEL["w"].T[1:3])
+        assert torch.equal(opened["model"]["lazy"][...], MODEL["lazy"].T)
+        assert conversions.CALLS == ["w", "w", "lazy"]
+        assert opened["model"]["new"][...].tolist() == [0, 1, 2]
+        assert torch.equal(opened["model"]["master"][...], MASTER["w"])
+        assert opened.parts == ("model",)
+    targets = {
+        "w": torch.zeros(4, 3),
+        "lazy": torch.zeros(2, 5, dtype=torch.bfloat16),
+        "new": torch.zeros(3, dtype=torch.int64),
+    }
+    targets["master"] = torch.zeros(3, 4)
+    uc.load(folder, model=targets, options=LoadOptions(source=options(":turned")))
+    assert torch.equal(targets["w"], MODEL["w"].T)
+    assert torch.equal(targets["lazy"], MODEL["lazy"].T)
+    assert torch.equal(targets["master"], MASTER["w"])
+
+
+def test_rules_come_first(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "w"\nto = "v"\n')
+    both = SourceOptions(rename=str(tmp_path / "r.toml"), conversion_fn="conversions:renamed")
+    with uc.open(folder, options=both) as opened:
+        assert torch.equal(opened["model"]["net.v"][...], MODEL["w"])
+
+
+REFUSED: list[tuple[str, type[Exception], str]] = [
+    (":none", NotFoundError, "conversions has no function none"),
+    ("s:none", NotFoundError, "conversionss:none: there is no module conversionss"),
+    (":no_dict", FormatError, r"gives a list; needed {part: {name: tensor}}"),
+    (":no_tensor", FormatError, "model:w: is a str; needed a tensor"),
+    (":raises", ArithmeticError, "of mine"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "text"), REFUSED, ids=[one[0] for one in REFUSED])
+def test_functions_that_are_not_there_or_give_no_tensors(
+    folder: Path, name: str, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        uc.open(folder, options=options(name))
+
+
+def test_no_function_is_named(folder: Path) -> None:
+    with pytest.raises(FormatError, match=r"names no function; needed package.module:function"):
+        uc.open(folder, options=SourceOptions(conversion_fn="fn"))
+
+
+def test_a_function_that_gives_another_shape_than_it_said_spoils_nothing_quietly(
+    folder: Path,
+) -> None:
+    target = torch.zeros(1, 1)
+    with pytest.raises(
+        CheckpointError, match=r"model:w: has shape \(3, 4\) and torch.float32; needed \(1, 1\)"
+    ):
+        uc.load(folder, model={"w": target}, options=LoadOptions(source=options(":lying")))
+    assert not target.any()

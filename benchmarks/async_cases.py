@@ -1,6 +1,8 @@
-"""The ways to save beside the training, each at its best settings, and the limit: a copy of the bytes. Nothing here is timed.
+"""The ways to save beside the training, each at its best settings, and the limit: a copy of the
+bytes. Nothing here is timed.
 
-A way begins a save, which is when training stands still; says whether it is done; and ends it. `rate` throttles its storage.
+A way begins a save, which is when training stands still; says whether it is done; and ends it.
+`rate` throttles its storage.
 """
 
 import io
@@ -35,7 +37,9 @@ Rate = float | None  # bytes a second of each rank's storage; None: as fast as i
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to save. `begin` gives what the others take. `wait`: in lazy ways, what the optimizer's step waits for."""
+    """One way to save. `begin` gives what the others take. `wait`: in lazy ways, what the
+    optimizer's step waits for.
+    """
 
     name: str
     begin: Callable[[Rate], Any]
@@ -88,7 +92,9 @@ def dcp_writer(folder: Path, rate: Rate) -> FileSystemWriter:
 
 
 class SlowUnified:
-    """Throttles every storage of unified between `begin` and `end`: writes go on after the call has returned."""
+    """Throttles every storage of unified between `begin` and `end`: writes go on after the call has
+    returned.
+    """
 
     def __init__(self) -> None:
         from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -240,9 +246,11 @@ def dcp_way(
     cached: bool = False,
     lazy: bool = False,
 ) -> Way:
-    """`cached`: a stager that is kept with its memory, which for a process is shared with it. `lazy`: it copies in a thread.
+    """`cached`: a stager that is kept with its memory, which for a process is shared with it.
+    `lazy`: it copies in a thread.
 
-    Pinned memory and copies that do not block need a GPU; `cache_staged_state_dict=True` pins, and fails without one.
+    Pinned memory and copies that do not block need a GPU; `cache_staged_state_dict=True` pins, and
+    fails without one.
     """
     folder = scratch / name
     stager = DefaultStager(StagingOptions(False, process, lazy, False)) if cached else None
@@ -289,9 +297,11 @@ def dcp_way(
 
 
 def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
-    """A copy into memory that is kept, then `torch.save` of it and fsync in a thread; replicas by rank 0 alone.
+    """A copy into memory that is kept, then `torch.save` of it and fsync in a thread; replicas by
+    rank 0 alone.
 
-    Without the copy it blocks for nothing and is wrong: the file holds what the next steps make of the tensors.
+    Without the copy it blocks for nothing and is wrong: the file holds what the next steps make of
+    the tensors.
     """
     folder, parts = scratch / "torch_save", {"model": state.model, "optimizer": state.optimizer}
     saves = kind != "replica" or dist.get_rank() == 0
@@ -348,7 +358,9 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
 def ways(
     scratch: Path, state: State, kind: str, blank: Callable[[], State], *, max_file_bytes: int
 ) -> dict[str, Callable[[], Way]]:
-    """By name, in the order of a round; made when wanted, for each holds memory of its own. `blank`: a state to load into."""
+    """By name, in the order of a round; made when wanted, for each holds memory of its own.
+    `blank`: a state to load into.
+    """
     group = dist.new_group(
         backend="gloo"
     )  # DCP's thread talks in it while the training talks in its own

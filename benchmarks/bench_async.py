@@ -1,4 +1,5 @@
-"""How long does training stand still for a save in the background, whatever the storage, and how well does it run beside one?
+"""How long does training stand still for a save in the background, whatever the storage, and how
+well does it run beside one?
 
 python benchmarks/bench_async.py --size 1GiB --ranks 1,2 --kind dim0,inner,replica --out results/async.jsonl
 """
@@ -44,7 +45,9 @@ SLOWED = (
 
 
 class Compute:
-    """Forward and backward, as far as a save in the background can tell: one thread that multiplies."""
+    """Forward and backward, as far as a save in the background can tell: one thread that
+    multiplies.
+    """
 
     def __init__(self) -> None:
         self._a, self._b, self._c = (torch.ones(384, 384) for _ in range(3))
@@ -94,7 +97,9 @@ def calibrated(step: Callable[[int], None]) -> Callable[[], None]:
 
 @dataclass(slots=True)
 class Times:
-    """Of all runs of a way on this rank, in order. `blocked`, `durable`: of all ranks, once they are gathered."""
+    """Of all runs of a way on this rank, in order. `blocked`, `durable`: of all ranks, once they
+    are gathered.
+    """
 
     start: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)
@@ -105,7 +110,9 @@ class Times:
     durable: list[float] = field(default_factory=list)
 
     def gather(self) -> None:
-        """Collective. From the first rank's start to the last one's end; the ranks are on one machine and have one clock."""
+        """Collective. From the first rank's start to the last one's end; the ranks are on one
+        machine and have one clock.
+        """
         stamps = torch.tensor(
             [[-one for one in self.start], self.returned, self.waited, self.end],
             dtype=torch.float64,
@@ -118,7 +125,9 @@ class Times:
 def save_once(
     way: Way, state: State, rate: Rate, times: Times, compute: Compute, compute_seconds: float
 ) -> None:
-    """Collective. Begins a save, changes every element as soon as it may change, ends the save; the state is then what it was."""
+    """Collective. Begins a save, changes every element as soon as it may change, ends the save; the
+    state is then what it was.
+    """
     alone = compute.rate(compute_seconds) if way.wait else 0.0
     dist.barrier()
     times.start.append(time.perf_counter())
@@ -215,7 +224,9 @@ def blocked_row(
 def ask_blocked(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How long does training stand still, how long until the save is durable, how much memory does it take?"""
+    """How long does training stand still, how long until the save is durable, how much memory does
+    it take?
+    """
     found = raced([(way, None) for way in chosen], state, options)
     limit = found[0][1]
     return [
@@ -226,7 +237,9 @@ def ask_blocked(
 def ask_throttled(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How much longer does it stand still when the storage takes 100 MB/s? The same ways, without and with, in turn."""
+    """How much longer does it stand still when the storage takes 100 MB/s? The same ways, without
+    and with, in turn.
+    """
     found = raced([(way, rate) for way in chosen for rate in (None, THROTTLE)], state, options)
     rows = []
     for (trial, fast), (_, throttled) in zip(found[::2], found[1::2], strict=True):
@@ -262,7 +275,9 @@ def steps_alone(step: Callable[[], None], seconds: float) -> float:
 def steps_beside(
     step: Callable[[], None], way: Way, options: Namespace, seconds: float
 ) -> tuple[float, float]:
-    """Steps a second while a save is on its way, saves following each other; and with the time that their calls took."""
+    """Steps a second while a save is on its way, saves following each other; and with the time that
+    their calls took.
+    """
     count, inside, blocked = 0, 0.0, 0.0
     while inside < seconds:
         common.empty(scratch_of(options))
@@ -293,7 +308,9 @@ def check_beside(way: Way, state: State, step: Callable[[], None], options: Name
 def ask_steps(
     options: Namespace, state: State, chosen: Sequence[Way], same: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """How many steps a second does training keep beside a save? On one rank, so that a core is free."""
+    """How many steps a second does training keep beside a save? On one rank, so that a core is
+    free.
+    """
     rows: list[dict[str, object]] = []
     for ops, made in (("matmul", training(512, 64)), ("tiny", training(8, 2))):
         step = calibrated(made)

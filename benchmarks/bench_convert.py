@@ -1,4 +1,5 @@
-"""How fast, and in how much memory, is a checkpoint converted? Beside a copy of the same files, durable both.
+"""How fast, and in how much memory, is a checkpoint converted? Beside a copy of the same files,
+durable both.
 
 python benchmarks/bench_convert.py --size 4GiB --repeats 5 --out results/convert.jsonl
 """

@@ -1,12 +1,15 @@
-"""What it costs to find out what machines without a common folder have between them, by number of machines. No tensors, disk or network.
+"""What it costs to find out what machines without a common folder have between them, by number of
+machines. No tensors, disk or network.
 
-Run: python benchmarks/bench_inventory.py [--machines 8,64] [--repeats 5] [--out FILE]. Llama 3.1 405B: weights, fp32 masters, two
-moments and a step of each parameter, TP 8 inside a machine, FSDP over the machines, so that almost all is stored in fragments. One JSON
-line for each of: the
-first rank of a machine, which lists its folder; rank 0, which puts the lists together, proves that nothing is missing and tells all;
-every rank, which reads that and looks up where its parts are, in the layout of the save (`same`) and by rows over all ranks (`rows`),
-and parses the headers of each folder that it reads from, its own at least. From 64 machines on also a mixture of experts, where machines
-name different tensors. Seconds: median of the runs; peak memory by tracemalloc in a run of its own; bytes that go through the store.
+Run: python benchmarks/bench_inventory.py [--machines 8,64] [--repeats 5] [--out FILE]. Llama 3.1
+405B: weights, fp32 masters, two moments and a step of each parameter, TP 8 inside a machine, FSDP
+over the machines, so that almost all is stored in fragments. One JSON line for each of: the first
+rank of a machine, which lists its folder; rank 0, which puts the lists together, proves that
+nothing is missing and tells all; every rank, which reads that and looks up where its parts are, in
+the layout of the save (`same`) and by rows over all ranks (`rows`), and parses the headers of each
+folder that it reads from, its own at least. From 64 machines on also a mixture of experts, where
+machines name different tensors. Seconds: median of the runs; peak memory by tracemalloc in a run of
+its own; bytes that go through the store.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from typing import Any
 
 from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, TP, add_scale, llama_405b, moe
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box, chunk
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
-from unified_ckpt.engine.nodes.coverage import choose, decode_whole
-from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.engine.nodes.coverage import decode_cluster_index, select_save
+from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.engine.nodes.inventory import (
     Inventory,
-    Listing,
     Numbers,
+    TensorList,
     classify,
     decode_inventory,
-    decode_listing,
-    listing_name,
+    decode_tensor_list,
+    tensor_list_name,
 )
-from unified_ckpt.engine.nodes.source import Joint
+from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
@@ -85,7 +88,7 @@ def measured(what: dict[str, Any], call: Callable[[], Any], *, repeats: int) -> 
 # ---- machines: what each stores
 
 
-def held_by(machine: int, row: Row, ranks: int) -> list[Box]:
+def held_by(machine: int, row: TensorDecl, ranks: int) -> list[Box]:
     """The boxes of a tensor that a machine's ranks hold."""
     boxes = [
         box
@@ -96,44 +99,48 @@ def held_by(machine: int, row: Row, ranks: int) -> list[Box]:
 
 
 def stored_by(
-    machine: int, rows: Sequence[Row], *, ranks: int = TP
+    machine: int, rows: Sequence[TensorDecl], *, ranks: int = TP
 ) -> dict[str, dict[str, TensorSpec]]:
-    """What a machine stores, by its own parts and names: what is cut over machines in fragments, the rest whole."""
+    """What a machine stores, by its own parts and names: what is cut over machines in fragments,
+    the rest whole.
+    """
     found: dict[str, dict[str, TensorSpec]] = {}
     for row in rows:
-        if not row.sharding.cuts:
+        if not row.sharding.shard_dims:
             found.setdefault(row.part, {})[row.fqn] = row.spec
-        for box in held_by(machine, row, ranks) if row.sharding.cuts else ():
-            name = fragment_name(row.fqn, box, row.spec.shape)
-            found.setdefault(row.part + FRAGMENTS, {})[name] = TensorSpec(row.spec.dtype, box.shape)
+        for box in held_by(machine, row, ranks) if row.sharding.shard_dims else ():
+            name = shard_name(row.fqn, box, row.spec.shape)
+            found.setdefault(row.part + SHARD_SUFFIX, {})[name] = TensorSpec(
+                row.spec.dtype, box.shape
+            )
     return found
 
 
-def patterns(rows: Sequence[Row]) -> list[Row]:
+def patterns(rows: Sequence[TensorDecl]) -> list[TensorDecl]:
     """The first row of each shape and rule: the kinds of all rows are theirs, in the same order."""
-    first: dict[tuple[tuple[int, ...], Sharding], Row] = {}
+    first: dict[tuple[tuple[int, ...], Sharding], TensorDecl] = {}
     for row in rows:
         first.setdefault((row.spec.shape, row.sharding), row)
     return list(first.values())
 
 
 def inventory_of(
-    machine: int, machines: int, listing: Listing, spans: Numbers, totals: dict[str, list[int]]
+    machine: int, machines: int, listing: TensorList, spans: Numbers, totals: dict[str, list[int]]
 ) -> Inventory:
     files = []
     for part, (_, nbytes) in totals.items():
         count = max(1, nbytes // machines // FILE_NBYTES)
         files += [
-            f"{part}{FRAGMENTS}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
+            f"{part}{SHARD_SUFFIX}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)
         ] + [f"{part}.safetensors.index.json"]
     return Inventory(
-        root="/local/run/checkpoint-1000", machine=machine, volume="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
-        count=machines, number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing,
+        root="/local/run/checkpoint-1000", node=machine, folder_id="", save_id="0" * 16, created="2026-01-01T00:00:00+00:00",
+        group_count=machines, group_number=machine, ranks=tuple(range(machine * TP, (machine + 1) * TP)), files=tuple(files), listing=listing,
         spans=spans, lost=(), world_size=machines * TP, totals=totals, rank_extras=machines * TP,
     )  # fmt: skip
 
 
-def totals_of(rows: Sequence[Row]) -> dict[str, list[int]]:
+def totals_of(rows: Sequence[TensorDecl]) -> dict[str, list[int]]:
     totals: dict[str, list[int]] = {}
     for row in rows:
         count, nbytes = totals.get(row.part, [0, 0])
@@ -142,8 +149,9 @@ def totals_of(rows: Sequence[Row]) -> dict[str, list[int]]:
 
 
 def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, bytes]]:
-    """The number of tensors, and what machines tell that hold a 64th of the experts each, whole, and the attention in fragments;
-    machine + 64 is a copy of machine."""
+    """The number of tensors, and what machines tell that hold a 64th of the experts each, whole,
+    and the attention in fragments; machine + 64 is a copy of machine.
+    """
     groups = [moe(group, EXPERT_GROUPS, layers=layers) for group in range(EXPERT_GROUPS)]
     tensors = {row.key: row for rows in groups for row in rows}
     totals = totals_of(list(tensors.values()))
@@ -151,21 +159,23 @@ def experts(machines: int, layers: int) -> tuple[int, list[bytes], dict[str, byt
     for group, rows in enumerate(groups):
         listing, spans = classify(stored_by(group, rows, ranks=1))
         body = listing.encode()
-        made.append((listing, spans, listing_name(body)))
-        listings[listing_name(body)] = zlib.compress(body)
+        made.append((listing, spans, tensor_list_name(body)))
+        listings[tensor_list_name(body)] = zlib.compress(body)
     turns = [(machine, *made[machine % EXPERT_GROUPS]) for machine in range(machines)]
     told = [
-        inventory_of(m, machines, listing, spans, totals).encode(listing=name)
+        inventory_of(m, machines, listing, spans, totals).encode(tensor_list=name)
         for m, listing, spans, name in turns
     ]
     return len(tensors), told, listings
 
 
-def fleet(machines: int, rows: Sequence[Row]) -> tuple[list[bytes], dict[str, bytes]]:
-    """What all machines tell: their inventories, and the listings by name. Each distinct listing is made once, in full."""
+def fleet(machines: int, rows: Sequence[TensorDecl]) -> tuple[list[bytes], dict[str, bytes]]:
+    """What all machines tell: their inventories, and the listings by name. Each distinct listing is
+    made once, in full.
+    """
     totals = totals_of(rows)
     few = patterns(rows)
-    made: dict[Listing, tuple[Listing, str]] = {}
+    made: dict[TensorList, tuple[TensorList, str]] = {}
     listings: dict[str, bytes] = {}
     told = []
     for machine in range(machines):
@@ -174,17 +184,19 @@ def fleet(machines: int, rows: Sequence[Row]) -> tuple[list[bytes], dict[str, by
             listing, all_spans = classify(stored_by(machine, rows))
             assert (spans == all_spans).all()
             body = listing.encode()
-            made[short] = listing, listing_name(body)
-            listings[listing_name(body)] = zlib.compress(body)
+            made[short] = listing, tensor_list_name(body)
+            listings[tensor_list_name(body)] = zlib.compress(body)
         listing, name = made[short]
-        told.append(inventory_of(machine, machines, listing, spans, totals).encode(listing=name))
+        told.append(
+            inventory_of(machine, machines, listing, spans, totals).encode(tensor_list=name)
+        )
     return told, listings
 
 
 # ---- the ranks' parts of it
 
 
-def list_folder(machine: int, machines: int, rows: Sequence[Row]) -> Callable[[], bytes]:
+def list_folder(machine: int, machines: int, rows: Sequence[TensorDecl]) -> Callable[[], bytes]:
     """What the first rank of a machine does, once the headers of its files are read."""
     stored = stored_by(machine, rows)
 
@@ -193,7 +205,7 @@ def list_folder(machine: int, machines: int, rows: Sequence[Row]) -> Callable[[]
         body = listing.encode()
         zlib.compress(body)
         return inventory_of(machine, machines, listing, spans, {}).encode(
-            listing=listing_name(body)
+            tensor_list=tensor_list_name(body)
         )
 
     return call
@@ -201,23 +213,25 @@ def list_folder(machine: int, machines: int, rows: Sequence[Row]) -> Callable[[]
 
 def decide(told: Sequence[bytes], listings: dict[str, bytes]) -> bytes:
     """What rank 0 does."""
-    known: dict[str, Listing] = {}
+    known: dict[str, TensorList] = {}
 
-    def listing_of(name: str) -> Listing:
+    def listing_of(name: str) -> TensorList:
         if name not in known:
-            known[name] = decode_listing(zlib.decompress(listings[name]))
+            known[name] = decode_tensor_list(zlib.decompress(listings[name]))
         return known[name]
 
-    return choose([decode_inventory(body, listing_of) for body in told], where="bench").encode()
+    return select_save(
+        [decode_inventory(body, listing_of) for body in told], label="bench"
+    ).encode()
 
 
-def learn(body: bytes, addresses: bytes, own: int) -> Joint:
+def learn(body: bytes, addresses: bytes, own: int) -> ClusterSource:
     """What every rank does with what rank 0 has told."""
-    found = decode_whole(body)
+    found = decode_cluster_index(body)
     servers = [parse_address(text) for text in zlib.decompress(addresses).decode().split("\n")]
     storages = [
         PeerStorage(
-            servers[one.machine],
+            servers[one.node],
             folder=0,
             root=one.root,
             rank=0,
@@ -226,11 +240,13 @@ def learn(body: bytes, addresses: bytes, own: int) -> Joint:
         )
         for one in found.folders
     ]
-    return Joint(found, Folders(storages), own=[own], turn=own * TP)
+    return ClusterSource(found, FolderCache(storages), local=[own], rotation=own * TP)
 
 
-def headers_of(machine: int, rows: Sequence[Row]) -> list[tuple[bytes, int]]:
-    """The headers of a machine's folder, of its parts and of its digests, each with the bytes of its file."""
+def headers_of(machine: int, rows: Sequence[TensorDecl]) -> list[tuple[bytes, int]]:
+    """The headers of a machine's folder, of its parts and of its digests, each with the bytes of
+    its file.
+    """
     stored = stored_by(machine, rows)
     files = [
         [(name, spec.dtype, spec.shape) for name, spec in tensors.items()]
@@ -250,14 +266,14 @@ def headers_of(machine: int, rows: Sequence[Row]) -> list[tuple[bytes, int]]:
     return found
 
 
-def open_one(joint: Joint, number: int, headers: Sequence[tuple[bytes, int]]) -> None:
+def open_one(joint: ClusterSource, number: int, headers: Sequence[tuple[bytes, int]]) -> None:
     """What a rank does before it reads from one more folder, once it has the bytes of its headers."""
     for head, size in headers:
         parse_header(head, file_size=size, file="bench")
-    joint._found.stored_in(number)
+    joint._index.keys_in_folder(number)
 
 
-def look_up(joint: Joint, windows: Sequence[tuple[Row, int, int]]) -> int:
+def look_up(joint: ClusterSource, windows: Sequence[tuple[TensorDecl, int, int]]) -> int:
     """The regions of some tensors' rows [low, high)."""
     storage, count = joint.storage, 0
     storage._tilings.clear()
@@ -268,8 +284,8 @@ def look_up(joint: Joint, windows: Sequence[tuple[Row, int, int]]) -> int:
 
 
 def windows_of(
-    rows: Sequence[Row], machines: int, rank: int, *, how: str
-) -> list[tuple[Row, int, int]]:
+    rows: Sequence[TensorDecl], machines: int, rank: int, *, how: str
+) -> list[tuple[TensorDecl, int, int]]:
     """The rows of each tensor that a rank reads."""
     found = []
     for row in rows:
@@ -328,7 +344,7 @@ def bench_405b(machines: int, layers: int, measure: Measure) -> None:
 
 def bench_gather(
     case: dict[str, Any], told: list[bytes], listings: dict[str, bytes], own: int, measure: Measure
-) -> Joint:
+) -> ClusterSource:
     """What rank 0 does, and every rank."""
     body, machines = decide(told, listings), case["machines"]
     address = Address("10.20.30.40", 43210, "").encode()

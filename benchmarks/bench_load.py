@@ -1,4 +1,5 @@
-"""How long until a sharded training state is back in memory? Same layout, other layout, other number of ranks.
+"""How long until a sharded training state is back in memory? Same layout, other layout, other
+number of ranks.
 
 python benchmarks/bench_load.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --scenario same,reshard,world --out results/load.jsonl
 """
@@ -25,7 +26,9 @@ Columns = Mapping[str, object]
 
 
 def origin(scenario: str, kind: str, ranks: int) -> tuple[str, int] | None:
-    """Kind and number of ranks that saved what `ranks` ranks load as `kind`; None where it would be the same layout."""
+    """Kind and number of ranks that saved what `ranks` ranks load as `kind`; None where it would be
+    the same layout.
+    """
     if scenario == "same":
         return kind, ranks
     if scenario == "world":
@@ -37,7 +40,9 @@ def origin(scenario: str, kind: str, ranks: int) -> tuple[str, int] | None:
 
 
 def save_sources(options: Namespace) -> None:
-    """The merged folder comes from unified; where only peers are asked for, from DCP's consolidation."""
+    """The merged folder comes from unified; where only peers are asked for, from DCP's
+    consolidation.
+    """
     mesh = common.start_ranks()
     scratch = Path(options.scratch) / "bench_load"
     common.empty(scratch)
@@ -97,7 +102,9 @@ def load_case(
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
-    """Each rank its even share of the files' bytes into its own memory: right in number, not in place."""
+    """Each rank its even share of the files' bytes into its own memory: right in number, not in
+    place.
+    """
     pieces = peers.raw_pieces(peers.merged_files(scratch / "merged"), locals_of(state.tensors()))
 
     def check() -> Columns:

@@ -1,8 +1,10 @@
-"""What rank 0 of a load from many machines does for all: which ranks of each machine want the same tensors. No tensors, disk or network.
+"""What rank 0 of a load from many machines does for all: which ranks of each machine want the same
+tensors. No tensors, disk or network.
 
-Run: python benchmarks/bench_load_plan.py [--machines 64,2048] [--out FILE]. Machines of 8 ranks. Llama 3.1 405B, every rank the same
-names, and a mixture of experts, where 64 ranks in turn have experts of their own. One JSON line per row: seconds (median of 5 runs), peak
-memory by tracemalloc in a run of its own, bytes that go into the store.
+Run: python benchmarks/bench_load_plan.py [--machines 64,2048] [--out FILE]. Machines of 8 ranks.
+Llama 3.1 405B, every rank the same names, and a mixture of experts, where 64 ranks in turn have
+experts of their own. One JSON line per row: seconds (median of 5 runs), peak memory by tracemalloc
+in a run of its own, bytes that go into the store.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import Any
 
 from bench_plan import LLAMA_LAYERS, MOE_LAYERS, PP, add_scale, llama_405b, measured, moe
 
-from unified_ckpt.engine.load.share_reads import overlap
-from unified_ckpt.engine.plan.holders import Census, publish_by_machine
+from unified_ckpt.engine.load.share_reads import read_redundancy
+from unified_ckpt.engine.plan.holders import Declarations, publish_groups_by_node
 
 RANKS, EXPERT_GROUPS = 8, 64
 
@@ -30,11 +32,11 @@ class Store:
     def put(self, _key: str, value: bytes) -> None:
         self.nbytes += len(value)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Nobody waits."""
 
 
-def census_of(model: str, machines: int, layers: int | None) -> Census:
+def census_of(model: str, machines: int, layers: int | None) -> Declarations:
     world = RANKS * machines
     if model == "llama-405b":
         every = {
@@ -42,23 +44,23 @@ def census_of(model: str, machines: int, layers: int | None) -> Census:
             for stage in range(PP)
             for row in llama_405b(stage, machines, layers=layers or LLAMA_LAYERS)
         }
-        return Census(
+        return Declarations(
             {"all": sorted(every.values(), key=lambda row: row.key)}, {"all": list(range(world))}
         )
     tables = {
         f"ep{group}": moe(group, EXPERT_GROUPS, layers=layers or MOE_LAYERS)
         for group in range(EXPERT_GROUPS)
     }
-    return Census(
+    return Declarations(
         tables,
         {name: list(range(group, world, EXPERT_GROUPS)) for group, name in enumerate(tables)},
     )
 
 
-def rank_0(census: Census, machines: list[int]) -> int:
+def rank_0(census: Declarations, machines: list[int]) -> int:
     store: Any = Store()
-    overlap(census, machines)
-    publish_by_machine(store, census, machines)
+    read_redundancy(census, machines)
+    publish_groups_by_node(store, census, machines)
     return int(store.nbytes)
 
 

@@ -1,5 +1,6 @@
-"""What it costs a process to open a checkpoint that torch.distributed.checkpoint wrote with up to 16,384 ranks: its `.metadata`, as a
-whole, against DCP's own reading of it. Each tensor is cut into a row for each rank; the files have holes in place of bytes.
+"""What it costs a process to open a checkpoint that torch.distributed.checkpoint wrote with up to
+16,384 ranks: its `.metadata`, as a whole, against DCP's own reading of it. Each tensor is cut into
+a row for each rank; the files have holes in place of bytes.
 
 python benchmarks/bench_open_dcp.py --ranks 64,1024,16384 --shards 300000 --out benchmarks/results/open-dcp.jsonl
 """

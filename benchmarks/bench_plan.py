@@ -1,7 +1,9 @@
-"""What planning a save costs one rank, and what it costs the writer of index and manifest, by number of ranks. No tensors, no disk.
+"""What planning a save costs one rank, and what it costs the writer of index and manifest, by
+number of ranks. No tensors, no disk.
 
-Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--repeats 5] [--out FILE]. One JSON line per row: seconds (median of the runs, each
-in fresh caches), peak memory by tracemalloc in a run of its own, bytes that the rank announces.
+Run: python benchmarks/bench_plan.py [--ranks 64,1024] [--repeats 5] [--out FILE]. One JSON line per
+row: seconds (median of the runs, each in fresh caches), peak memory by tracemalloc in a run of its
+own, bytes that the rank announces.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from typing import Any
 
 from unified_ckpt.core.planning import exchange, slabs
 from unified_ckpt.core.sharding import shardings
-from unified_ckpt.core.sharding.declarations import Row, encode_table
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
-from unified_ckpt.engine.folder.extra_state import Extra, Told
-from unified_ckpt.engine.plan.holders import Census, Membership
-from unified_ckpt.engine.plan.save_plan import checked_groups, list_pages, plan_group, write_book
+from unified_ckpt.core.sharding.declarations import TensorDecl, encode_table
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.folder.extra_state import EncodedExtra, NonTensorState
+from unified_ckpt.engine.plan.holders import Declarations, Membership
+from unified_ckpt.engine.plan.save_plan import (
+    build_global_plan,
+    checked_groups,
+    list_group_files,
+    plan_group,
+)
 from unified_ckpt.engine.save.finalize import make_manifest
 from unified_ckpt.format.index import encode_index
 from unified_ckpt.format.manifest import IndexFile, encode_manifest
@@ -41,30 +48,33 @@ STATES = (
 def forget() -> None:
     """Empties the planner's caches: each run is a first save."""
     for function in (
-        slabs.manner, slabs.own_runs, slabs.segments, slabs.part_nbytes, slabs.inner_boxes, shardings._intervals, shardings._positions,
+        slabs.choose_grain, slabs.own_runs_only, slabs.segments, slabs.segments_nbytes, slabs.slab_boxes, shardings._intervals, shardings._positions,
         exchange._ranks_along,
     ):  # fmt: skip
         function.cache_clear()
     gc.collect()
 
 
-def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> list[Row]:
+def rows_of(fqn: str, shape: tuple[int, ...], cuts: tuple[ShardDim, ...]) -> list[TensorDecl]:
     """A parameter in bf16, its fp32 master, two moments and a step."""
     whole = Sharding(cuts)
-    found = [Row("model", fqn, TensorSpec("BF16", shape), whole)]
+    found = [TensorDecl("model", fqn, TensorSpec("BF16", shape), whole)]
     found += [
-        Row(part, fqn + suffix, TensorSpec(dtype, shape), whole) for part, dtype, suffix in STATES
+        TensorDecl(part, fqn + suffix, TensorSpec(dtype, shape), whole)
+        for part, dtype, suffix in STATES
     ]
-    return [*found, Row("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
+    return [*found, TensorDecl("optimizer", fqn + "/step", TensorSpec("F32", ()), Sharding())]
 
 
-def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Row]:
-    """The rows of one pipeline stage of Llama 3.1 405B, FSDP2 over TP, ranks laid out (pp, fsdp, tp)."""
+def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[TensorDecl]:
+    """The rows of one pipeline stage of Llama 3.1 405B, FSDP2 over TP, ranks laid out (pp, fsdp,
+    tp).
+    """
     hidden, inner, kv, vocab = 16384, 53248, 1024, 128256
-    tp, dp = Cut(0, TP, 1, name="tp"), Cut(0, fsdp, TP, name="dp")
-    column, row, norm = (tp, dp), (Cut(1, TP, 1, name="tp"), dp), (dp,)
+    tp, dp = ShardDim(0, TP, 1, name="tp"), ShardDim(0, fsdp, TP, name="dp")
+    column, row, norm = (tp, dp), (ShardDim(1, TP, 1, name="tp"), dp), (dp,)
     if fsdp == 1:
-        column, row, norm = (tp,), (Cut(1, TP, 1, name="tp"),), ()
+        column, row, norm = (tp,), (ShardDim(1, TP, 1, name="tp"),), ()
     shapes = {
         "self_attn.q_proj": ((hidden, hidden), column),
         "self_attn.k_proj": ((kv, hidden), column),
@@ -89,8 +99,10 @@ def llama_405b(stage: int, fsdp: int, *, layers: int = LLAMA_LAYERS) -> list[Row
     return sorted(found, key=lambda r: r.key)
 
 
-def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[Row]:
-    """A rank's rows of a mixture of experts with 256 experts in each layer: its own experts by name, and what all share."""
+def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[TensorDecl]:
+    """A rank's rows of a mixture of experts with 256 experts in each layer: its own experts by
+    name, and what all share.
+    """
     hidden, inner = 7168, 2048
     found = []
     for layer in range(layers):
@@ -106,7 +118,7 @@ def moe(expert_group: int, groups: int, *, layers: int = MOE_LAYERS) -> list[Row
         found += rows_of(
             f"model.layers.{layer}.self_attn.o_proj.weight",
             (hidden, 16384),
-            (Cut(0, groups, 1, name="dp"),),
+            (ShardDim(0, groups, 1, name="dp"),),
         )
     return sorted(found, key=lambda r: r.key)
 
@@ -135,12 +147,16 @@ def measured(
     return {"bench": "plan", **what, **times, "peak_bytes": peak}
 
 
-def census_of(tables: dict[str, list[Row]], ranks: dict[str, list[int]]) -> Census:
-    return Census(tables, ranks)
+def census_of(tables: dict[str, list[TensorDecl]], ranks: dict[str, list[int]]) -> Declarations:
+    return Declarations(tables, ranks)
 
 
-def llama_job(world: int, *, layers: int = LLAMA_LAYERS) -> tuple[Census, int, dict[str, Any]]:
-    """What rank 0 knows of the 405B model on so many ranks; a rank of stage 1, and what a row says of the job."""
+def llama_job(
+    world: int, *, layers: int = LLAMA_LAYERS
+) -> tuple[Declarations, int, dict[str, Any]]:
+    """What rank 0 knows of the 405B model on so many ranks; a rank of stage 1, and what a row says
+    of the job.
+    """
     fsdp = world // (TP * PP)
     tables = {f"stage{s}": llama_405b(s, fsdp, layers=layers) for s in range(PP)}
     ranks = {f"stage{s}": list(range(s * world // PP, (s + 1) * world // PP)) for s in range(PP)}
@@ -148,17 +164,17 @@ def llama_job(world: int, *, layers: int = LLAMA_LAYERS) -> tuple[Census, int, d
     return census_of(tables, ranks), ranks["stage1"][len(ranks["stage1"]) // 3], case
 
 
-def members_of(census: Census, table: str) -> list[Membership]:
+def members_of(census: Declarations, table: str) -> list[Membership]:
     """What rank 0 tells the ranks of a table."""
-    pages, _ = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+    pages, _ = list_group_files(checked_groups(census), census, max_file_bytes=BOUND)
     return [
-        Membership(p.group.index, p.holders, p.group.rows, p.note)
+        Membership(p.group.index, p.holders, p.group.decls, p.group_info)
         for p in pages
-        if table in p.group.tables
+        if table in p.group.table_ids
     ]
 
 
-def one_rank(census: Census, table: str, rank: int) -> Callable[[], object]:
+def one_rank(census: Declarations, table: str, rank: int) -> Callable[[], object]:
     """What rank `rank` does: writes its table, and plans the groups that rank 0 told it."""
     members = members_of(census, table)
 
@@ -169,22 +185,22 @@ def one_rank(census: Census, table: str, rank: int) -> Callable[[], object]:
     return call
 
 
-def writer(census: Census) -> Callable[[], object]:
+def writer(census: Declarations) -> Callable[[], object]:
     """What rank 0 does beyond its own part: all groups, the book, the indexes and the manifest."""
 
     def call() -> object:
-        pages, digest_head = list_pages(checked_groups(census), census, max_file_bytes=BOUND)
+        pages, digest_head = list_group_files(checked_groups(census), census, max_file_bytes=BOUND)
         files = {name for page in pages for name in names_in(page)}
-        book = write_book(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
+        book = build_global_plan(pages, dict.fromkeys(files, (8, "0" * 16)), digest_head, [0])
         indexes = {
-            part: IndexFile.of(
+            part: IndexFile.from_bytes(
                 encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
             )
             for part, weight_map in book.weight_maps.items()
         }
         manifest = make_manifest(
-            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, asked=sorted(book.records), omitted=(), book=book,
-            indexes=indexes, told=Told(), extra=Extra(None, None, None, None), objects=(), digest_file=None, rank_extra=None, island=None,
+            save_id="bench", step=0, seconds=0.0, metrics={}, world_size=1, mesh={}, part_names=sorted(book.records), omitted=(), global_plan=book,
+            indexes=indexes, non_tensor_state=NonTensorState(), extra=EncodedExtra(None, None, None, None), objects=(), digest_file=None, rank_extra=None, node_group=None,
         )  # fmt: skip
         return encode_manifest(manifest)
 
@@ -194,7 +210,7 @@ def writer(census: Census) -> Callable[[], object]:
 def names_in(page: Any) -> list[str]:
     from unified_ckpt.engine.plan.save_plan import _file_name
 
-    return [_file_name(plan.part, plan.number, page.note) for plan in page.files]
+    return [_file_name(plan.part, plan.number, page.group_info) for plan in page.files]
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:
@@ -240,7 +256,7 @@ def main() -> None:
     groups = 64
     tables = {f"ep{g}": moe(g, groups, layers=options.layers or MOE_LAYERS) for g in range(groups)}
     census = census_of(tables, {f"ep{g}": [g] for g in range(groups)})
-    distinct = sum(len(g.rows) for g in checked_groups(census))
+    distinct = sum(len(g.decls) for g in checked_groups(census))
     case = {"model": "moe", "mesh": f"ep{groups}", "ranks": groups}
     rows.append(
         measured(

@@ -1,7 +1,9 @@
-"""What it costs a rank that many ranks of other machines send to it at once, as at a save to a folder that all see: 511 of 16,384 ranks.
+"""What it costs a rank that many ranks of other machines send to it at once, as at a save to a
+folder that all see: 511 of 16,384 ranks.
 
-Run: python benchmarks/bench_post.py [--connections N]. One JSON line: threads and resident bytes for a connection, seconds until all are
-connected that come at the same moment, and until each has had 64 KiB written and has heard of it.
+Run: python benchmarks/bench_post.py [--connections N]. One JSON line: threads and resident bytes
+for a connection, seconds until all are connected that come at the same moment, and until each has
+had 64 KiB written and has heard of it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from unified_ckpt.core.nodes.write_alignment import Volume
-from unified_ckpt.runtime.exchange.tcp import Address, connect, receive_words, send_words
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.core.nodes.write_alignment import WriteAlignment
+from unified_ckpt.runtime.exchange.tcp import Address, connect, receive_header, send_header
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 BODY = bytes(64 << 10)
@@ -43,10 +45,12 @@ def main() -> None:
     count = parser.parse_args().connections
     lines: dict[int, socket.socket] = {}
     with tempfile.TemporaryDirectory() as root:
-        post = Post(Volume((0, 1), 1 << 20), nobody, rank=0, ranks=(0, 1), timeout_seconds=60)
+        post = PeerTransport(
+            WriteAlignment((0, 1), 1 << 20), nobody, rank=0, ranks=(0, 1), timeout_seconds=60
+        )
         storage = LocalStorage(root)
         storage.make_folder("folder")
-        post.open("save", storage, "folder")
+        post.accept_save("save", storage, "folder")
         moment, before, threads = (
             threading.Barrier(count),
             resident_nbytes(),
@@ -66,15 +70,15 @@ def main() -> None:
 
         def write_all() -> None:
             for number, line in lines.items():
-                send_words(
+                send_header(
                     line,
                     {"what": "write", "save": "save", "file": "x", "start": number * len(BODY)},
                     nbytes=len(BODY),
                 )
                 line.sendall(BODY)
-                send_words(line, {"what": "flush"})
+                send_header(line, {"what": "flush"})
             for line in lines.values():
-                assert receive_words(line)[0] == {"error": ""}
+                assert receive_header(line)[0] == {"error": ""}
 
         row = {
             "bench": "post",

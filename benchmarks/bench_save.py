@@ -1,4 +1,5 @@
-"""How long until a sharded training state is saved? Ours, the peers and the disk itself, in one run, on the same bytes.
+"""How long until a sharded training state is saved? Ours, the peers and the disk itself, in one
+run, on the same bytes.
 
 python benchmarks/bench_save.py --size 1GiB --ranks 1,2,4 --kind dim0,inner --repeats 5 --out results/save.jsonl
 """
@@ -45,7 +46,9 @@ def save_case(
 
 
 def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object]:
-    """What the folder shows after a save. A case that claims to be durable must have left no dirty page in any of its files."""
+    """What the folder shows after a save. A case that claims to be durable must have left no dirty
+    page in any of its files.
+    """
     files = [path for path in folder.rglob("*") if path.is_file()]
     dirty = {
         path.name: count

@@ -1,9 +1,12 @@
-"""What it gains that machines read one folder for each other: replicas on several machines load from a volume whose server is the bound.
+"""What it gains that machines read one folder for each other: replicas on several machines load
+from a volume whose server is the bound.
 
-Run: python benchmarks/bench_shared_reads.py [--machines 2,4] [--nbytes 134217728] [--rate 200e6] [--out FILE]. Machines are threads with a
-name of their own; a volume that all of them read serves `rate` bytes a second in all, and a machine that has read a block has it in its
-page cache. Bytes between machines go through TCP on the loopback device. One JSON line for each number of machines and way: `never` (each
-reads all), `always` (each block is read by one). Seconds: median of `--rounds`, the ways in turn within each round.
+Run: python benchmarks/bench_shared_reads.py [--machines 2,4] [--nbytes 134217728] [--rate 200e6]
+[--out FILE]. Machines are threads with a name of their own; a volume that all of them read serves
+`rate` bytes a second in all, and a machine that has read a block has it in its page cache. Bytes
+between machines go through TCP on the loopback device. One JSON line for each number of machines
+and way: `never` (each reads all), `always` (each block is read by one). Seconds: median of
+`--rounds`, the ways in turn within each round.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from common import write_rows
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 WAYS = ("never", "always")
 
@@ -42,7 +45,8 @@ class Volume:
 
         def init(storage: LocalStorage, root: str, **how: Any) -> None:
             volume._make(storage, root, **how)
-            storage.machine = threading.current_thread().name  # type: ignore[attr-defined]  # the rank's thread makes what it serves, too
+            # the rank's thread makes what it serves, too
+            storage.machine = threading.current_thread().name  # type: ignore[attr-defined]
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
             blocks = {
@@ -69,8 +73,8 @@ def load(folder: Path, machines: int, state: dict[str, torch.Tensor], how: str) 
     """Seconds until the last rank has it."""
 
     def act(comm: Comm) -> float:
-        made = checkpointer_of(comm)
-        made._machine = f"machine {comm.rank}"
+        made = make_checkpointer(comm)
+        made._node = f"machine {comm.rank}"
         target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         with made:
             began = time.perf_counter()

@@ -1,10 +1,13 @@
-"""What a tensor costs, whatever its size: CPU time of saves, loads and checks of very many small tensors, by their number.
+"""What a tensor costs, whatever its size: CPU time of saves, loads and checks of very many small
+tensors, by their number.
 
-Run: python benchmarks/bench_small_tensors.py [--tensors 20000,40000] [--ranks 1,2] [--repeats 3] [--out FILE]. The names, parts and dtypes
-of `bench_plan`'s mixture of experts, in bf16 with fp32 masters, two moments and a step each; matrices are scaled down to 8 x 4. Each rank
-holds all of them. One JSON line for each number and operation: microseconds of CPU time a tensor on the slowest rank, user and system, of
-all threads, least of the rounds; each round is a process of its own, in which everything ran once before, at toy size. `peak_bytes`:
-resident memory of the process at its peak beyond what it had when the operation began, most of the rounds.
+Run: python benchmarks/bench_small_tensors.py [--tensors 20000,40000] [--ranks 1,2] [--repeats 3]
+[--out FILE]. The names, parts and dtypes of `bench_plan`'s mixture of experts, in bf16 with fp32
+masters, two moments and a step each; matrices are scaled down to 8 x 4. Each rank holds all of
+them. One JSON line for each number and operation: microseconds of CPU time a tensor on the slowest
+rank, user and system, of all threads, least of the rounds; each round is a process of its own, in
+which everything ran once before, at toy size. `peak_bytes`: resident memory of the process at its
+peak beyond what it had when the operation began, most of the rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ OPTIONS = uc.SaveOptions(fsync=False)  # the disk is no part of it
 
 
 def names() -> list[str]:
-    """The parameters of 256 experts in each of 61 layers, and of attention: 234,545 tensors with their state."""
+    """The parameters of 256 experts in each of 61 layers, and of attention: 234,545 tensors with
+    their state.
+    """
     found = []
     for layer in range(61):
         found += [

@@ -1,9 +1,10 @@
-"""What a rank sends to ranks of other machines at a save to a folder that all see, by number of ranks and kind of volume. Simulated: the
-plan of one rank of Llama 3.1 405B (weights, fp32 masters, two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
+"""What a rank sends to ranks of other machines at a save to a folder that all see, by number of
+ranks and kind of volume. Simulated: the plan of one rank of Llama 3.1 405B (weights, fp32 masters,
+two moments), PP 4 x FSDP x TP 8, eight ranks a machine; no tensors, no disk.
 
-Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE]. One JSON line per row: bytes that the rank
-holds, bytes that it sends (blocks, and parts of tiles), to how many ranks, from how many it may hear, and the
-seconds that it takes to find that out (median of 3).
+Run: python benchmarks/bench_volume.py [--ranks 64,1024] [--out FILE]. One JSON line per row: bytes
+that the rank holds, bytes that it sends (blocks, and parts of tiles), to how many ranks, from how
+many it may hear, and the seconds that it takes to find that out (median of 3).
 """
 
 from __future__ import annotations
@@ -18,44 +19,51 @@ from typing import Any
 
 from bench_plan import BOUND, llama_job, members_of
 
-from unified_ckpt.core.nodes.write_alignment import NO_BLOCKS, WHOLE_FILES, Volume
+from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WHOLE_FILES, WriteAlignment
 from unified_ckpt.engine.plan.save_plan import GroupPlan, plan_group
 
-BLOCKS = {"coherent": NO_BLOCKS, "nfs": 1 << 20, "unknown": WHOLE_FILES}
+BLOCKS = {"coherent": ANY_BYTE, "nfs": 1 << 20, "unknown": WHOLE_FILES}
 RANKS_OF_A_MACHINE = 8
 RUNS = 3
 
 
-def sent(groups: list[GroupPlan], volume: Volume, rank: int) -> dict[str, Any]:
-    """What one rank sends: blocks of its extents that another machine writes, and its pieces of tiles that a rank elsewhere moves."""
+def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str, Any]:
+    """What one rank sends: blocks of its extents that another machine writes, and its pieces of
+    tiles that a rank elsewhere moves.
+    """
     held = blocks = pieces = 0
     to: set[int] = set()
     movers: set[int] = set()
     parties: set[int] = set()
     for group in groups:
-        for extent in group.moves.extents:
-            file = group.files[group.file_of[extent.row]]
-            span = file.starts[extent.row] + extent.start, file.starts[extent.row] + extent.stop
+        for extent in group.rank_io.extents:
+            file = group.files[group.file_by_decl[extent.decl_index]]
+            span = (
+                file.offsets[extent.decl_index] + extent.start,
+                file.offsets[extent.decl_index] + extent.stop,
+            )
             held += extent.stop - extent.start
-            for low, high, writer in volume.cut(file.name, *span, alone=span, rank=rank):
-                if not volume.near(rank, writer):
+            for low, high, writer in volume.split_by_writer(
+                file.name, *span, exclusive_range=span, rank=rank
+            ):
+                if not volume.same_node(rank, writer):
                     blocks += high - low
                     to.add(writer)
-        for tile in group.moves.shared:
+        for tile in group.rank_io.member_tiles:
             own = sum(
-                (piece.stop - piece.start) // len(piece.parties)
-                for piece in tile.pieces
-                if rank in piece.parties
+                (piece.stop - piece.start) // len(piece.members)
+                for piece in tile.ranges
+                if rank in piece.members
             )
             held += own
-            if not volume.near(rank, tile.mover):
+            if not volume.same_node(rank, tile.io_rank):
                 pieces += own
-                movers.add(tile.mover)
+                movers.add(tile.io_rank)
         parties |= {
             party
-            for tile in group.moves.mine
-            for party in tile.parties
-            if not volume.near(rank, party)
+            for tile in group.rank_io.io_tiles
+            for party in tile.members
+            if not volume.same_node(rank, party)
         }
     return {
         "held": held,
@@ -82,7 +90,7 @@ def main() -> None:
         for kind, block in BLOCKS.items():
             seconds = []
             for _ in range(RUNS):
-                volume, began = Volume(machines, block), time.perf_counter()
+                volume, began = WriteAlignment(machines, block), time.perf_counter()
                 found = sent(groups, volume, rank)
                 seconds.append(time.perf_counter() - began)
             row = {"bench": "volume", **case, "volume": kind, **found}

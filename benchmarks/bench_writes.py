@@ -1,4 +1,5 @@
-"""How fast do bytes go into the page cache, by the length of a write call? Why the engine's calls are short.
+"""How fast do bytes go into the page cache, by the length of a write call? Why the engine's calls
+are short.
 
 python benchmarks/bench_writes.py --size 2GiB --repeats 5 --out results/writes.jsonl
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from common import parse_size, write_rows
 
-from unified_ckpt.runtime.storage.write_calls import _DONTCACHE, can_be_uncached
+from unified_ckpt.runtime.storage.write_calls import _DONTCACHE, supports_uncached
 
 CALLS = [(length, 0) for length in ("64KiB", "256KiB", "1MiB", "2MiB", "4MiB", "16MiB")]
 CALLS += [(length, _DONTCACHE) for length in ("256KiB", "1MiB", "4MiB")]  # where the kernel has it
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     nbytes, path = parse_size(options.size), Path(options.dir, f"bench-writes-{os.getpid()}")
-    ways = [one for one in CALLS if not one[1] or can_be_uncached(platform.release())]
+    ways = [one for one in CALLS if not one[1] or supports_uncached(platform.release())]
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(options.repeats):
         for at in range(

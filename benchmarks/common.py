@@ -1,7 +1,8 @@
 """What all benchmarks share: the state that is saved, how ranks are started, how a row is written.
 
-Knows nothing of any engine. The state is that of AdamW training in bf16 of a Llama: bf16 parameters and two fp32 moments each,
-as DTensors on a 1-D mesh. Its bytes are a function of name and position, so that any rank can tell what must be where.
+Knows nothing of any engine. The state is that of AdamW training in bf16 of a Llama: bf16 parameters
+and two fp32 moments each, as DTensors on a 1-D mesh. Its bytes are a function of name and position,
+so that any rank can tell what must be where.
 """
 
 import argparse
@@ -59,7 +60,9 @@ def parse_size(text: str) -> int:
 
 
 def llama_shapes(nbytes: int) -> dict[str, Shape]:
-    """Shapes of a Llama of LAYERS layers (grouped heads 4:1, MLP 3.5x) whose training state has about `nbytes`."""
+    """Shapes of a Llama of LAYERS layers (grouped heads 4:1, MLP 3.5x) whose training state has
+    about `nbytes`.
+    """
     parameters = nbytes // BYTES_PER_PARAMETER
     hidden = 1 << int(
         math.log2(math.sqrt(parameters / (13.5 * LAYERS)))
@@ -98,7 +101,9 @@ def split_dim(kind: str, shape: Shape) -> int | None:
 
 
 def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[Shape, Shape]:
-    """Offsets and shape of the part of `rank`. Only even splits, so that every engine moves the same bytes on each rank."""
+    """Offsets and shape of the part of `rank`. Only even splits, so that every engine moves the
+    same bytes on each rank.
+    """
     if dim is None:
         return tuple(0 for _ in shape), shape
     if shape[dim] % ranks:
@@ -111,12 +116,16 @@ def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[
 
 
 def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int) -> int:
-    """Files that a part needs. The checks fail where unified makes more, for then the others would do less work."""
+    """Files that a part needs. The checks fail where unified makes more, for then the others would
+    do less work.
+    """
     return -(-sum(tensor.nbytes for tensor in tensors.values()) // max_file_bytes)
 
 
 def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
-    """Tensor name -> index of its file (0-based) among `files` of about equal bytes, in order of names given."""
+    """Tensor name -> index of its file (0-based) among `files` of about equal bytes, in order of
+    names given.
+    """
     total, before, chosen = sum(sizes.values()), 0, {}
     for name, nbytes in sizes.items():
         chosen[name] = min(files - 1, (before + nbytes // 2) * files // total)
@@ -133,7 +142,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> None:
-    """Write the pattern of `name` into the part of it at `offsets`: multiplicative hash of the element's flat index."""
+    """Write the pattern of `name` into the part of it at `offsets`: multiplicative hash of the
+    element's flat index.
+    """
     seed = zlib.crc32(name.encode()) - (1 << 31)
     out = bits(local).view(local.shape[0], -1)  # [rows, columns of this rank], view
     columns = torch.arange(out.shape[1], dtype=torch.int32) + (offsets[1] if len(shape) == 2 else 0)
@@ -198,7 +209,9 @@ def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice
 
 
 def bump(state: State, *, by: int = 1) -> None:
-    """Change every element, so that no save can live on what an earlier one wrote, hashed or staged."""
+    """Change every element, so that no save can live on what an earlier one wrote, hashed or
+    staged.
+    """
     for local in locals_of(state.tensors()).values():
         bits(local).add_(by)
 
@@ -248,7 +261,9 @@ def start_ranks() -> DeviceMesh:
 
 
 def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
-    """Run `script` on `ranks` gloo processes of this machine, one OpenMP thread each (torchrun's default); raises when one fails."""
+    """Run `script` on `ranks` gloo processes of this machine, one OpenMP thread each (torchrun's
+    default); raises when one fails.
+    """
     root = str(Path(script).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     command = [
@@ -267,7 +282,9 @@ def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Collective. Leave `folder` empty and no dirty page or pending discard on the machine, so that no case pays for another."""
+    """Collective. Leave `folder` empty and no dirty page or pending discard on the machine, so that
+    no case pays for another.
+    """
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,7 +305,9 @@ def read_ahead(files: Sequence[Path]) -> None:
 
 
 def drop_caches(files: Sequence[Path]) -> None:
-    """Collective. Have no byte of the files in the page cache of this machine; what lies below it (a host's cache) is out of reach."""
+    """Collective. Have no byte of the files in the page cache of this machine; what lies below it
+    (a host's cache) is out of reach.
+    """
     dist.barrier()
     if dist.get_rank() == 0:
         os.sync()

@@ -1,4 +1,6 @@
-"""How a case is timed: what counts as its seconds, its memory and its bytes. Knows nothing of what a case does."""
+"""How a case is timed: what counts as its seconds, its memory and its bytes. Knows nothing of what
+a case does.
+"""
 
 import gc
 import os
@@ -74,7 +76,9 @@ def io_counts() -> dict[str, int]:
 
 
 def dirty_bytes(path: Path) -> int:
-    """Bytes of the file that are in memory only, or on their way to the disk: cachestat(2), Linux 6.5."""
+    """Bytes of the file that are in memory only, or on their way to the disk: cachestat(2), Linux
+    6.5.
+    """
     descriptor, span, found = (
         os.open(path, os.O_RDONLY),
         (c_uint64 * 2)(0, 0),
@@ -113,7 +117,9 @@ def timed(run: Callable[[], object]) -> Sample:
 
 
 def try_out(variants: Sequence[Case]) -> Trial:
-    """Collective. First run of the case; where it has variants, the fastest of them by its second run stays in the race."""
+    """Collective. First run of the case; where it has variants, the fastest of them by its second
+    run stays in the race.
+    """
     trials = []
     for case in variants:
         CDLL(None).malloc_trim(
@@ -136,7 +142,9 @@ def second_run(trial: Trial) -> float:
 def race(
     contests: Iterable[Sequence[Case]], *, repeats: int, before_round: Callable[[], object]
 ) -> list[Trial]:
-    """Collective. Every round runs each case once, in order (A B C, A B C, …), so that drift of the machine hits all alike."""
+    """Collective. Every round runs each case once, in order (A B C, A B C, …), so that drift of the
+    machine hits all alike.
+    """
     trials = [try_out(variants) for variants in contests]
     for number in range(repeats):
         before_round()
@@ -149,7 +157,9 @@ def race(
 
 
 def peak_extra_bytes(samples: Iterable[Sample]) -> int:
-    """What the case held and took at its worst, on this rank: buffers kept from one run to the next count in every later one."""
+    """What the case held and took at its worst, on this rank: buffers kept from one run to the next
+    count in every later one.
+    """
     held = peak = 0
     for sample in samples:
         peak = max(peak, held + sample.peak_growth)
@@ -205,7 +215,9 @@ def rows(trials: Sequence[Trial], *, same: Mapping[str, object]) -> list[dict[st
 
 
 def chosen(contests: Mapping[str, Sequence[Case]], only: str) -> list[Sequence[Case]]:
-    """The contests named in `only` (all when empty) with their limits, in the order given. One without variants does not apply here."""
+    """The contests named in `only` (all when empty) with their limits, in the order given. One
+    without variants does not apply here.
+    """
     wanted = {name for name in only.split(",") if name} or set(contests)
     if unknown := wanted - contests.keys():
         raise SystemExit(f"--only: no case {sorted(unknown)}; there are {', '.join(contests)}")

@@ -1,4 +1,6 @@
-"""The other ways to save and load, each at its best settings, and the raw limit. Functions over folders; nothing here is timed."""
+"""The other ways to save and load, each at its best settings, and the raw limit. Functions over
+folders; nothing here is timed.
+"""
 
 import json
 import os
@@ -90,7 +92,9 @@ def cut(memory: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memor
 def raw_pieces(
     files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, torch.Tensor]
 ) -> list[Piece]:
-    """This rank's even share of each file (path, first data byte, data bytes), in pieces of at most CHUNK bytes."""
+    """This rank's even share of each file (path, first data byte, data bytes), in pieces of at most
+    CHUNK bytes.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     spans = []
     for path, first, nbytes in files:
@@ -124,7 +128,9 @@ def raw_files(folder: Path, state: State, *, max_file_bytes: int) -> list[tuple[
 def raw_write(
     pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, early: bool = False
 ) -> None:
-    """`early`: have the kernel start to write each piece to the disk at once, while the next is copied."""
+    """`early`: have the kernel start to write each piece to the disk at once, while the next is
+    copied.
+    """
     opened = {path: os.open(path, os.O_WRONLY | os.O_CREAT) for path in files}
     try:
         for piece in pieces:
@@ -208,7 +214,8 @@ def load_shards(folder: Path, state: State, *, suffix: str, mmap: bool = False) 
         local.copy_(found.pop(name))
 
 
-# ---- merged folders: read by the safetensors package alone, which is the judge of what any engine wrote
+# ---- merged folders: read by the safetensors package alone, which is the judge of what any engine
+# wrote
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -244,7 +251,9 @@ def read_slices(
 
 
 def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
-    """Raise unless the folder holds whole tensors in `files` files, and this rank's part of them is what its memory holds."""
+    """Raise unless the folder holds whole tensors in `files` files, and this rank's part of them is
+    what its memory holds.
+    """
     tensors = state.tensors()
     expected, boxes, where = locals_of(tensors), boxes_of(tensors, kind), str(folder)
     mapped = weight_map(folder)
@@ -271,7 +280,9 @@ def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
 
 
 def load_slices(folder: Path, state: State, kind: str) -> None:
-    """What a careful user writes by hand with safetensors: each rank copies its slices of the merged files."""
+    """What a careful user writes by hand with safetensors: each rank copies its slices of the
+    merged files.
+    """
     target = locals_of(state.tensors())
     read_slices(
         folder, boxes_of(state.tensors(), kind), lambda name, found: target[name].copy_(found)
@@ -279,7 +290,9 @@ def load_slices(folder: Path, state: State, kind: str) -> None:
 
 
 def link_merged(folder: Path, view: Path) -> None:
-    """By rank 0: a folder with only the files that HuggingFaceStorageReader needs, for it opens every file there is."""
+    """By rank 0: a folder with only the files that HuggingFaceStorageReader needs, for it opens
+    every file there is.
+    """
     if dist.get_rank() == 0:
         view.mkdir()
         for path, _, _ in merged_files(folder):
@@ -327,9 +340,11 @@ def hf_save(
     threads: int,
     fsync: bool,
 ) -> None:
-    """DCP's way to a merged folder: shards, then consolidation by rank 0 or, as torchtitan does, by every rank.
+    """DCP's way to a merged folder: shards, then consolidation by rank 0 or, as torchtitan does, by
+    every rank.
 
-    Only the merged files are synced (DCP syncs the shards by default and never the result); the shards stay in `sharded/`.
+    Only the merged files are synced (DCP syncs the shards by default and never the result); the
+    shards stay in `sharded/`.
     """
     shards = folder / "sharded"
     writer = HuggingFaceStorageWriter(

@@ -42,7 +42,9 @@ STEPS_KEPT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One target held against one launch. A ratio of times is the median of its values of each round."""
+    """One target held against one launch. A ratio of times is the median of its values of each
+    round.
+    """
 
     what: str
     found: float
@@ -64,7 +66,9 @@ def times(mine: Row, other: Row) -> float:
 
 
 def load_over_raw(row: Row) -> float:
-    """Files are contiguous for dim0; for inner, each rank's bytes lie in short runs whatever layout saved them."""
+    """Files are contiguous for dim0; for inner, each rank's bytes lie in short runs whatever layout
+    saved them.
+    """
     verified = row["case"] == "unified_verified"
     if row["kind"] == "inner":
         return 2.5 if verified else 2.0
@@ -178,7 +182,9 @@ def memory_findings(group: Group) -> list[Finding]:
 
 
 def verified_findings(group: Group) -> list[Finding]:
-    """The ranks together read every block whole, so all bytes can be verified, and must be for the time to count."""
+    """The ranks together read every block whole, so all bytes can be verified, and must be for the
+    time to count.
+    """
     ours = [row for case, row in group.items() if case == "unified_verified"]
     return [
         Finding(
@@ -404,7 +410,9 @@ def read_rows(paths: Iterable[str]) -> list[Row]:
 
 
 def group_rows(rows: Iterable[Row]) -> list[Group]:
-    """Rows of one launch belong together, for only they saw the same machine; of repeated launches the newest stands."""
+    """Rows of one launch belong together, for only they saw the same machine; of repeated launches
+    the newest stands.
+    """
     launches: dict[tuple[object, ...], dict[str, Group]] = {}
     for row in rows:
         if (

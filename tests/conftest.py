@@ -1,4 +1,6 @@
-"""Settings for every test: hypothesis without deadlines (machines are shared), and who runs which tests where several processes do."""
+"""Settings for every test: hypothesis without deadlines (machines are shared), and who runs which
+tests where several processes do.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ settings.load_profile("shared-machine")
 
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One process takes a file's tests, for they share what is costly to make; and one takes all that start torchrun, one at a time."""
+    """One process takes a file's tests, for they share what is costly to make; and one takes all
+    that start torchrun, one at a time.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):

@@ -1,4 +1,6 @@
-"""The public calls in one process: what goes into a folder, what comes out, and who may be in the way."""
+"""The public calls in one process: what goes into a folder, what comes out, and who may be in the
+way.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(nn.Module):
@@ -267,7 +269,9 @@ def test_tied_weights_are_stored_once_and_load_into_tied_and_untied(tmp_path: Pa
 
 
 def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> None:
-    """As the first and the last pipeline stage leave them: two copies, of which none knows of the other."""
+    """As the first and the last pipeline stage leave them: two copies, of which none knows of the
+    other.
+    """
     model = Net()
     model.head.weight.data = model.embed.weight.data.clone()
     uc.save(tmp_path / "c", model=model)
@@ -281,7 +285,9 @@ def test_untied_weights_load_into_tied_where_they_are_equal(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("verify", ["read", "off"])
 def test_untied_weights_that_differ_do_not_load_into_tied(tmp_path: Path, verify: str) -> None:
-    """One of the two was kept and the other lost without a word. Compared by digest, or by bytes where digests are off."""
+    """One of the two was kept and the other lost without a word. Compared by digest, or by bytes
+    where digests are off.
+    """
     model, other = Net(), Net(tied=True, seed=1)
     model.head.weight.data = model.embed.weight.data.clone()
     model.head.weight.data[-1, -1] += 1
@@ -464,7 +470,9 @@ def test_only_the_model_is_saved(tmp_path: Path) -> None:
 
 
 def test_only_masters_and_optimizer_are_saved(tmp_path: Path) -> None:
-    """PaddleNLP's `skip_save_model_weight`: the model is read from its masters, whatever dtype it has."""
+    """PaddleNLP's `skip_save_model_weight`: the model is read from its masters, whatever dtype it
+    has.
+    """
     model = {name: t for name, t in Net().state_dict().items() if t.is_floating_point()}
     moments = {"embed.weight/exp_avg": torch.ones(30, 8)}
     options = uc.SaveOptions(model_dtype="bfloat16", parts=("master_weights", "optimizer"))
@@ -484,7 +492,9 @@ def test_only_masters_and_optimizer_are_saved(tmp_path: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """Tensors with a master in the optimizer, and every kind without: frozen, statistics, integers, one in float32, a tied name."""
+    """Tensors with a master in the optimizer, and every kind without: frozen, statistics, integers,
+    one in float32, a tied name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -502,7 +512,9 @@ class Mixed(nn.Module):
 
 
 class MasterSGD(torch.optim.Optimizer):
-    """Momentum over float32 masters, which it keeps in its state as `master_param`, for parameters that are narrower."""
+    """Momentum over float32 masters, which it keeps in its state as `master_param`, for parameters
+    that are narrower.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": 0.1})
@@ -537,7 +549,9 @@ def mixed_job(seed: int) -> tuple[Mixed, MasterSGD]:
 
 @pytest.mark.parametrize("words", ["skip_save_model_weight", "enable_all_options"])
 def test_save_without_the_model_resumes_bitwise(tmp_path: Path, words: str) -> None:
-    """What has no master is stored beside the masters, and not under a name that `from_pretrained` takes for a model."""
+    """What has no master is stored beside the masters, and not under a name that `from_pretrained`
+    takes for a model.
+    """
     model, optimizer = mixed_job(0)
     train(model, optimizer, seeds=range(3))
     folder = tmp_path / "c"
@@ -564,7 +578,9 @@ def test_save_without_the_model_resumes_bitwise(tmp_path: Path, words: str) -> N
 
 
 def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
-    """A model tensor that is not its master, rounded, is stored too: on any rank, for all ranks. NaN payloads do not count."""
+    """A model tensor that is not its master, rounded, is stored too: on any rank, for all ranks.
+    NaN payloads do not count.
+    """
     nan = torch.tensor([float("nan"), -0.0, 3.0])
     masters = {
         "same": nan,
@@ -596,7 +612,9 @@ def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
 
 
 def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
-    """Ranks keep masters of some tensors each, or of some rows: one that any rank finds different is stored, the others are not."""
+    """Ranks keep masters of some tensors each, or of some rows: one that any rank finds different
+    is stored, the others are not.
+    """
     values = torch.arange(8.0).reshape(4, 2)
     model = {name: values.clone() for name in ("first", "second", "rows", "edited", "none")}
     options = uc.SaveOptions(parts=("master_weights",), timeout_seconds=20)
@@ -614,7 +632,7 @@ def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
             for name, tensor in masters.items()
         }
         layout = uc.Layout({"dp": 2}, {"rows": {"dp": 0}, "edited": {"dp": 0}})
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             for name in ("c", "d"):  # the second by the kept plan
                 checkpointer.save(
                     tmp_path / name, model=mine, master_weights=held, layout=layout, options=options
@@ -629,7 +647,9 @@ def test_save_without_the_model_is_agreed_on(tmp_path: Path) -> None:
 
 
 def test_model_dtype_keeps_what_the_optimizer_has_no_master_of(tmp_path: Path) -> None:
-    """float32 tensors beside an optimizer's masters are rounded in `model`, and whole in `master_weights`."""
+    """float32 tensors beside an optimizer's masters are rounded in `model`, and whole in
+    `master_weights`.
+    """
     model, optimizer = mixed_job(0)
     train(model, optimizer, seeds=range(2))
     uc.save(

@@ -1,7 +1,9 @@
-"""Runs what README, docs and examples show: every program, every snippet and every command, in the order of its page.
+"""Runs what README, docs and examples show: every program, every snippet and every command, in the
+order of its page.
 
-A new block needs nothing here if it is a program (```python, with its name in the first line: `# train.py`), or a command on files that
-the page's programs or `FILES` make. A snippet needs its names in `NAMES`. What cannot be run is listed in `NOT_RUN`, with the reason.
+A new block needs nothing here if it is a program (```python, with its name in the first line: `#
+train.py`), or a command on files that the page's programs or `FILES` make. A snippet needs its
+names in `NAMES`. What cannot be run is listed in `NOT_RUN`, with the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ EXIT_1 = {  # commands that find something, as the page says
     "unified-ckpt verify --deep damaged",
     "unified-ckpt verify damaged --repair",
 }
-# Appended to a benchmark's command, so that it takes seconds; the last of two options of one name counts.
+# Appended to a benchmark's command, so that it takes seconds; the last of two options of one name
+# counts.
 TOY = {
     "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
     "bench_convert": "--size 1MiB --repeats 1 --only unified",
@@ -441,7 +444,7 @@ def test_commands_within_text_parse() -> None:
 def is_usage(words: list[str]) -> bool:
     """Whether the command line takes this; of a verb alone, whether there is such a verb."""
     try:
-        command_line._parser().parse_args(words if len(words) > 1 else [*words, "--help"])
+        command_line._build_parser().parse_args(words if len(words) > 1 else [*words, "--help"])
     except SystemExit as end:
         return end.code == 0
     return True
@@ -469,7 +472,8 @@ def pages(having: Callable[[Path], bool], slow: Callable[[Path], bool]) -> list[
 def test_programs_and_commands_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulthandler.cancel_dump_traceback_later()  # pytest's limit is for a test, not for a page of programs: `SECONDS` is theirs
+    # pytest's limit is for a test, not for a page of programs: `SECONDS` is theirs
+    faulthandler.cancel_dump_traceback_later()
     monkeypatch.chdir(tmp_path)
     FILES.get(page.relative_to(ROOT).as_posix(), lambda: None)()
     for block in run_blocks(page):
@@ -571,7 +575,9 @@ def expand(word: str) -> list[str]:
 
 
 def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a command line in the current folder, in this process where it is the command line's own."""
+    """Runs a command line in the current folder, in this process where it is the command line's
+    own.
+    """
     words = shlex.split(command, comments=True)
     if "convert" in words:  # pages show several ways to write the same folder
         target = words[words.index("convert") + 2]
@@ -592,7 +598,9 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """What the program said. When it fails or hangs, everything that it and its ranks have said; none of them is left behind."""
+    """What the program said. When it fails or hangs, everything that it and its ranks have said;
+    none of them is left behind.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,6 @@
-"""Every JSON file and header of a checkpoint, changed at random: a load gives what was saved, or an error of ours, never other state."""
+"""Every JSON file and header of a checkpoint, changed at random: a load gives what was saved, or an
+error of ours, never other state.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def as_bits(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def untouched_on_error(before: Any, state: Callable[[], Any]) -> Iterator[None]:
-    """An error that comes before the first byte leaves the target as it was; one in mid-load says that it does not."""
+    """An error that comes before the first byte leaves the target as it was; one in mid-load says
+    that it does not.
+    """
     failed = ""
     try:
         yield
@@ -240,7 +244,9 @@ def _strings(text: bytes) -> list[tuple[int, int]]:
 
 
 def edited(draw: random.Random, text: bytes) -> bytes:
-    """A key dropped, or what two keys have swapped: the offsets of two tensors, the files of two names, two parts."""
+    """A key dropped, or what two keys have swapped: the offsets of two tensors, the files of two
+    names, two parts.
+    """
     tree = json.loads(text)
     place = draw.choice([node for node in _objects(tree) if len(node) > 1])
     one, other = draw.sample(sorted(place), 2)
@@ -344,8 +350,10 @@ def test_a_changed_checkpoint_gives_its_state_or_an_error(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, seed: int) -> None:
-    """With its digest, as if it had been written so: no action hangs, takes all memory or raises anything else. Indexes, headers and the
-    tensors' digests prove each other: a load still gives the state that was saved."""
+    """With its digest, as if it had been written so: no action hangs, takes all memory or raises
+    anything else. Indexes, headers and the tensors' digests prove each other: a load still gives
+    the state that was saved.
+    """
     subject = one_folder(tmp_path)
     draw, manifest = random.Random(seed), subject.root / MANIFEST
     for case in range(300):
@@ -381,13 +389,16 @@ def test_what_a_broken_writer_seals_is_an_error_of_ours(tmp_path: Path, seed: in
 
 def _resealed(told: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
     """The manifest that says what the file is by now."""
-    record = IndexFile.of(body).model_dump()
+    record = IndexFile.from_bytes(body).model_dump()
     size = 8 + int.from_bytes(body[:8], "little")
     for part, of in told["parts"].items():
         if file == f"{part}.safetensors.index.json":
             of["index"] = record
         if file in of["files"]:
-            of["files"][file] = {"nbytes": len(body), "header_crc": IndexFile.of(body[:size]).crc}
+            of["files"][file] = {
+                "nbytes": len(body),
+                "header_crc": IndexFile.from_bytes(body[:size]).crc,
+            }
     if file == told["digests"]["file"]:
         told["digests"] |= record
     return told

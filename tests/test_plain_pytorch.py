@@ -1,4 +1,6 @@
-"""docs/examples/plain_pytorch.py in one process: stopped anywhere it goes on bit by bit, data and dropout included."""
+"""docs/examples/plain_pytorch.py in one process: stopped anywhere it goes on bit by bit, data and
+dropout included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint of any job, saved in any way, resumes bit for bit, or is refused before the first byte: see `round_trips`."""
+"""A checkpoint of any job, saved in any way, resumes bit for bit, or is refused before the first
+byte: see `round_trips`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 @settings(max_examples=300)
 def test_round_trip_is_bitwise_or_refused(case: Case) -> None:
-    """Three further steps equal those of the uninterrupted run, or an error comes before the first byte."""
+    """Three further steps equal those of the uninterrupted run, or an error comes before the first
+    byte.
+    """
     with tempfile.TemporaryDirectory() as root:
         check(case, Path(root))
 

@@ -18,12 +18,12 @@ from unified_ckpt.core.sharding.shardings import TensorSpec, missing_coordinates
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.testing import (
-    Arrangement,
+    DrawnLayout,
+    FaultPoint,
     FaultyStorage,
     FullStorage,
-    Fuse,
-    Stopped,
-    arrangements,
+    SimulatedCrash,
+    drawn_layouts,
     meshes,
     run_ranks,
     specs,
@@ -35,7 +35,7 @@ from unified_ckpt.testing import (
 
 def test_ranks_give_their_results_in_order() -> None:
     def act(comm: Comm) -> tuple[int, bytes]:
-        return comm.rank, comm.meet("x", same=False, timeout_seconds=10).broadcast(
+        return comm.rank, comm.begin_collective("x", cached=False, timeout_seconds=10).broadcast(
             "v", b"from 0" if comm.rank == 0 else None
         )
 
@@ -89,27 +89,27 @@ def test_a_rank_that_hangs_is_shown_where_it_hangs() -> None:
 
 
 def test_a_fuse_blows_once_and_for_all(tmp_path: Path) -> None:
-    fuse = Fuse(2)
+    fuse = FaultPoint(2)
     one, other = FaultyStorage(str(tmp_path), fuse), FaultyStorage(str(tmp_path), fuse)
     one.make_folder("a")
     other.write_at("a/x", 0, [memoryview(b"12345678")])
-    with pytest.raises(Stopped, match="stopped at operation 2"):
+    with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
         one.write_at("a/y", 0, [memoryview(b"1234"), memoryview(b"5678")])
     assert (tmp_path / "a" / "x").read_bytes() == b"12345678"
     assert (tmp_path / "a" / "y").read_bytes() == b"12", "half of a write that was cut off"
-    with pytest.raises(Stopped, match="stopped at operation 2"):
+    with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
         other.remove_folder("a")
-    with pytest.raises(Stopped, match="stopped at operation 2"):
+    with pytest.raises(SimulatedCrash, match="stopped at operation 2"):
         other.read("a/x")
     assert fuse.operations == ["make_folder a", "write_at a/x", "write_at a/y"]
 
 
 def test_half_of_a_folder_is_removed(tmp_path: Path) -> None:
-    storage = FaultyStorage(str(tmp_path), Fuse(5))
+    storage = FaultyStorage(str(tmp_path), FaultPoint(5))
     storage.make_folder("a")
     for name in "bcde":
         storage.write_at(f"a/{name}", 0, [memoryview(b"1")])
-    with pytest.raises(Stopped, match="stopped at operation 5"):
+    with pytest.raises(SimulatedCrash, match="stopped at operation 5"):
         storage.remove_folder("a")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["d", "e"]
 
@@ -149,24 +149,24 @@ TENSORS: list[tuple[Key, TensorSpec]] = [
 ]
 
 
-@given(arrangements(tensors=TENSORS, max_world=8, complete=True))
-def test_complete_arrangements_hold_whole_copies(drawn: Arrangement) -> None:
-    assert [(one.row.key, one.row.spec) for one in drawn.held] == TENSORS
-    for one in drawn.held:
-        assert missing_coordinates(one.row.sharding, one.ranks) == []
+@given(drawn_layouts(tensors=TENSORS, max_world=8, complete=True))
+def test_complete_arrangements_hold_whole_copies(drawn: DrawnLayout) -> None:
+    assert [(one.decl.key, one.decl.spec) for one in drawn.tensors] == TENSORS
+    for one in drawn.tensors:
+        assert missing_coordinates(one.decl.sharding, one.ranks) == []
         assert list(one.ranks) == sorted(set(one.ranks) & set(range(drawn.world)))
-        assert one.row.spec.dtype != "F4" or not one.row.sharding.cuts
+        assert one.decl.spec.dtype != "F4" or not one.decl.sharding.shard_dims
 
 
-@given(arrangements(tensors=TENSORS, max_world=8, complete=False), st.data())
+@given(drawn_layouts(tensors=TENSORS, max_world=8, complete=False), st.data())
 def test_every_rank_that_holds_a_tensor_has_a_place_in_its_mesh(
-    drawn: Arrangement, data: st.DataObject
+    drawn: DrawnLayout, data: st.DataObject
 ) -> None:
-    for one in drawn.held:
+    for one in drawn.tensors:
         assert one.ranks
         rank = data.draw(st.sampled_from(one.ranks))
-        assert one.row.sharding.position(rank) is not None
-        assert one.row in drawn.rows(rank)
-        assert part_of(np.zeros(one.row.spec.shape), one.row.sharding, rank).ndim == len(
-            one.row.spec.shape
+        assert one.decl.sharding.position(rank) is not None
+        assert one.decl in drawn.decls(rank)
+        assert part_of(np.zeros(one.decl.spec.shape), one.decl.sharding, rank).ndim == len(
+            one.decl.spec.shape
         )

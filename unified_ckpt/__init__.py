@@ -1,6 +1,7 @@
 """Unified, sharded-safetensors checkpoints for PyTorch training: saved merged, loaded resliced.
 
-`import unified_ckpt as uc`; the names below are all there is. They load on first use, so that `inspect` starts without torch.
+`import unified_ckpt as uc`; the names below are all there is. They load on first use, so that
+`inspect` starts without torch.
 """
 
 from __future__ import annotations

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.folder.commit import StepPath
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.folder.verify import VerifyReport, unopened, verify_copies
+from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
 from unified_ckpt.engine.load.load import LoadReport
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.request import Targets, try_load_request
-from unified_ckpt.engine.nodes.discover import machine_numbers
-from unified_ckpt.engine.repair.across_nodes import Reports, repair_together
-from unified_ckpt.engine.save.job import Kept, SaveReport
-from unified_ckpt.engine.save.pending import PendingSave, refused_lazy
-from unified_ckpt.engine.save.probe_topology import Found, Land, find_land, look
-from unified_ckpt.engine.save.request import SaveRequest, What, save_request
+from unified_ckpt.engine.nodes.discover import gather_node_numbers
+from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
+from unified_ckpt.engine.save.job import SaveCache, SaveReport
+from unified_ckpt.engine.save.pending import PendingSave, lazy_error
+from unified_ckpt.engine.save.probe_topology import ProbeResult, Topology, connect_topology, look
+from unified_ckpt.engine.save.request import SaveArguments, SaveRequest, save_request
 from unified_ckpt.engine.save.save import begin_save
 from unified_ckpt.engine.save.save import save as _save
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.options import LoadOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.comm.topology import machine_id
-from unified_ckpt.runtime.gc_pause import paused
-from unified_ckpt.runtime.storage.storage import LocalStorage, absolute, place_of
-from unified_ckpt.runtime.storage.write_calls import BESIDE_TRAINING, WAITED_FOR, Calls
+from unified_ckpt.runtime.comm.topology import node_id
+from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
+from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.modules import Model
-from unified_ckpt.runtime.torch_state.optimizers import Optimizers, as_list
-from unified_ckpt.sources import open_any
-from unified_ckpt.sources.open import find_any, try_changed
+from unified_ckpt.runtime.torch_state.optimizers import Optimizers, as_optimizers
+from unified_ckpt.sources import open_source
+from unified_ckpt.sources.open import open_on_all_ranks, try_apply_options
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -44,11 +44,14 @@ Path = str | os.PathLike[str]
 
 
 class Checkpointer:
-    """Saves and loads for one set of ranks. Keeps the plan of the last layout, the buffers and the save in flight between calls.
+    """Saves and loads for one set of ranks. Keeps the plan of the last layout, the buffers and the
+    save in flight between calls.
 
-    `root`: what relative paths are relative to. `group`: the ranks of every call, None for all; a single process needs no group.
-    `options`: for saves, where a call gives none. `machine`: a name that the ranks which share memory with this one have, where it is not
-    the kernel that they run under. A context manager; `close` gives the buffers back.
+    `root`: what relative paths are relative to. `group`: the ranks of every call, None for all; a
+    single process needs no group.
+    `options`: for saves, where a call gives none. `machine`: a name that the ranks which share
+    memory with this one have, where it is not the kernel that they run under. A context manager;
+    `close` gives the buffers back.
     """
 
     def __init__(
@@ -57,16 +60,16 @@ class Checkpointer:
         *,
         group: dist.ProcessGroup | None = None,
         options: SaveOptions | None = None,
-        machine: str | None = None,
+        node: str | None = None,
     ) -> None:
-        self._root = absolute(os.fspath(root)) if root is not None else ""
-        self._group, self._options, self._machine = group, options or SaveOptions(), machine
+        self._root = absolute_path(os.fspath(root)) if root is not None else ""
+        self._group, self._options, self._node = group, options or SaveOptions(), node
         self._comm: comms.Comm | None = None
-        self._lands: dict[
-            str, tuple[Found, Land | None]
+        self._topologies: dict[
+            str, tuple[ProbeResult, Topology | None]
         ] = {}  # by the folder that saves are made in
-        self._machines: list[int] | None = None
-        self._kept = Kept()
+        self._nodes: list[int] | None = None
+        self._cache = SaveCache()
         self._pending: PendingSave | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -81,7 +84,8 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in flight, gives back the buffers and forgets the plan. The next call makes them anew.
+        """Waits for the save in flight, gives back the buffers and forgets the plan. The next call
+        makes them anew.
 
         Raises the error of that save, if it has not been told yet.
         """
@@ -92,13 +96,15 @@ class Checkpointer:
                 self._release()
 
     def _release(self) -> None:
-        self._kept.close()
+        self._cache.close()
         if self._comm is not None:
-            self._comm.leave()
-        for land in {id(land): land for _, land in self._lands.values()}.values():
-            if land is not None:
-                land.close()
-        self._kept, self._comm, self._lands, self._machines = Kept(), None, {}, None
+            self._comm.detach()
+        for topology in {
+            id(topology): topology for _, topology in self._topologies.values()
+        }.values():
+            if topology is not None:
+                topology.close()
+        self._cache, self._comm, self._topologies, self._nodes = SaveCache(), None, {}, None
 
     def save(
         self,
@@ -116,19 +122,23 @@ class Checkpointer:
         attach: Callable[[str], object] | None = None,
         options: SaveOptions | None = None,
     ) -> SaveReport:
-        """Writes a checkpoint folder. Every rank calls; each tensor of every part is whole in the folder.
+        """Writes a checkpoint folder. Every rank calls; each tensor of every part is whole in the
+        folder.
 
-        `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's parameters, a list, or
-        {"fqn/state": tensor}; a parameter of a further part goes by "part.fqn". `master_weights`: a dict, or an optimizer that holds
-        them. `parts`: further parts by name. `extra`: rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's, finite
-        numbers by name, for people and retention. `attach(folder)` adds files on rank 0 before the commit.
+        `model`: a module, a list of them, or {fqn: tensor}. `optimizer`: one with the model's
+        parameters, a list, or {"fqn/state": tensor}; a parameter of a further part goes by
+        "part.fqn". `master_weights`: a dict, or an optimizer that holds them. `parts`: further
+        parts by name. `extra`: rank 0's is stored; `rank_extra`: every rank's. `metrics`: rank 0's,
+        finite numbers by name, for people and retention. `attach(folder)` adds files on rank 0
+        before the commit.
 
         Objects in `extra` and `rank_extra` give their `state_dict()`, which every rank calls.
-        Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every rank; what was at `path` is
-        then as it was. Waits for an earlier `save_async`, and raises its error.
+        Raises LayoutError, MismatchError, FormatError, StorageError or RankError, the same on every
+        rank; what was at `path` is then as it was. Waits for an earlier `save_async`, and raises
+        its error.
         """
         self.wait()
-        what = What(
+        arguments = SaveArguments(
             model,
             optimizer,
             master_weights,
@@ -140,18 +150,18 @@ class Checkpointer:
             metrics,
             attach,
         )
-        comm, options = self._ranks(), options or self._options
-        with paused:
-            storage, name, request = self._request(path, what, options, WAITED_FOR)
-            land = self._find_land(storage, name, request, options)
+        comm, options = self._get_comm(), options or self._options
+        with gc_paused:
+            storage, name, request = self._build_request(path, arguments, options, FOREGROUND)
+            topology = self._resolve_topology(storage, name, request, options)
             return _save(
                 comm,
                 storage,
                 name,
                 request,
-                self._kept,
+                self._cache,
                 timeout_seconds=options.timeout_seconds,
-                land=land,
+                topology=topology,
             )
 
     def save_async(
@@ -172,17 +182,20 @@ class Checkpointer:
         lazy: bool = False,
         after_commit: Callable[[SaveReport], object] | None = None,
     ) -> PendingSave:
-        """`save` that returns once this rank's bytes are copied; a thread writes and commits them. Same arguments and errors.
+        """`save` that returns once this rank's bytes are copied; a thread writes and commits them.
+        Same arguments and errors.
 
-        Errors of the thread come with the next call of this Checkpointer, or with `PendingSave.result`. One save is in flight: this
-        call waits for an earlier one; `idle` tells all ranks alike whether it would. `attach` and `after_commit` run in the thread;
-        the latter on every rank, once the checkpoint is there.
+        Errors of the thread come with the next call of this Checkpointer, or with
+        `PendingSave.result`. One save is in flight: this call waits for an earlier one; `idle`
+        tells all ranks alike whether it would. `attach` and `after_commit` run in the thread; the
+        latter on every rank, once the checkpoint is there.
 
-        `lazy`: parameters and optimizer state are copied by the thread, beside the next forward and backward pass; a step of the
-        optimizer waits for it. Nothing else may change them, or call a collective of this Checkpointer, until `staged()`.
+        `lazy`: parameters and optimizer state are copied by the thread, beside the next forward and
+        backward pass; a step of the optimizer waits for it. Nothing else may change them, or call a
+        collective of this Checkpointer, until `staged()`.
         """
         self.wait()
-        what = What(
+        arguments = SaveArguments(
             model,
             optimizer,
             master_weights,
@@ -194,66 +207,85 @@ class Checkpointer:
             metrics,
             attach,
         )
-        with paused:
-            return self._begin(
-                path, what, options=options, lazy=lazy, after_commit=after_commit, at_end=None
+        with gc_paused:
+            return self._start_async(
+                path, arguments, options=options, lazy=lazy, after_commit=after_commit, on_end=None
             )
 
-    def _begin(
+    def _start_async(
         self,
         path: Path,
-        what: What,
+        arguments: SaveArguments,
         *,
         options: SaveOptions | None,
         lazy: bool,
         after_commit: Callable[[SaveReport], object] | None,
-        at_end: Callable[[], object] | None,
+        on_end: Callable[[], object] | None,
     ) -> PendingSave:
         options = options or self._options
-        storage, name, request = self._request(path, what, options, BESIDE_TRAINING)
-        steppers = (
+        storage, name, request = self._build_request(path, arguments, options, BACKGROUND)
+        lazy_optimizers = (
             list(
                 {
-                    id(one): one
-                    for one in (*as_list(what.optimizer), *as_list(what.master_weights))
+                    id(optimizer): optimizer
+                    for optimizer in (
+                        *as_optimizers(arguments.optimizer),
+                        *as_optimizers(arguments.master_weights),
+                    )
                 }.values()
             )
             if lazy
             else []
         )
         if lazy and isinstance(request, SaveRequest):
-            request = refused_lazy(steppers) or request
-        comm, timeout = self._ranks(), options.timeout_seconds
-        land = self._find_land(storage, name, request, options)
+            request = lazy_error(lazy_optimizers) or request
+        comm, timeout = self._get_comm(), options.timeout_seconds
+        topology = self._resolve_topology(storage, name, request, options)
         staged = begin_save(
-            comm, storage, name, request, self._kept, timeout_seconds=timeout, lazy=lazy, land=land
+            comm,
+            storage,
+            name,
+            request,
+            self._cache,
+            timeout_seconds=timeout,
+            lazy=lazy,
+            topology=topology,
         )
-        self._pending = PendingSave(after_commit=after_commit, at_end=at_end)
-        self._pending.start(staged, lazy=steppers)
+        self._pending = PendingSave(after_commit=after_commit, on_end=on_end)
+        self._pending.start(staged, lazy_optimizers=lazy_optimizers)
         return self._pending
 
     def idle(self) -> bool:
-        """Whether no rank has a save in flight; the same answer on every rank, all of which call. Waits for none."""
+        """Whether no rank has a save in flight; the same answer on every rank, all of which call.
+        Waits for none.
+        """
         busy = self._pending is not None and not self._pending.done()
         return (
-            not self._ranks()
-            .meet("idle", same=False, timeout_seconds=self._options.timeout_seconds, busy=busy)
+            not self._get_comm()
+            .begin_collective(
+                "idle", cached=False, timeout_seconds=self._options.timeout_seconds, busy=busy
+            )
             .any_busy
         )
 
     def wait(self) -> None:
-        """Returns once no save is in flight. Raises the error of the one that was, if it has not been told yet."""
+        """Returns once no save is in flight. Raises the error of the one that was, if it has not
+        been told yet.
+        """
         pending = self._pending
         if pending is not None:
-            pending.wait()  # interrupted here, it is still in flight: its buffers are no other save's
+            # interrupted here, it is still in flight: its buffers are no other save's
+            pending.wait()
             self._pending = None
-            pending.settle()
+            pending.raise_pending()
 
     @property
     def staging_nbytes(self) -> int:
         """Host memory held for snapshots and for what ranks put together."""
         return (
-            self._kept.buffers.nbytes + self._kept.windows.nbytes + self._kept.load_windows.nbytes
+            self._cache.snapshot_memory.nbytes
+            + self._cache.tile_buffers.nbytes
+            + self._cache.load_tile_buffers.nbytes
         )
 
     def load(
@@ -270,22 +302,27 @@ class Checkpointer:
         strict: bool = True,
         options: LoadOptions | None = None,
     ) -> LoadReport:
-        """Fills state of any shape in place from a checkpoint: a unified folder, a Hugging Face model folder, or DCP's. Every rank calls.
+        """Fills state of any shape in place from a checkpoint: a unified folder, a Hugging Face
+        model folder, or DCP's. Every rank calls.
 
-        Optimizer state that does not exist yet is made from the checkpoint, never by a step; what the checkpoint lacks is cleared.
-        `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved; they are filled after the tensors.
+        Optimizer state that does not exist yet is made from the checkpoint, never by a step; what
+        the checkpoint lacks is cleared.
+        `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were
+        saved; they are filled after the tensors.
 
-        Ranks on several machines may have a folder each, whole or in fragments: what is not on a machine's disk comes from the others,
-        once it is sure that a complete copy of one save is there between them. `path` may name several folders of this machine, or be a
-        checkpoint that every rank has opened, which stays open.
+        Ranks on several machines may have a folder each, whole or in fragments: what is not on a
+        machine's disk comes from the others, once it is sure that a complete copy of one save is
+        there between them. `path` may name several folders of this machine, or be a checkpoint that
+        every rank has opened, which stays open.
 
-        Raises MismatchError listing every name, shape and dtype that differs, IncompleteError, IntegrityError or FormatError; before
-        the first byte is written. But for an IntegrityError of a digest, and a CheckpointError of an object that does not take its state:
-        these say that the target is unusable.
+        Raises MismatchError listing every name, shape and dtype that differs, IncompleteError,
+        IntegrityError or FormatError; before the first byte is written. But for an IntegrityError
+        of a digest, and a CheckpointError of an object that does not take its state: these say that
+        the target is unusable.
         """
         self.wait()
         options = options or LoadOptions()
-        comm, timeout = self._ranks(), options.timeout_seconds
+        comm, timeout = self._get_comm(), options.timeout_seconds
         paths = (
             []
             if isinstance(path, SourceView)
@@ -293,139 +330,158 @@ class Checkpointer:
             if isinstance(path, (str, os.PathLike))
             else list(path)
         )
-        where = (
+        title = (
             f"an opened checkpoint ({path.format})"
             if isinstance(path, SourceView)
-            else ", ".join(os.fspath(one) for one in paths)
+            else ", ".join(os.fspath(item) for item in paths)
         )
         with (
-            ExitStack() as owned
+            ExitStack() as exit_stack
         ):  # to the end: others may read this machine's folder as long as this rank reads theirs
-            machines = self._find_machines(f"load of {where}", timeout)
-            given = (
-                try_changed(path.source, options.source) if isinstance(path, SourceView) else None
+            nodes = self._resolve_nodes(f"load of {title}", timeout)
+            opened = (
+                try_apply_options(path.source, options.source)
+                if isinstance(path, SourceView)
+                else None
             )
-            source = given or find_any(
-                comm, where, [self._resolve(one) for one in paths], machines, owned, options
+            source = opened or open_on_all_ranks(
+                comm, title, [self._resolve(item) for item in paths], nodes, exit_stack, options
             )
             targets = Targets(model, optimizer, master_weights, parts, layout, extra, rank_extra)
-            with paused:
+            with gc_paused:
                 request = try_load_request(comm, source, targets, strict=strict, options=options)
             return _load(
                 comm,
-                where,
+                title,
                 request,
-                self._kept.load_windows,
+                self._cache.load_tile_buffers,
                 timeout_seconds=timeout,
-                machines=machines,
+                nodes=nodes,
             )
 
-    def _find_machines(self, what: str, timeout_seconds: float) -> list[int]:
+    def _resolve_nodes(self, title: str, timeout_seconds: float) -> list[int]:
         """Collective at the first load. The machine of each rank."""
-        if self._machines is None:
-            comm, name = self._ranks(), self._machine or machine_id()
-            self._machines = (
-                machine_numbers(comm, what, name, timeout_seconds=timeout_seconds)
+        if self._nodes is None:
+            comm, node = self._get_comm(), self._node or node_id()
+            self._nodes = (
+                gather_node_numbers(comm, title, node, timeout_seconds=timeout_seconds)
                 if comm.world > 1
                 else [0]
             )
-        return self._machines
+        return self._nodes
 
-    def _request(
-        self, path: Path, what: What, options: SaveOptions, how: Calls
+    def _build_request(
+        self, path: Path, arguments: SaveArguments, options: SaveOptions, write_policy: WritePolicy
     ) -> tuple[LocalStorage, str, SaveRequest | Exception]:
-        """Where to, and what; or the error that this rank met, to be told to every rank in the save."""
+        """Where to, and what; or the error that this rank met, to be told to every rank in the
+        save.
+        """
         storage, name = LocalStorage("/"), ""
         try:
-            storage, name = self._place(path, how)
+            storage, name = self._locate(path, write_policy)
             return (
                 storage,
                 name,
                 replace(
-                    save_request(self._ranks(), what, options), step_name=isinstance(path, StepPath)
+                    save_request(self._get_comm(), arguments, options),
+                    is_step_path=isinstance(path, StepPath),
                 ),
             )
         except Exception as error:
             return storage, name, error
 
-    def _find_land(
+    def _resolve_topology(
         self,
         storage: LocalStorage,
         name: str,
         request: SaveRequest | Exception,
         options: SaveOptions,
-    ) -> Land | None:
-        """Collective at the first save to a folder. The ranks that see it with this one, None where all do, on one machine."""
-        comm, timeout = self._ranks(), options.timeout_seconds
+    ) -> Topology | None:
+        """Collective at the first save to a folder. The ranks that see it with this one, None where
+        all do, on one machine.
+        """
+        comm, timeout = self._get_comm(), options.timeout_seconds
         if comm.world == 1:
             return None
-        if storage.root not in self._lands:
-            what, terms = f"save to {storage.path(name)}", {"first to this folder": True}
-            meeting = comm.meet(what, same=False, timeout_seconds=timeout, terms=terms)
-            with meeting.phase("machines"):
+        if storage.root not in self._topologies:
+            title, terms = f"save to {storage.path(name)}", {"first to this folder": True}
+            collective = comm.begin_collective(
+                title, cached=False, timeout_seconds=timeout, arguments=terms
+            )
+            with collective.step("machines"):
                 if isinstance(request, Exception):
                     raise request
-                found = look(
-                    meeting,
+                probe = look(
+                    collective,
                     storage,
-                    self._machine or machine_id(),
+                    self._node or node_id(),
                     block_nbytes=options.write_alignment,
                 )
-            with meeting.phase("land"):
-                alike = [land for known, land in self._lands.values() if known == found]
-                self._lands[storage.root] = (
-                    found,
-                    alike[0] if alike else find_land(comm, found, timeout_seconds=timeout),
+            with collective.step("land"):
+                same_probe = [
+                    topology for other, topology in self._topologies.values() if other == probe
+                ]
+                self._topologies[storage.root] = (
+                    probe,
+                    same_probe[0]
+                    if same_probe
+                    else connect_topology(comm, probe, timeout_seconds=timeout),
                 )
-        return self._lands[storage.root][1]
+        return self._topologies[storage.root][1]
 
-    def _ranks(self) -> comms.Comm:
+    def _get_comm(self) -> comms.Comm:
         if self._comm is None:
             self._comm = comms.from_torch(self._group)
         return self._comm
 
     def _resolve(self, path: Path) -> str:
-        return absolute(os.fspath(path), root=self._root)
+        return absolute_path(os.fspath(path), root=self._root)
 
-    def _place(self, path: Path, how: Calls) -> tuple[LocalStorage, str]:
-        parent, name = place_of(self._resolve(path))
-        return LocalStorage(parent, how=how), name
+    def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
+        parent, name = ensure_parent(self._resolve(path))
+        return LocalStorage(parent, write_policy=write_policy), name
 
     def repair(self, path: Path) -> Reports:
-        """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls, and gets the reports of all machines."""
+        """Mends each machine's folder of a checkpoint from the other machines'. Every rank calls,
+        and gets the reports of all machines.
+        """
         self.wait()
-        found, timeout = self._resolve(path), self._options.timeout_seconds
-        return repair_together(
-            self._ranks(),
-            found,
-            self._find_machines(f"repair of {found}", timeout),
+        resolved, timeout = self._resolve(path), self._options.timeout_seconds
+        return repair_across_nodes(
+            self._get_comm(),
+            resolved,
+            self._resolve_nodes(f"repair of {resolved}", timeout),
             timeout_seconds=timeout,
         )
 
 
-def save(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> SaveReport:
+def save(path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Any) -> SaveReport:
     """One-shot form of `Checkpointer.save`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
-        return checkpointer.save(path, **what)
+        return checkpointer.save(path, **arguments)
 
 
-def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: Any) -> PendingSave:
-    """One-shot form of `Checkpointer.save_async`. Its buffers go with the save: for more than one, a Checkpointer keeps them."""
+def save_async(
+    path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Any
+) -> PendingSave:
+    """One-shot form of `Checkpointer.save_async`. Its buffers go with the save: for more than one,
+    a Checkpointer keeps them.
+    """
     checkpointer = Checkpointer(group=group)
     options, lazy, after_commit = (
-        what.pop("options", None),
-        what.pop("lazy", False),
-        what.pop("after_commit", None),
+        arguments.pop("options", None),
+        arguments.pop("lazy", False),
+        arguments.pop("after_commit", None),
     )
     try:
-        request = What(**what)
-        return checkpointer._begin(
+        save_arguments = SaveArguments(**arguments)
+        return checkpointer._start_async(
             path,
-            request,
+            save_arguments,
             options=options,
             lazy=lazy,
             after_commit=after_commit,
-            at_end=checkpointer._release,
+            on_end=checkpointer._release,
         )
     except BaseException:
         if checkpointer._pending is None:  # else its end does it
@@ -434,31 +490,37 @@ def save_async(path: Path, *, group: dist.ProcessGroup | None = None, **what: An
 
 
 def load(
-    path: Path | Sequence[Path] | SourceView, *, group: dist.ProcessGroup | None = None, **what: Any
+    path: Path | Sequence[Path] | SourceView,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **arguments: Any,
 ) -> LoadReport:
     """One-shot form of `Checkpointer.load`, which takes the same arguments."""
     with Checkpointer(group=group) as checkpointer:
-        return checkpointer.load(path, **what)
+        return checkpointer.load(path, **arguments)
 
 
-def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001  # uc.open, never imported bare
+# uc.open, never imported bare
+def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001
     """A checkpoint in any format, lazily: no process group, nothing read but what is asked for.
 
     Raises NotFoundError, FormatError or IncompleteError.
     """
-    return SourceView(open_any(os.fspath(path), options or SourceOptions()))
+    return SourceView(open_source(os.fspath(path), options or SourceOptions()))
 
 
 def verify(
     path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Checks that every byte is there: files, sizes, headers; with `deep` every digest. Problems are in the report.
+    """Checks that every byte is there: files, sizes, headers; with `deep` every digest. Problems
+    are in the report.
 
-    Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called with bytes checked.
+    Raises NotFoundError or FormatError where there is no checkpoint to check. `progress` is called
+    with bytes checked.
     """
     try:
-        opened = open_path(os.fspath(path), hold=True)
+        source = open_path(os.fspath(path), lock=True)
     except IntegrityError as error:
-        return unopened(absolute(os.fspath(path)), error, deep=deep)
-    with closing(opened) as folder:
-        return verify_copies(folder, deep=deep, progress=progress)
+        return unreadable_report(absolute_path(os.fspath(path)), error, deep=deep)
+    with closing(source) as folder:
+        return verify_with_replicas(folder, deep=deep, progress=progress)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 class CheckpointError(Exception):
     """Any failure of a save, a load or a check. Catch this one to catch them all.
 
-    `agreed`: whether every rank of a collective call raises this same error. `echo`: whether it only says that another rank failed,
-    whose own error is the one to tell. `named`: whether the text says already which rank it comes from.
+    `agreed`: whether every rank of a collective call raises this same error. `echo`: whether it
+    only says that another rank failed, whose own error is the one to tell. `named`: whether the
+    text says already which rank it comes from.
     """
 
     agreed: bool = False
@@ -18,7 +19,9 @@ class CheckpointError(Exception):
 
 
 class LayoutError(CheckpointError):
-    """The ranks' claims do not add up to whole tensors: a gap, an unequal overlap, a piece outside the shape, replicas that differ."""
+    """The ranks' claims do not add up to whole tensors: a gap, an unequal overlap, a piece outside
+    the shape, replicas that differ.
+    """
 
 
 class FormatError(CheckpointError):
@@ -38,10 +41,11 @@ class IncompleteError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint and the target differ in names, shapes or dtypes. Nothing was written to the target.
+    """The checkpoint and the target differ in names, shapes or dtypes. Nothing was written to the
+    target.
 
-    `missing`: wanted, not in the checkpoint. `unexpected`: in the checkpoint, wanted by no rank. `wrong`: one sentence for each
-    tensor whose shape or dtype differs.
+    `missing`: wanted, not in the checkpoint. `unexpected`: in the checkpoint, wanted by no rank.
+    `wrong`: one sentence for each tensor whose shape or dtype differs.
     """
 
     def __init__(

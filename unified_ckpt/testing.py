@@ -1,6 +1,8 @@
-"""For tests of code that saves and loads: ranks as threads, storage that fails, drawn states. Provisional: names here may still change.
+"""For tests of code that saves and loads: ranks as threads, storage that fails, drawn states.
+Provisional: names here may still change.
 
-Needs hypothesis: `pip install unified-ckpt[test]`. Knows no expected values: oracles are the tests' own.
+Needs hypothesis: `pip install unified-ckpt[test]`. Knows no expected values: oracles are the tests'
+own.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from torch._C._distributed_c10d import HashStore
 
 from unified_ckpt.api import Checkpointer
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
-from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
-from unified_ckpt.core.text import short
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
@@ -36,23 +38,24 @@ _Result = TypeVar("_Result")
 
 
 def try_ranks(
-    world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
+    world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result | BaseException]:
-    """What `act` returned or raised on each of `world` ranks, which are threads over one store.
+    """What `function` returned or raised on each of `world` ranks, which are threads over one
+    store.
 
     TimeoutError with the stacks of the ranks that hang.
     """
     store, ranks = HashStore(), range(world)
-    found: list[_Result | BaseException] = [AssertionError("did not end")] * world
+    results: list[_Result | BaseException] = [AssertionError("did not end")] * world
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
-            found[rank] = act(Comm(store, rank=rank, ranks=ranks))
+            results[rank] = function(Comm(store, rank=rank, ranks=ranks))
         except BaseException as error:  # told to the caller
-            found[rank] = error
+            results[rank] = error
 
     threads = [
-        threading.Thread(target=one, args=(rank,), name=f"rank-{rank}", daemon=True)
+        threading.Thread(target=run_rank, args=(rank,), name=f"rank-{rank}", daemon=True)
         for rank in ranks
     ]
     deadline = time.monotonic() + timeout_seconds
@@ -64,26 +67,28 @@ def try_ranks(
     if hung:
         frames = sys._current_frames()
         stacks = (
-            f"rank {r}:\n{''.join(traceback.format_stack(frames.get(threads[r].ident or 0)))}"
-            for r in hung
+            f"rank {rank_index}:\n{''.join(traceback.format_stack(frames.get(threads[rank_index].ident or 0)))}"
+            for rank_index in hung
         )
         raise TimeoutError(
-            f"rank(s) {short(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}"
+            f"rank(s) {format_ranks(hung)} did not end within {timeout_seconds:g} s; they are at\n{chr(10).join(stacks)}"
         )
-    return found
+    return results
 
 
 def run_ranks(
-    world: int, act: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
+    world: int, function: Callable[[Comm], _Result], *, timeout_seconds: float = 120.0
 ) -> list[_Result]:
-    """What `act` returns on each rank. An ExceptionGroup with the errors of all that raise; the error itself where all raise one."""
+    """What `function` returns on each rank. An ExceptionGroup with the errors of all that raise;
+    the error itself where all raise one.
+    """
     results: list[_Result] = []
     errors: dict[int, BaseException] = {}
-    for rank, found in enumerate(try_ranks(world, act, timeout_seconds=timeout_seconds)):
-        if isinstance(found, BaseException):
-            errors[rank] = found
+    for rank, result in enumerate(try_ranks(world, function, timeout_seconds=timeout_seconds)):
+        if isinstance(result, BaseException):
+            errors[rank] = result
         else:
-            results.append(found)
+            results.append(result)
     if len(errors) == world and len({(type(error), str(error)) for error in errors.values()}) == 1:
         raise errors[0]
     for rank, error in errors.items():
@@ -93,143 +98,148 @@ def run_ranks(
     return results
 
 
-def checkpointer_of(comm: Comm) -> Checkpointer:
-    """A Checkpointer whose ranks are those of `comm`, until it is closed. Its tensors must be plain: DTensors know torch's ranks only."""
-    made = Checkpointer()
-    made._comm = comm
-    return made
+def make_checkpointer(comm: Comm) -> Checkpointer:
+    """A Checkpointer whose ranks are those of `comm`, until it is closed. Its tensors must be
+    plain: DTensors know torch's ranks only.
+    """
+    checkpointer = Checkpointer()
+    checkpointer._comm = comm
+    return checkpointer
 
 
 # storage
 
 
-class Stopped(BaseException):
+class SimulatedCrash(BaseException):
     """The storage stopped, as for a process that is killed. No Exception: nothing may answer it."""
 
 
-class Fuse:
-    """Counts the operations that change something, over all storages that share it, and blows at number `at`, from 0.
+class FaultPoint:
+    """Counts the operations that change something, over all storages that share it, and blows at
+    number `at`, from 0.
 
     `operations`: what was asked for, in order, the fatal one included. Blown, it stays so.
     """
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, crash_index: int | None = None) -> None:
         self.operations: list[str] = []
-        self._at, self._lock = at, threading.Lock()
-        self.blown = False
+        self._crash_index, self._lock = crash_index, threading.Lock()
+        self.triggered = False
 
     def check(self) -> None:
-        if self.blown:
-            raise Stopped(f"stopped at operation {self._at}")
+        if self.triggered:
+            raise SimulatedCrash(f"stopped at operation {self._crash_index}")
 
-    def burn(self, operation: str) -> bool:
+    def trigger(self, operation: str) -> bool:
         """Whether this operation is the fatal one, of which the storage may still do a part."""
         with self._lock:
             self.check()
-            self.blown = len(self.operations) == self._at
+            self.triggered = len(self.operations) == self._crash_index
             self.operations.append(operation)
-            return self.blown
+            return self.triggered
 
 
 class FaultyStorage(LocalStorage):
-    """Stops at an operation and stays stopped. Of the fatal one itself half is done where it has halves: a write, a removed folder."""
+    """Stops at an operation and stays stopped. Of the fatal one itself half is done where it has
+    halves: a write, a removed folder.
+    """
 
-    def __init__(self, root: str, fuse: Fuse) -> None:
+    def __init__(self, root: str, fault_point: FaultPoint) -> None:
         super().__init__(root)
-        self.fuse = fuse
+        self.fault_point = fault_point
 
     def make_folder(self, name: str) -> None:
-        self._step("make_folder", name)
+        self._trigger("make_folder", name)
         super().make_folder(name)
 
     def resize(self, name: str, nbytes: int) -> None:
-        self._step("resize", name)
+        self._trigger("resize", name)
         super().resize(name, nbytes)
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-        if self.fuse.burn(f"write_at {name}"):
+        if self.fault_point.trigger(f"write_at {name}"):
             super().write_at(name, start, [buffer[: len(buffer) // 2] for buffer in buffers[:1]])
-        self.fuse.check()
+        self.fault_point.check()
         super().write_at(name, start, buffers)
 
     def sync(self, name: str) -> None:
-        self._step("sync", name)
+        self._trigger("sync", name)
         super().sync(name)
 
     def sync_tree(self, name: str) -> None:
-        self._step("sync_tree", name)
+        self._trigger("sync_tree", name)
         super().sync_tree(name)
 
     def sync_folder(self, name: str) -> None:
-        self._step("sync_folder", name)
+        self._trigger("sync_folder", name)
         super().sync_folder(name)
 
     def rename(self, old: str, new: str) -> None:
-        self._step("rename", f"{old} {new}")
+        self._trigger("rename", f"{old} {new}")
         super().rename(old, new)
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        self._step("replace", f"{old} {new}")
+        self._trigger("replace", f"{old} {new}")
         super().replace(old, new, folder=folder)
 
     def exchange(self, old: str, new: str) -> bool:
-        self._step("exchange", f"{old} {new}")
+        self._trigger("exchange", f"{old} {new}")
         return super().exchange(old, new)
 
     def remove_file(self, name: str) -> None:
-        self._step("remove_file", name)
+        self._trigger("remove_file", name)
         super().remove_file(name)
 
     def remove_folder(self, name: str) -> None:
-        if self.fuse.burn(f"remove_folder {name}"):
+        if self.fault_point.trigger(f"remove_folder {name}"):
             entries = super().entries(name)
             for entry in entries[: len(entries) // 2]:
                 os.unlink(self.path(f"{name}/{entry}"))
-        self.fuse.check()
+        self.fault_point.check()
         super().remove_folder(name)
 
     def remove_empty(self, name: str) -> bool:
-        self._step("remove_empty", name)
+        self._trigger("remove_empty", name)
         return super().remove_empty(name)
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        self.fuse.check()
+        self.fault_point.check()
         super().read_at(name, start, into)
 
     def read(self, name: str) -> bytes:
-        self.fuse.check()
+        self.fault_point.check()
         return super().read(name)
 
     def size(self, name: str) -> int | None:
-        self.fuse.check()
+        self.fault_point.check()
         return super().size(name)
 
     def entries(self, name: str) -> list[str]:
-        self.fuse.check()
+        self.fault_point.check()
         return super().entries(name)
 
     def kind(self, name: str) -> str | None:
-        self.fuse.check()
+        self.fault_point.check()
         return super().kind(name)
 
-    def _step(self, operation: str, name: str) -> None:
-        self.fuse.burn(f"{operation} {name}")
-        self.fuse.check()
+    def _trigger(self, operation: str, name: str) -> None:
+        self.fault_point.trigger(f"{operation} {name}")
+        self.fault_point.check()
 
 
 class FullStorage(LocalStorage):
     """A disk that is full from write number `at` on, from 0. All else works."""
 
-    def __init__(self, root: str, at: int) -> None:
+    def __init__(self, root: str, first_failing_write: int) -> None:
         super().__init__(root)
-        self._left = at
+        self._writes_left = first_failing_write
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         def fail() -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        self._left -= 1
-        if self._left < 0:
+        self._writes_left -= 1
+        if self._writes_left < 0:
             self._call(f"write at byte {start} of", name, fail)
         super().write_at(name, start, buffers)
 
@@ -238,52 +248,57 @@ class FullStorage(LocalStorage):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """One tensor and the ranks that hold it, ascending."""
 
-    row: Row
+    decl: TensorDecl
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class DrawnLayout:
     """What each of `world` ranks holds."""
 
     world: int
-    held: tuple[Held, ...]
+    tensors: tuple[HeldTensor, ...]
 
-    def rows(self, rank: int) -> list[Row]:
+    def decls(self, rank: int) -> list[TensorDecl]:
         """The rank's tensors, in the order of tables."""
-        return sorted((one.row for one in self.held if rank in one.ranks), key=lambda row: row.key)
+        return sorted(
+            (tensor.decl for tensor in self.tensors if rank in tensor.ranks),
+            key=lambda decl: decl.key,
+        )
 
 
 def meshes(*, max_world: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Sizes of up to three mesh dims, of one coordinate too, as often small as large."""
     sizes = range(1, max_world + 1)
-    every = [
+    all_meshes = [
         mesh
         for count in (1, 2, 3)
         for mesh in product(sizes, repeat=count)
         if prod(mesh) <= max_world and mesh.count(1) < max(count, 2)
     ]
-    return st.sampled_from(every)
+    return st.sampled_from(all_meshes)
 
 
 @st.composite
 def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
-    """Any dtype that safetensors and torch both have; 0-d, empty, odd and small shapes, and some of 64 KiB and more."""
+    """Any dtype that safetensors and torch both have; 0-d, empty, odd and small shapes, and some of
+    64 KiB and more.
+    """
     dtype = draw(st.sampled_from(sorted(TORCH_DTYPES)))
     if draw(st.integers(0, 2)) == 0:
-        smallest = 1 if dtype == "F4" else 0  # F4 is packed along a dim
+        min_ndim = 1 if dtype == "F4" else 0  # F4 is packed along a dim
         return TensorSpec(
             dtype,
             tuple(
                 draw(
-                    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16]), min_size=smallest, max_size=3)
+                    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16]), min_size=min_ndim, max_size=3)
                 )
             ),
         )
-    others = draw(
+    other_dims = draw(
         st.lists(
             st.sampled_from([1, 2, 3, 5, 8, 12, 40, 100]),
             min_size=draw(st.sampled_from([0, 1, 2])),
@@ -291,80 +306,88 @@ def specs(draw: st.DrawFn, *, max_nbytes: int) -> TensorSpec:
         )
     )
     count = draw(st.integers(SMALL_NBYTES, max_nbytes)) // itemsize(dtype)
-    return TensorSpec(dtype, tuple(draw(st.permutations([*others, -(-count // prod(others))]))))
+    return TensorSpec(
+        dtype, tuple(draw(st.permutations([*other_dims, -(-count // prod(other_dims))])))
+    )
 
 
 @st.composite
 def shardings(
     draw: st.DrawFn, *, shape: tuple[int, ...], mesh: Sequence[int], ranks: tuple[int, ...]
 ) -> Sharding:
-    """A rule over a row-major mesh: dims cut once or several times, evenly or not, in sections, padded. `ranks`: as in `Sharding`."""
-    cuts = tuple(_cuts(draw, shape, mesh))
-    return Sharding(cuts, ranks if cuts else ())
+    """A rule over a row-major mesh: dims cut once or several times, evenly or not, in sections,
+    padded. `ranks`: as in `Sharding`.
+    """
+    shard_dims = tuple(_shard_dims(draw, shape, mesh))
+    return Sharding(shard_dims, ranks if shard_dims else ())
 
 
-def _cuts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) -> Iterator[Cut]:
-    seen = set[int]()
-    for i in draw(st.permutations(range(len(mesh)))):
-        size, stride = mesh[i], prod(mesh[i + 1 :])
+def _shard_dims(draw: st.DrawFn, shape: tuple[int, ...], mesh: Sequence[int]) -> Iterator[ShardDim]:
+    sharded_dims = set[int]()
+    for mesh_dim in draw(st.permutations(range(len(mesh)))):
+        size, stride = mesh[mesh_dim], prod(mesh[mesh_dim + 1 :])
         if size == 1 or not shape or draw(st.integers(0, 3)) == 0:
             continue
         dim = draw(st.integers(0, len(shape) - 1))
         kind = draw(st.sampled_from(["plain", "plain", "plain", "count", "lengths", "padded"]))
         if kind == "count":
-            yield Cut(dim, size, stride, draw(st.integers(2, 4)))
-        elif kind == "lengths" and dim not in seen:
-            first = draw(st.integers(0, shape[dim]))
-            yield Cut(dim, size, stride, (first, shape[dim] - first))
-        elif kind == "padded" and dim not in seen:
-            yield Cut(dim, size, stride, 1, -(-shape[dim] // size) + draw(st.integers(0, 3)))
+            yield ShardDim(dim, size, stride, draw(st.integers(2, 4)))
+        elif kind == "lengths" and dim not in sharded_dims:
+            first_length = draw(st.integers(0, shape[dim]))
+            yield ShardDim(dim, size, stride, (first_length, shape[dim] - first_length))
+        elif kind == "padded" and dim not in sharded_dims:
+            yield ShardDim(dim, size, stride, 1, -(-shape[dim] // size) + draw(st.integers(0, 3)))
         else:
-            yield Cut(dim, size, stride)
-        seen.add(dim)
+            yield ShardDim(dim, size, stride)
+        sharded_dims.add(dim)
 
 
 @st.composite
-def arrangements(
+def drawn_layouts(
     draw: st.DrawFn, *, tensors: Sequence[tuple[Key, TensorSpec]], max_world: int, complete: bool
-) -> Arrangement:
-    """Each tensor on all ranks, on some coordinates of the mesh dims that do not cut it (pipeline stages, experts), or on a mesh of its
-    own. F4 is held whole. Not `complete`: some are held by any ranks at all, as a load may want them.
+) -> DrawnLayout:
+    """Each tensor on all ranks, on some coordinates of the mesh dims that do not cut it (pipeline
+    stages, experts), or on a mesh of its own. F4 is held whole. Not `complete`: some are held by
+    any ranks at all, as a load may want them.
     """
     mesh = draw(meshes(max_world=max_world))
     world = prod(mesh)
-    held = []
+    drawn = []
     for (part, fqn), spec in tensors:
         kind = draw(st.sampled_from(["all", "all", "permuted", "some", "some", "own mesh"]))
-        own, members = mesh, tuple(range(world))
+        tensor_mesh, members = mesh, tuple(range(world))
         if kind == "own mesh":
-            own = draw(meshes(max_world=world))
+            tensor_mesh = draw(meshes(max_world=world))
         if kind in ("permuted", "own mesh"):
-            members = tuple(draw(st.permutations(range(world)))[: prod(own)])
-        listed = members if kind in ("permuted", "own mesh") else ()
-        rule = (
+            members = tuple(draw(st.permutations(range(world)))[: prod(tensor_mesh)])
+        listed_ranks = members if kind in ("permuted", "own mesh") else ()
+        sharding = (
             Sharding()
             if spec.dtype == "F4"
-            else draw(shardings(shape=spec.shape, mesh=own, ranks=listed))
+            else draw(shardings(shape=spec.shape, mesh=tensor_mesh, ranks=listed_ranks))
         )
         if kind == "some":
-            members = _stage(draw, rule, mesh)
+            members = _stage_ranks(draw, sharding, mesh)
         if not complete and draw(st.integers(0, 5)) == 0:
             members = tuple(draw(st.sets(st.sampled_from(members), min_size=1)))
-        held.append(Held(Row(part, fqn, spec, rule), tuple(sorted(members))))
-    return Arrangement(world, tuple(held))
+        drawn.append(HeldTensor(TensorDecl(part, fqn, spec, sharding), tuple(sorted(members))))
+    return DrawnLayout(world, tuple(drawn))
 
 
-def _stage(draw: st.DrawFn, rule: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
+def _stage_ranks(draw: st.DrawFn, sharding: Sharding, mesh: Sequence[int]) -> tuple[int, ...]:
     """The ranks at some coordinates of a mesh dim that does not cut."""
-    free = [
-        i
-        for i in range(len(mesh))
-        if prod(mesh[i + 1 :]) not in {cut.stride for cut in rule.cuts} and mesh[i] > 1
+    free_dims = [
+        mesh_dim
+        for mesh_dim in range(len(mesh))
+        if prod(mesh[mesh_dim + 1 :]) not in {shard_dim.stride for shard_dim in sharding.shard_dims}
+        and mesh[mesh_dim] > 1
     ]
-    if not free:
+    if not free_dims:
         return tuple(range(prod(mesh)))
-    i = draw(st.sampled_from(free))
-    kept = draw(st.sets(st.integers(0, mesh[i] - 1), min_size=1))
+    mesh_dim = draw(st.sampled_from(free_dims))
+    coordinates = draw(st.sets(st.integers(0, mesh[mesh_dim] - 1), min_size=1))
     return tuple(
-        rank for rank in range(prod(mesh)) if rank // prod(mesh[i + 1 :]) % mesh[i] in kept
+        rank
+        for rank in range(prod(mesh))
+        if rank // prod(mesh[mesh_dim + 1 :]) % mesh[mesh_dim] in coordinates
     )

@@ -1,4 +1,5 @@
-"""Trains a model that is sharded at load, and goes on from where it was stopped, with as many ranks or with others.
+"""Trains a model that is sharded at load, and goes on from where it was stopped, with as many ranks
+or with others.
 
 torchrun --nproc-per-node 2 hf_trainer_sharded.py run 10
 torchrun --nproc-per-node 1 hf_trainer_sharded.py run 20
@@ -49,7 +50,9 @@ arguments = TrainingArguments(
     max_steps=steps,
     save_steps=5,
     save_total_limit=2,
-    save_only_model=True,  # the Trainer takes no model that is sharded at load without it; the callback saves the optimizer all the same
+    # the Trainer takes no model that is sharded at load without it; the callback saves the
+    # optimizer all the same
+    save_only_model=True,
     per_device_train_batch_size=8 // world,
     logging_steps=5,
     report_to=[],

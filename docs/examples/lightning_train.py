@@ -1,4 +1,5 @@
-"""Lightning with unified checkpoints: trains, and goes on where it was when it is started again, with as many processes or others.
+"""Lightning with unified checkpoints: trains, and goes on where it was when it is started again,
+with as many processes or others.
 
 python lightning_train.py run
 torchrun --nproc-per-node 2 lightning_train.py run --strategy ddp

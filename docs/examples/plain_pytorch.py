@@ -1,9 +1,11 @@
-"""A plain training loop that may be stopped anywhere and goes on with any number of processes, under DDP, FSDP2 or neither.
+"""A plain training loop that may be stopped anywhere and goes on with any number of processes,
+under DDP, FSDP2 or neither.
 
     python plain_pytorch.py run --until 10
     torchrun --standalone --nproc-per-node 2 plain_pytorch.py run --until 20 --fsdp
 
-Every step prints the samples of each rank: over both runs each comes once in an epoch. Ctrl-C and SIGTERM save and stop.
+Every step prints the samples of each rank: over both runs each comes once in an epoch. Ctrl-C and
+SIGTERM save and stop.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from unified_ckpt.cli import prune
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.manager.steps.scan import StepRecord
-from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -47,7 +47,9 @@ def age(folder: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three good ones, one incomplete, one misnamed, one of another library; a cut-off save and the only copy of another."""
+    """Three good ones, one incomplete, one misnamed, one of another library; a cut-off save and the
+    only copy of another.
+    """
     root = tmp_path / "run"
     for step, loss in ((10, 0.5), (20, 0.25), (30, 0.75)):
         uc.save(
@@ -401,7 +403,7 @@ def test_prune_leaves_what_is_being_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(tmp_path, 1, 2)
-    with reading(str(tmp_path / "checkpoint-1")):
+    with shared_lock(str(tmp_path / "checkpoint-1")):
         assert "stays checkpoint-1: it is being read" in shown(
             capsys, "prune", tmp_path, "--keep-latest", 1, code=1
         )
@@ -462,14 +464,14 @@ def test_prune_leaves_a_step_that_a_run_has_replaced_with_a_good_one_since_it_lo
     put(tmp_path, 1)
     lose(tmp_path / "checkpoint-1")
     age(tmp_path / "checkpoint-1")
-    age_of = prune._age
+    age_of = prune._age_seconds
 
     def slow(storage: LocalStorage, one: StepRecord) -> float:
         found = age_of(storage, one)
         put(tmp_path, 1, options=uc.SaveOptions(if_exists="replace"))
         return found
 
-    monkeypatch.setattr(prune, "_age", slow)
+    monkeypatch.setattr(prune, "_age_seconds", slow)
     assert "stays checkpoint-1: it has changed meanwhile" in shown(
         capsys, "prune", tmp_path, "--incomplete", code=1
     )

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.recipe_cases import Values, recipe
 from unified_ckpt.core import recipes
-from unified_ckpt.core.recipes import Alike, Recipe, Stored, runs_of
+from unified_ckpt.core.recipes import AllEqual, Recipe, Stored, merged_runs
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.reshape import regroup, widened
+from unified_ckpt.core.sharding.reshape import expand_box, reshape_map
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.materialize import make, slices
+from unified_ckpt.views.materialize import materialize, slices
 
 
 @settings(max_examples=150, deadline=None)
@@ -32,9 +32,11 @@ def test_any_box_of_any_recipe_is_numpys(
         for n in value.shape
     ]
     box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
-    found = make(of, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32)
+    found = materialize(
+        of, box, lambda key, at: torch.from_numpy(stored[key])[slices(at)], torch.float32
+    )
     assert np.array_equal(found.numpy(), value[slices(box)])
-    pieces = runs_of(of)
+    pieces = merged_runs(of)
     if pieces is not None:
         runs = [
             stored[piece.stored].reshape(-1)[piece.first : piece.first + piece.count]
@@ -46,7 +48,7 @@ def test_any_box_of_any_recipe_is_numpys(
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 40))
 def test_panels_are_the_tensor_row_major(shape: list[int], limit: int) -> None:
     value = np.arange(prod(shape)).reshape(shape)
-    found = [value[slices(box)].reshape(-1) for box in recipes.panels(shape, limit)]
+    found = [value[slices(box)].reshape(-1) for box in recipes.chunk_boxes(shape, limit)]
     assert all(len(one) <= limit for one in found)
     assert np.array_equal(np.concatenate(found), value.reshape(-1))
 
@@ -54,46 +56,47 @@ def test_panels_are_the_tensor_row_major(shape: list[int], limit: int) -> None:
 def test_every_other_element_of_a_line_is_read_as_a_line() -> None:
     """Rotary halves that are interleaved: 32 elements would be 32 reads."""
     box = Box((0, 0, 1), (8, 32, 1))
-    assert widened((8, 64), (8, 32, 2), box) == Box((0, 0, 0), (8, 32, 2))
-    assert len(regroup((8, 64), (8, 32, 2), Box((0, 0, 0), (8, 32, 2)))[1]) == 1
+    assert expand_box((8, 64), (8, 32, 2), box) == Box((0, 0, 0), (8, 32, 2))
+    assert len(reshape_map((8, 64), (8, 32, 2), Box((0, 0, 0), (8, 32, 2)))[1]) == 1
     few = Box((0, 0, 0), (4, 2, 9))
-    assert widened((4 * 3, 9), (4, 3, 9), few) == few  # four runs: nothing between them is read
+    assert expand_box((4 * 3, 9), (4, 3, 9), few) == few  # four runs: nothing between them is read
 
 
 def test_what_stays_in_order_is_runs_of_bytes() -> None:
     w = Stored(("model", "w"), (4, 6))
-    assert runs_of(recipes.stacked([w, w], 1)) is None
-    assert runs_of(recipes.turned(recipes.reshaped(w, (1, 24)), [1, 0])) == runs_of(w)
-    stacked = recipes.stacked([Stored(("model", name), (4, 6)) for name in "ab"], 0)
+    assert merged_runs(recipes.stack([w, w], 1)) is None
+    assert merged_runs(recipes.permute(recipes.reshape(w, (1, 24)), [1, 0])) == merged_runs(w)
+    stacked = recipes.stack([Stored(("model", name), (4, 6)) for name in "ab"], 0)
     assert [
-        (p.stored[1], p.first, p.count) for p in runs_of(recipes.picked(stacked, 0, 1)) or ()
+        (p.stored[1], p.first, p.count)
+        for p in merged_runs(recipes.select_index(stacked, 0, 1)) or ()
     ] == [("b", 0, 24)]
-    assert runs_of(
-        recipes.joined([recipes.cut(w, 0, 0, 1), recipes.cut(w, 0, 1, 4)], 0)
-    ) == runs_of(w)
+    assert merged_runs(
+        recipes.concat([recipes.slice_dim(w, 0, 0, 1), recipes.slice_dim(w, 0, 1, 4)], 0)
+    ) == merged_runs(w)
 
 
 W, V = Stored(("model", "w"), (4, 6)), Stored(("model", "v"), (5,))
 WRONG: list[tuple[Callable[[], Recipe], str]] = [
     (
-        lambda: recipes.turned(W, (0, 0)),
+        lambda: recipes.permute(W, (0, 0)),
         r"permute \(0, 0\) of shape \(4, 6\); needed each of its 2 dims once",
     ),
-    (lambda: recipes.swapped(V, 0, 1), r"dim 1 of shape \(5,\); needed one of its 1 dims"),
+    (lambda: recipes.transpose(V, 0, 1), r"dim 1 of shape \(5,\); needed one of its 1 dims"),
     (
-        lambda: recipes.reshaped(W, (5, -1)),
+        lambda: recipes.reshape(W, (5, -1)),
         r"reshape \(5, -1\) of shape \(4, 6\); needed sizes for 24 elements",
     ),
-    (lambda: recipes.reshaped(W, (-1, -1)), "one of them -1 at most"),
-    (lambda: recipes.reshaped(W, (4, 5)), "needed a shape of 24 elements"),
+    (lambda: recipes.reshape(W, (-1, -1)), "one of them -1 at most"),
+    (lambda: recipes.reshape(W, (4, 5)), "needed a shape of 24 elements"),
     (
-        lambda: recipes.cut(W, 1, 2, 7),
+        lambda: recipes.slice_dim(W, 1, 2, 7),
         r"slice \[2, 7\) of dim 1 of shape \(4, 6\); needed a range of its 6",
     ),
-    (lambda: recipes.joined([W, V], 0), r"shapes \(4, 6\), \(5,\) do not join along dim 0"),
-    (lambda: recipes.stacked([W, V], 0), r"shapes \(4, 6\), \(5,\) do not stack"),
-    (lambda: recipes.stacked([V, V], 2), r"stack of shape \(5,\) at dim 2; needed one of 0 to 1"),
-    (lambda: recipes.alike([W, V]), r"cannot be alike"),
+    (lambda: recipes.concat([W, V], 0), r"shapes \(4, 6\), \(5,\) do not join along dim 0"),
+    (lambda: recipes.stack([W, V], 0), r"shapes \(4, 6\), \(5,\) do not stack"),
+    (lambda: recipes.stack([V, V], 2), r"stack of shape \(5,\) at dim 2; needed one of 0 to 1"),
+    (lambda: recipes.all_equal([W, V]), r"cannot be alike"),
 ]
 
 
@@ -105,12 +108,14 @@ def test_a_recipe_cannot_be_built_wrong(build: Callable[[], Recipe], text: str) 
 
 def test_what_must_be_alike_is_looked_at() -> None:
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.0, 3.0])}
-    both = recipes.alike([Stored(("optimizer", name), (2,)) for name in values])
-    assert isinstance(both, Alike)
-    assert make(
+    both = recipes.all_equal([Stored(("optimizer", name), (2,)) for name in values])
+    assert isinstance(both, AllEqual)
+    assert materialize(
         both, Box((0,), (1,)), lambda key, box: values[key[1]][slices(box)], torch.float32
     ).tolist() == [1.0]
     with pytest.raises(
         FormatError, match="number 1 of the 2 tensors that become one differs from the first"
     ):
-        make(both, Box((0,), (2,)), lambda key, box: values[key[1]][slices(box)], torch.float32)
+        materialize(
+            both, Box((0,), (2,)), lambda key, box: values[key[1]][slices(box)], torch.float32
+        )

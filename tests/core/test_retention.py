@@ -1,4 +1,6 @@
-"""Retention: what is never dropped, whatever the rules; and each rule against a plain reading of it."""
+"""Retention: what is never dropped, whatever the rules; and each rule against a plain reading of
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from unified_ckpt.core.retention import (
     LatestN,
     Rule,
     Rules,
-    Saved,
-    kept,
+    SavedStep,
     ranked,
+    retained,
 )
 from unified_ckpt.errors import FormatError
 
@@ -40,19 +42,19 @@ all_rules = st.builds(Rules, rules_of_a_kind, rules_of_a_kind)
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Saved]:
+def histories(draw: st.DrawFn) -> list[SavedStep]:
     steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=12))
     return [
-        Saved(
+        SavedStep(
             step, draw(st.sampled_from([0.0, 5.0, 11.0, 60.0])), draw(st.booleans()), draw(metrics)
         )
         for step in steps
     ]
 
 
-def full(*steps: int, loss: dict[int, float] | None = None) -> list[Saved]:
+def full(*steps: int, loss: dict[int, float] | None = None) -> list[SavedStep]:
     return [
-        Saved(step, float(step), True, {"loss": loss[step]} if loss and step in loss else {})
+        SavedStep(step, float(step), True, {"loss": loss[step]} if loss and step in loss else {})
         for step in steps
     ]
 
@@ -63,9 +65,9 @@ def only(*rules: Rule) -> Rules:
 
 @given(histories(), all_rules)
 def test_the_newest_the_newest_full_and_the_best_always_stay(
-    saved: list[Saved], rules: Rules
+    saved: list[SavedStep], rules: Rules
 ) -> None:
-    stays = kept(saved, rules)
+    stays = retained(saved, rules)
     assert set(stays) <= {one.step for one in saved}
     assert all(stays.values()), "each with its reasons"
     if saved:
@@ -82,42 +84,44 @@ def test_the_newest_the_newest_full_and_the_best_always_stay(
 
 @given(histories(), all_rules, rules_of_a_kind)
 def test_another_rule_never_removes_more(
-    saved: list[Saved], rules: Rules, more: tuple[Rule, ...]
+    saved: list[SavedStep], rules: Rules, more: tuple[Rule, ...]
 ) -> None:
     wider = Rules(
         rules.full + more if rules.full else (), rules.model_only + more if rules.model_only else ()
     )
-    assert set(kept(saved, rules)) <= set(kept(saved, wider))
+    assert set(retained(saved, rules)) <= set(retained(saved, wider))
 
 
 @given(histories(), all_rules)
-def test_what_is_kept_is_kept_again(saved: list[Saved], rules: Rules) -> None:
-    """Nothing kept is removed by the next run, unless its place among intervals moves: those are counted from the first that is there."""
-    stays = kept(saved, rules)
-    assert set(kept([one for one in saved if one.step in stays], rules)) == set(stays)
+def test_what_is_kept_is_kept_again(saved: list[SavedStep], rules: Rules) -> None:
+    """Nothing kept is removed by the next run, unless its place among intervals moves: those are
+    counted from the first that is there.
+    """
+    stays = retained(saved, rules)
+    assert set(retained([one for one in saved if one.step in stays], rules)) == set(stays)
 
 
 @given(histories(), all_rules, st.randoms(use_true_random=False))
 def test_the_order_of_the_records_does_not_matter(
-    saved: list[Saved], rules: Rules, draw: object
+    saved: list[SavedStep], rules: Rules, draw: object
 ) -> None:
     mixed = list(saved)
     draw.shuffle(mixed)  # type: ignore[attr-defined]
-    assert kept(mixed, rules) == kept(saved, rules)
+    assert retained(mixed, rules) == retained(saved, rules)
 
 
 def test_no_rule_keeps_everything() -> None:
-    assert kept(full(1, 2, 3), Rules((), ())) == {
+    assert retained(full(1, 2, 3), Rules((), ())) == {
         1: ("no rule",),
         2: ("no rule",),
         3: ("newest", "newest full", "no rule"),
     }
-    assert kept([], only(LatestN(1))) == {}
+    assert retained([], only(LatestN(1))) == {}
 
 
 def test_rules_are_united_and_named() -> None:
     saved = full(5, 10, 15, 20, 25, loss={5: 0.1, 15: 0.3})
-    found = kept(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
+    found = retained(saved, only(LatestN(2), EverySteps(10), BestN("loss", "min", 1)))
     assert found == {
         5: ("best 1 by loss", "best by loss"),
         10: ("every 10 steps",),
@@ -128,35 +132,38 @@ def test_rules_are_united_and_named() -> None:
 
 def test_every_seconds_counts_from_the_last_one_kept() -> None:
     saved = [
-        Saved(step, float(at), True, {})
+        SavedStep(step, float(at), True, {})
         for step, at in ((1, 0), (2, 50), (3, 60), (4, 119), (5, 121))
     ]
-    assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
+    assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 3, 5}
 
 
 def test_every_seconds_keeps_on_after_a_clock_that_was_ahead_once() -> None:
     saved = [
-        Saved(step, float(at), True, {})
+        SavedStep(step, float(at), True, {})
         for step, at in ((1, 0), (2, 90_000), (3, 60), (4, 100), (5, 121), (6, 122))
     ]
-    assert set(kept(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
+    assert set(retained(saved, only(EverySeconds(60.0)))) == {1, 2, 3, 5, 6}
 
 
 def test_rotation_with_separate_limits_for_model_only_and_full() -> None:
-    saved = [Saved(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
-    assert set(kept(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}
-    assert set(kept(saved, Rules((LatestN(1),), ()))) == {12, 1, 2, 3, 5, 6, 7, 9, 10, 11}
+    saved = [SavedStep(step, float(step), step % 4 == 0, {}) for step in range(1, 13)]
+    assert set(retained(saved, Rules((LatestN(2),), (LatestN(3),)))) == {8, 12, 9, 10, 11}
+    assert set(retained(saved, Rules((LatestN(1),), ()))) == {12, 1, 2, 3, 5, 6, 7, 9, 10, 11}
 
 
 def test_a_model_only_checkpoint_does_not_push_out_the_last_full_one() -> None:
-    saved = [Saved(1, 1.0, True, {}), *(Saved(step, float(step), False, {}) for step in (2, 3, 4))]
-    assert set(kept(saved, only(LatestN(1)))) == {1, 4}
+    saved = [
+        SavedStep(1, 1.0, True, {}),
+        *(SavedStep(step, float(step), False, {}) for step in (2, 3, 4)),
+    ]
+    assert set(retained(saved, only(LatestN(1)))) == {1, 4}
 
 
 def test_rotation_keeps_the_best_without_a_number() -> None:
     saved = full(1, 2, 3, 4, loss={1: 3.0, 2: 1.0, 3: 2.0})
-    assert kept(saved, only(LatestN(1), BestN("loss", "min", 0)))[2] == ("best by loss",)
-    assert set(kept(saved, only(LatestN(1), BestN("loss", "max", 0)))) == {1, 4}
+    assert retained(saved, only(LatestN(1), BestN("loss", "min", 0)))[2] == ("best by loss",)
+    assert set(retained(saved, only(LatestN(1), BestN("loss", "max", 0)))) == {1, 4}
 
 
 def test_of_equal_ones_the_later_is_the_best() -> None:
@@ -167,12 +174,12 @@ def test_of_equal_ones_the_later_is_the_best() -> None:
 
 
 def test_without_the_metric_the_other_rules_decide() -> None:
-    assert set(kept(full(1, 2, 3), only(BestN("loss", "min", 2)))) == {3}
-    assert set(kept(full(1, 2, 3), only(BestN("loss", "min", 2), LatestN(2)))) == {2, 3}
+    assert set(retained(full(1, 2, 3), only(BestN("loss", "min", 2)))) == {3}
+    assert set(retained(full(1, 2, 3), only(BestN("loss", "min", 2), LatestN(2)))) == {2, 3}
 
 
 def test_protected_ones_stay() -> None:
-    assert kept(full(1, 2, 3, 4), only(LatestN(1)), protected={2, 9})[2] == ("in use",)
+    assert retained(full(1, 2, 3, 4), only(LatestN(1)), protected={2, 9})[2] == ("in use",)
 
 
 @pytest.mark.parametrize(

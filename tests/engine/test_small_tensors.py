@@ -1,6 +1,8 @@
-"""Very many small tensors: the work for each stays what it is, however many there are; counted, for clocks tell of the machine.
+"""Very many small tensors: the work for each stays what it is, however many there are; counted, for
+clocks tell of the machine.
 
-Calls of Python are counted with a profiler hook, and objects of the plan by their number; `benchmarks/bench_small_tensors.py` measures.
+Calls of Python are counted with a profiler hook, and objects of the plan by their number;
+`benchmarks/bench_small_tensors.py` measures.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 NO_SYNC = uc.SaveOptions(fsync=False)
 
@@ -32,7 +34,9 @@ def state_of(tensors: int) -> dict[str, torch.Tensor]:
 
 
 def work_of(act: Callable[[], object]) -> int:
-    """Calls, of Python and of C, and resumed generators: a sum over all tensors for each of them shows."""
+    """Calls, of Python and of C, and resumed generators: a sum over all tensors for each of them
+    shows.
+    """
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -94,14 +98,16 @@ def test_work_of_160_000_tensors_is_linear(tmp_path: Path) -> None:
 
 
 def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
-    """Replicas: each rank plans and compares all of them. Waiting for each other is work, too, hence the bound."""
+    """Replicas: each rank plans and compares all of them. Waiting for each other is work, too,
+    hence the bound.
+    """
 
     def work(tensors: int, root: Path) -> int:
         state = state_of(tensors)
         counts = []
 
         def act(comm: Any) -> None:
-            with checkpointer_of(comm) as checkpointer:
+            with make_checkpointer(comm) as checkpointer:
                 counts.append(
                     work_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC))
                 )

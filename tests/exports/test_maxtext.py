@@ -1,4 +1,6 @@
-"""Tensors between Hugging Face's form and MaxText's: there and back, what moments become, and a whole model seen as MaxText's."""
+"""Tensors between Hugging Face's form and MaxText's: there and back, what moments become, and a
+whole model seen as MaxText's.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +18,45 @@ from tests.support.maxtexts import KINDS
 from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.exports.maxtext import maxtext_view
-from unified_ckpt.sources import open_any
-from unified_ckpt.sources.orbax.arrays import cells
-from unified_ckpt.sources.orbax.maxtext_names import Turn, links, sizes_of
+from unified_ckpt.sources import open_source
+from unified_ckpt.sources.orbax.arrays import chunk_boxes
+from unified_ckpt.sources.orbax.maxtext_names import Transform, parse_sizes, tensor_links
 from unified_ckpt.sources.orbax.maxtext_transforms import (
-    axes_of,
-    box_of_ours,
-    to_ours,
-    to_theirs,
-    turn_of,
+    hf_box,
+    split_axes,
+    to_hf,
+    to_maxtext,
+    transform_for,
 )
 
 TURNS = [
-    Turn((6,), (4, 8)),
-    Turn((6,), (4, 8), interleaved=True),
-    Turn((6,), (4, 16), interleaved=True, times=4.0),
-    Turn((4, 8), (6,)),
-    Turn((6,), (5,)),
-    Turn((), (6,)),
-    Turn((), (2, 8)),
-    Turn((10,), (4,), plain=True, over=2.0),
+    Transform((6,), (4, 8)),
+    Transform((6,), (4, 8), interleaved=True),
+    Transform((6,), (4, 16), interleaved=True, multiplier=4.0),
+    Transform((4, 8), (6,)),
+    Transform((6,), (5,)),
+    Transform((), (6,)),
+    Transform((), (2, 8)),
+    Transform((10,), (4,), keeps_layout=True, divisor=2.0),
 ]
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 200, 1 << 20])
 @pytest.mark.parametrize("turn", TURNS)
-def test_there_and_back_in_pieces(turn: Turn, nbytes: int) -> None:
-    ours = torch.randn(turn.ours)
-    theirs = torch.full(turn.theirs, torch.nan)
-    back = torch.full(turn.ours, torch.nan)
-    for piece in cells(turn.theirs, turn.theirs, 4, axes=axes_of(turn), nbytes=nbytes):
-        box = box_of_ours(turn, piece)
-        there = to_theirs(at(ours, box), turn, piece.shape)
+def test_there_and_back_in_pieces(turn: Transform, nbytes: int) -> None:
+    ours = torch.randn(turn.hf_shape)
+    theirs = torch.full(turn.maxtext_shape, torch.nan)
+    back = torch.full(turn.hf_shape, torch.nan)
+    for piece in chunk_boxes(
+        turn.maxtext_shape, turn.maxtext_shape, 4, axes=split_axes(turn), nbytes=nbytes
+    ):
+        box = hf_box(turn, piece)
+        there = to_maxtext(at(ours, box), turn, piece.shape)
         at(theirs, piece).copy_(there)
-        at(back, box).copy_(to_ours(there, turn))
+        at(back, box).copy_(to_hf(there, turn))
     assert torch.equal(back, ours)
-    assert torch.equal(to_theirs(ours, turn, turn.theirs), theirs)
-    assert torch.equal(to_ours(theirs, turn), ours)
+    assert torch.equal(to_maxtext(ours, turn, turn.maxtext_shape), theirs)
+    assert torch.equal(to_hf(theirs, turn), ours)
 
 
 def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
@@ -65,38 +69,40 @@ def at(tensor: torch.Tensor, box: Any) -> torch.Tensor:
     "turn",
     [
         *TURNS,
-        Turn((6,), (4, 8), times=sqrt(8)),
-        Turn((10,), (5,), plain=True, over=sqrt(5)),
-        Turn((), (6,), plus=-1.0),
+        Transform((6,), (4, 8), multiplier=sqrt(8)),
+        Transform((10,), (5,), keeps_layout=True, divisor=sqrt(5)),
+        Transform((), (6,), addend=-1.0),
     ],
 )
-def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Turn) -> None:
-    """By autograd through the weight's own turn: what Adam would have kept of the one is turned into what it would have of the other."""
-    theirs = torch.randn(turn.theirs, dtype=torch.float64, requires_grad=True)
-    gradient = torch.randn(turn.ours, dtype=torch.float64)
-    (their_gradient,) = torch.autograd.grad(to_ours(theirs, turn), theirs, gradient)
+def test_moments_are_those_of_the_gradient_in_the_other_form(turn: Transform) -> None:
+    """By autograd through the weight's own turn: what Adam would have kept of the one is turned
+    into what it would have of the other.
+    """
+    theirs = torch.randn(turn.maxtext_shape, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(turn.hf_shape, dtype=torch.float64)
+    (their_gradient,) = torch.autograd.grad(to_hf(theirs, turn), theirs, gradient)
     torch.testing.assert_close(
-        to_ours(0.1 * their_gradient, turn_of(turn, "exp_avg")), 0.1 * gradient
+        to_hf(0.1 * their_gradient, transform_for(turn, "exp_avg")), 0.1 * gradient
     )
     torch.testing.assert_close(
-        to_ours(0.001 * their_gradient**2, turn_of(turn, "exp_avg_sq")), 0.001 * gradient**2
+        to_hf(0.001 * their_gradient**2, transform_for(turn, "exp_avg_sq")), 0.001 * gradient**2
     )
 
 
 @pytest.mark.parametrize("head", [8, 16, 128])
 def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> None:
     """A scale that is no power of two rounds: there and back is then not exact."""
-    turn = Turn((6,), (2, head), times=sqrt(head))
-    ours = torch.randn(turn.ours).to(torch.bfloat16)
-    theirs = as_numpy(to_theirs(ours, turn, turn.theirs))
-    by_hand = as_numpy(ours).T.reshape(turn.theirs)
+    turn = Transform((6,), (2, head), multiplier=sqrt(head))
+    ours = torch.randn(turn.hf_shape).to(torch.bfloat16)
+    theirs = as_numpy(to_maxtext(ours, turn, turn.maxtext_shape))
+    by_hand = as_numpy(ours).T.reshape(turn.maxtext_shape)
     assert np.array_equal(
         theirs,
         (by_hand.astype(np.float32) * np.float32(1 / np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
-    back = to_ours(torch.from_numpy(theirs.view(np.int16)).view(torch.bfloat16), turn)
+    back = to_hf(torch.from_numpy(theirs.view(np.int16)).view(torch.bfloat16), turn)
     assert np.array_equal(
-        as_numpy(back.t()).reshape(turn.theirs),
+        as_numpy(back.t()).reshape(turn.maxtext_shape),
         (theirs.astype(np.float32) * np.float32(np.sqrt(head))).astype(ml_dtypes.bfloat16),
     )
     torch.testing.assert_close(back, ours, rtol=2**-7, atol=0)
@@ -106,9 +112,9 @@ def test_queries_of_two_bytes_are_scaled_in_four_as_maxtext_does(head: int) -> N
 def hub_state(kind: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """Tensors of the shapes of a real model, under the hub's names, in a checkpoint with moments."""
     config = KINDS[kind]()
-    sizes = sizes_of(config.to_dict(), where=kind)
+    sizes = parse_sizes(config.to_dict(), label=kind)
     torch.manual_seed(0)
-    shapes = {link.ours: link.turn.ours for link in links(sizes, stacked=True)}
+    shapes = {link.hf_name: link.transform.hf_shape for link in tensor_links(sizes, stacked=True)}
     state = {name: torch.randint(-64, 64, shape) / 256 for name, shape in shapes.items()}
     moments = {
         f"{name}/{one}": torch.rand(shape)
@@ -127,7 +133,7 @@ def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(
 ) -> None:
     config, state = hub_state(kind, tmp_path / "c")
     with SourceView(
-        maxtext_view(open_any(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
+        maxtext_view(open_source(str(tmp_path / "c")), config.to_dict(), stacked=stacked)
     ) as view:
         for power, one in enumerate((None, "exp_avg", "exp_avg_sq")):
             part = "model" if one is None else "optimizer"
@@ -151,7 +157,9 @@ def test_a_model_seen_as_maxtexts_is_what_is_made_head_by_head(
 def with_scalars(
     state: dict[str, torch.Tensor], path: Path, *, step: Any, other: dict[str, Any]
 ) -> Path:
-    """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of the first parameter."""
+    """A torch file of the model with an optimizer whose steps are numbers; `other`: more state of
+    the first parameter.
+    """
     entries = [
         {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one), "step": step(i)}
         for i, one in enumerate(state.values())
@@ -186,7 +194,7 @@ def test_steps_that_are_numbers_are_not_left_out(tmp_path: Path) -> None:
 
 
 def view_of(folder: Path, config: Any) -> Any:
-    return maxtext_view(open_any(str(folder)), config.to_dict())
+    return maxtext_view(open_source(str(folder)), config.to_dict())
 
 
 def test_what_cannot_be_seen_as_maxtexts_is_refused(tmp_path: Path) -> None:

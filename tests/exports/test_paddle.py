@@ -1,4 +1,6 @@
-"""Any source as a PaddleNLP Unified Checkpoint: PaddleNLP's own files byte for byte where it wrote them, an error where it has no place."""
+"""Any source as a PaddleNLP Unified Checkpoint: PaddleNLP's own files byte for byte where it wrote
+them, an error where it has no place.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.exports import paddle as paddle_write
 from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources import open_any
-from unified_ckpt.sources.paddle.beta_powers import power_after
+from unified_ckpt.sources import open_source
+from unified_ckpt.sources.paddle.beta_powers import beta_power
 
 FILE = 5_000_000_000
 
 
 def written(source: Path, target: Path, config: Path, *, max_file_bytes: int = FILE) -> Path:
-    opened = open_any(str(source))
+    opened = open_source(str(source))
     try:
         write_paddle(
             opened, str(target), SourceOptions(config=str(config)), max_file_bytes=max_file_bytes
@@ -55,7 +57,9 @@ def test_a_round_trip_gives_paddle_s_own_files_byte_for_byte(tmp_path: Path, ori
 
 
 def test_a_tied_model_has_both_names_in_every_part(tmp_path: Path) -> None:
-    """One process of PaddleNLP writes only lm_head into master weights and optimizer, and several of it then cannot load them."""
+    """One process of PaddleNLP writes only lm_head into master weights and optimizer, and several
+    of it then cannot load them.
+    """
     expected = FIXTURES / "single_tied"
     uc.convert(expected, tmp_path / "ours")
     made = written(tmp_path / "ours", tmp_path / "theirs", expected)
@@ -173,7 +177,7 @@ def test_what_cannot_be_named_or_turned_for_certain_is_refused(tmp_path: Path) -
         written(tmp_path / "ours", tmp_path / "theirs", FIXTURES / "single_bf16")
     with pytest.raises(uc.FormatError, match=r"needed options\.config"):
         write_paddle(
-            open_any(str(tmp_path / "ours")),
+            open_source(str(tmp_path / "ours")),
             str(tmp_path / "theirs"),
             SourceOptions(),
             max_file_bytes=FILE,
@@ -206,7 +210,9 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_what_was_written_wrong_is_found_and_has_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source that gives other bytes the second time: what a bad disk, or a bug in the writer, looks like."""
+    """A source that gives other bytes the second time: what a bad disk, or a bug in the writer,
+    looks like.
+    """
     real = paddle_write.read_box
 
     def wrong(storage: Any, location: Any, spec: Any, box: Box) -> bytes:
@@ -227,7 +233,7 @@ def test_a_long_run_whose_beta1_is_gone_goes_both_ways(tmp_path: Path) -> None:
     """After some 800 steps at 0.9 float32 has no more of it; that is no reason to make one up."""
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "trainer_state.json", global_step=5000)
-    powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": power_after(0.999, 5000)}
+    powers = {"beta1_pow_acc_0": 0.0, "beta2_pow_acc_0": beta_power(0.999, 5000)}
     rewritten(
         folder,
         "optimizer",
@@ -238,7 +244,7 @@ def test_a_long_run_whose_beta1_is_gone_goes_both_ways(tmp_path: Path) -> None:
     uc.convert(folder, tmp_path / "ours")
     with uc.open(tmp_path / "ours") as source:
         assert source["optimizer"]["lm_head.weight/step"][...] == 5000
-        assert "betas" not in source.source.said().groups[0]["options"]
+        assert "betas" not in source.source.metadata().groups[0]["options"]
     made = written(tmp_path / "ours", tmp_path / "theirs", folder)
     assert (made / "optimizer-00001-of-00001.safetensors").read_bytes() == (
         folder / "optimizer-00001-of-00001.safetensors"

@@ -1,4 +1,6 @@
-"""Checkpoints written in torch's own formats: read back by torch itself, bit for bit, weights and optimizer."""
+"""Checkpoints written in torch's own formats: read back by torch itself, bit for bit, weights and
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.exports.formats import Asked, export
+from unified_ckpt.exports.formats import ExportArgs, export
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 QUICK = uc.SaveOptions(fsync=False)
@@ -165,7 +167,7 @@ def test_what_fails_leaves_nothing_and_what_is_there_stays(tmp_path: Path, to: s
         source.specs("model", source.names("model"))
         os.truncate(file, file.stat().st_size - 8)  # after its size was looked at
         with pytest.raises(uc.StorageError, match="ends at byte"):
-            export(source, to, str(tmp_path / "new"), Asked())
+            export(source, to, str(tmp_path / "new"), ExportArgs())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "there.pt"]
     assert (tmp_path / "there.pt").read_text() == "mine"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.format.digests import Piece
+from unified_ckpt.format.digests import BlockCrc
 
 BLOCK = 16
 
@@ -41,24 +41,24 @@ def test_crcs_go_on_and_combine(left: bytes, right: bytes) -> None:
     assert digests.crc(right, digests.crc(left)) == expected
     assert digests.combine(digests.crc(left), digests.crc(right), len(right)) == expected
     stream = [(digests.crc(part), len(part)) for part in (left, b"", right)]
-    assert digests.combine_stream(stream) == (expected, len(left + right))
+    assert digests.combine_all(stream) == (expected, len(left + right))
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_every_kind_of_buffer(kind: type) -> None:
     assert digests.crc(kind(b"abc")) == slow_crc(b"abc")
     assert digests.crc(kind(b"")) == 0
-    assert digests.pieces(kind(b""), start=3) == []
+    assert digests.block_crcs(kind(b""), start=3) == []
 
 
 def test_buffers_of_wider_items_and_of_no_shape() -> None:
     numpy = pytest.importorskip("numpy")
     array = numpy.arange(6, dtype="<f4").reshape(2, 3)
     assert digests.crc(memoryview(array)) == slow_crc(array.tobytes())
-    assert digests.pieces(memoryview(array), start=0) == [
-        Piece(0, 0, 24, slow_crc(array.tobytes()))
+    assert digests.block_crcs(memoryview(array), start=0) == [
+        BlockCrc(0, 0, 24, slow_crc(array.tobytes()))
     ]
-    assert digests.pieces(memoryview(numpy.zeros((0, 3))), start=0) == []
+    assert digests.block_crcs(memoryview(numpy.zeros((0, 3))), start=0) == []
 
 
 @pytest.mark.parametrize(
@@ -74,50 +74,56 @@ def test_the_digest_does_not_depend_on_who_wrote_what(stored: bytes, draw: st.Da
     found = [
         piece
         for lo, hi in pairwise(cuts)
-        for piece in digests.pieces(stored[lo:hi], start=lo, block_nbytes=BLOCK)
+        for piece in digests.block_crcs(stored[lo:hi], start=lo, block_nbytes=BLOCK)
     ]
     assert all(piece.start // BLOCK == (piece.stop - 1) // BLOCK == piece.block for piece in found)
     random.Random(0).shuffle(found)
-    assert digests.join(found, nbytes=len(stored), block_nbytes=BLOCK) == (whole(stored), [])
-    assert digests.unpack(digests.pack(enumerate(found))) == list(enumerate(found))
+    assert digests.combine_blocks(found, nbytes=len(stored), block_nbytes=BLOCK) == (
+        whole(stored),
+        [],
+    )
+    assert digests.deserialize(digests.serialize(enumerate(found))) == list(enumerate(found))
 
 
 def test_blocks_covered_in_part_are_named() -> None:
     stored = bytes(range(40))
     found = [
-        *digests.pieces(
+        *digests.block_crcs(
             stored[:20], start=0, block_nbytes=BLOCK
         ),  # block 0, and bytes 16 to 20 of block 1
-        *digests.pieces(stored[24:32], start=24, block_nbytes=BLOCK),
+        *digests.block_crcs(stored[24:32], start=24, block_nbytes=BLOCK),
     ]
-    assert digests.join(found, nbytes=40, block_nbytes=BLOCK) == ({0: whole(stored)[0]}, [1])
+    assert digests.combine_blocks(found, nbytes=40, block_nbytes=BLOCK) == (
+        {0: whole(stored)[0]},
+        [1],
+    )
 
 
 def test_overlaps_are_refused() -> None:
-    found = digests.pieces(b"abcd", start=0) + digests.pieces(b"d", start=3)
+    found = digests.block_crcs(b"abcd", start=0) + digests.block_crcs(b"d", start=3)
     with pytest.raises(
         IntegrityError, match=r"two digests of block 0 overlap: \[0, 4\) and \[3, 4\)"
     ):
-        digests.join(found, nbytes=4)
+        digests.combine_blocks(found, nbytes=4)
 
 
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(0, 0, 17, 1),
-        Piece(1, 15, 20, 1),
-        Piece(0, 3, 3, 1),
-        Piece(2, 32, 41, 1),
-        Piece(0, 4, 2, 1),
+        BlockCrc(0, 0, 17, 1),
+        BlockCrc(1, 15, 20, 1),
+        BlockCrc(0, 3, 3, 1),
+        BlockCrc(2, 32, 41, 1),
+        BlockCrc(0, 4, 2, 1),
     ],
 )
-def test_pieces_outside_their_block_are_refused(piece: Piece) -> None:
+def test_pieces_outside_their_block_are_refused(piece: BlockCrc) -> None:
     with pytest.raises(IntegrityError, match="lies outside block"):
-        digests.join([piece], nbytes=40, block_nbytes=BLOCK)
+        digests.combine_blocks([piece], nbytes=40, block_nbytes=BLOCK)
 
 
 def test_cut_off_packed_digests_are_refused() -> None:
-    packed = digests.pack([(0, Piece(0, 0, 1, 2**64 - 1))])
+    packed = digests.serialize([(0, BlockCrc(0, 0, 1, 2**64 - 1))])
     assert len(packed) == 40
     with pytest.raises(FormatError, match="39 bytes; needed a multiple of 40"):
-        digests.unpack(packed[:-1])
+        digests.deserialize(packed[:-1])

@@ -1,4 +1,6 @@
-"""The manifest proves itself: with a byte of it turned nothing is read, verified or mended by it as if it were the one that was written."""
+"""The manifest proves itself: with a byte of it turned nothing is read, verified or mended by it as
+if it were the one that was written.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +167,7 @@ def test_a_version_that_has_turned_is_damage_and_no_newer_format(
     turn(folder, '"format_version": "1.', '"format_version": "3.')
     with pytest.raises(uc.IntegrityError, match=TURNED):
         values(folder)
-    assert uc.repair(folder, [other]).mended == (names.MANIFEST,)
+    assert uc.repair(folder, [other]).repaired == (names.MANIFEST,)
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
 
 
@@ -175,7 +177,7 @@ def test_a_version_that_has_turned_is_damage_and_no_newer_format(
 def test_repair_puts_the_good_one_back(folder: Path, other: Path, good: Path) -> None:
     turn(folder)
     report = uc.repair(folder, [other])
-    assert (report.ok, report.mended) == (True, (names.MANIFEST,))
+    assert (report.ok, report.repaired) == (True, (names.MANIFEST,))
     with pytest.raises(uc.IntegrityError, match=TURNED):
         raise uc.IntegrityError(*report.damage)
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
@@ -188,7 +190,7 @@ def test_repair_takes_none_that_has_turned(folder: Path, other: Path, good: Path
         uc.repair(folder, [other])
     assert not (folder / names.MANIFEST).exists()
     report = uc.repair(folder, [other, good])
-    assert (report.ok, report.mended) == (True, (names.MANIFEST,))
+    assert (report.ok, report.repaired) == (True, (names.MANIFEST,))
     assert any("only bytes of it that" in note for note in report.notes)
     assert (folder / names.MANIFEST).read_bytes() == (good / names.MANIFEST).read_bytes()
 

@@ -133,7 +133,9 @@ def test_names_are_ordered_as_their_utf8_bytes() -> None:
 def test_a_header_as_it_is_written_is_parsed_without_json(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In less than half of the time: of each machine's folder that a rank reads from, it parses the headers."""
+    """In less than half of the time: of each machine's folder that a rank reads from, it parses the
+    headers.
+    """
     items = [("é", "BOOL", ()), ("w@0:2/4", "F32", (2, 0)), ("x", "F8_E4M3", (3, 2))]
     head, entries = encode_header(items, metadata=metadata)
     monkeypatch.setattr(header, "_parse_json", lambda *_: pytest.fail("the long way"))
@@ -201,7 +203,7 @@ def test_the_short_way_says_what_the_long_way_says(data: st.DataObject) -> None:
     stored = raw(bytes(body), last - len(head) + data.draw(st.sampled_from([0, 0, 0, 1])))
     found = outcome(stored)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(header, "_parse_plain", lambda *_: None)
+        patch.setattr(header, "_parse_canonical", lambda *_: None)
         assert outcome(stored) == found
 
 

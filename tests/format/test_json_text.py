@@ -10,7 +10,7 @@ import unified_ckpt
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.renames import parse_renames
-from unified_ckpt.sources.files.json import read_object
+from unified_ckpt.sources.files.json import read_json_object
 
 FILE = "a/b.json"
 ROOT = Path(unified_ckpt.__file__).parent
@@ -56,7 +56,7 @@ def test_configs_and_rename_rules_are_parsed_so(tmp_path: Path) -> None:
     body = b'{"rules": [], "rules": []}'
     (tmp_path / "config.json").write_bytes(body)
     with pytest.raises(FormatError, match=r"config.json: key 'rules' occurs twice"):
-        read_object(str(tmp_path / "config.json"))
+        read_json_object(str(tmp_path / "config.json"))
     with pytest.raises(FormatError, match=r"rules.json: key 'rules' occurs twice"):
         parse_renames(body, file="rules.json")
 

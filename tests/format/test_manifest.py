@@ -43,7 +43,7 @@ def manifest(**changes: Any) -> Manifest:
         "parts": {
             "model": Part(
                 files={"model.safetensors": FileRecord(nbytes=100, header_crc=CRC)},
-                index=IndexFile.of(b"{}"),
+                index=IndexFile.from_bytes(b"{}"),
                 total_nbytes=12,
                 aliases={"lm_head.weight": "embed.weight"},
             )

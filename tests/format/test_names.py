@@ -18,9 +18,9 @@ from unified_ckpt.format import names
     ],
 )
 def test_before_name_is_visible_and_no_step(name: str, is_file: bool, renamed: str) -> None:
-    assert names.before_name(name, 3, is_file=is_file) == renamed
-    assert names.is_before(renamed)
-    assert not names.is_before(name)
+    assert names.backup_name(name, 3, is_file=is_file) == renamed
+    assert names.is_backup(renamed)
+    assert not names.is_backup(name)
 
 
 def test_file_names_are_those_of_hugging_face() -> None:
@@ -67,14 +67,14 @@ def test_siblings_never_look_like_checkpoints() -> None:
 
 
 def test_what_is_being_removed_is_a_folder_under_construction_to_others() -> None:
-    removed = names.removed_name("checkpoint-10", "a1")
-    assert (removed, names.is_staging(removed), names.is_removed(removed)) == (
+    removed = names.trash_name("checkpoint-10", "a1")
+    assert (removed, names.is_staging(removed), names.is_trash(removed)) == (
         ".unified-gone_a1-checkpoint-10",
         True,
         True,
     )
-    assert not names.is_removed(names.staging_name("checkpoint-10", "a1"))
-    assert names.is_removed(names.removed_name("checkpoint-10", "a" * 64)), "the longest id"
+    assert not names.is_trash(names.staging_name("checkpoint-10", "a1"))
+    assert names.is_trash(names.trash_name("checkpoint-10", "a" * 64)), "the longest id"
 
 
 def test_a_replaced_folder_belongs_to_one_name() -> None:
@@ -107,6 +107,6 @@ def test_other_entries_are_not_staging(entry: str) -> None:
 
 @pytest.mark.parametrize("save_id", ["", "a-b", "../x", "a/b"])
 def test_a_save_id_that_would_make_names_ambiguous_is_refused(save_id: str) -> None:
-    for make in (names.staging_name, names.removed_name, names.replaced_name):
+    for make in (names.staging_name, names.trash_name, names.replaced_name):
         with pytest.raises(FormatError, match=r"save id .* is not valid"):
             make("checkpoint-1", save_id)

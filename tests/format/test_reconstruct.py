@@ -1,4 +1,6 @@
-"""Byte strings that are damaged in different places: whatever has the CRC comes back, and nothing else."""
+"""Byte strings that are damaged in different places: whatever has the CRC comes back, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.format import digests
-from unified_ckpt.format.reconstruct import mosaic
+from unified_ckpt.format.reconstruct import reconstruct
 
 
 def spoilt(body: bytes, places: list[int]) -> bytes:
@@ -26,7 +28,7 @@ def spoilt(body: bytes, places: list[int]) -> bytes:
 def test_two_copies(body: bytes, first: list[int], second: list[int]) -> None:
     """All is there where no eight bytes are damaged in both."""
     copies = [spoilt(body, first), spoilt(body, second)]
-    found = mosaic(copies, digests.crc(body))
+    found = reconstruct(copies, digests.crc(body))
     assert found in (body, None)
     grains = [{place % len(body) // 8 for place in places} for places in (first, second)]
     if not grains[0] & grains[1]:
@@ -40,9 +42,9 @@ def test_pages_of_three_copies() -> None:
         lost = bytearray(body)
         lost[start : start + 65_536] = bytes(65_536)
         copies.append(bytes(lost))
-    assert mosaic(copies, digests.crc(body)) == body
-    assert mosaic(copies[:1], digests.crc(body)) is None
-    assert mosaic([], digests.crc(body)) is None
+    assert reconstruct(copies, digests.crc(body)) == body
+    assert reconstruct(copies[:1], digests.crc(body)) is None
+    assert reconstruct([], digests.crc(body)) is None
 
 
 def test_more_choices_than_are_tried() -> None:
@@ -51,4 +53,4 @@ def test_more_choices_than_are_tried() -> None:
     copies = [
         spoilt(one, list(range(at, 1 << 16, 128))) for at, one in zip((0, 64), copies, strict=True)
     ]
-    assert mosaic(copies, digests.crc(body)) is None
+    assert reconstruct(copies, digests.crc(body)) is None

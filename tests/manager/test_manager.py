@@ -1,4 +1,6 @@
-"""The manager over a run's life: what users of other libraries have lost checkpoints to, each as a test."""
+"""The manager over a run's life: what users of other libraries have lost checkpoints to, each as a
+test.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from tests.support.managers import (
     warnings_of,
 )
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks, try_ranks
 
@@ -604,7 +606,7 @@ def test_one_that_is_being_read_stays_until_the_next_time(
 ) -> None:
     put(tmp_path, 1)
     with manager_of(None, tmp_path, keep_latest=1, interval_steps=1) as manager:
-        with reading(str(tmp_path / "checkpoint-1")):
+        with shared_lock(str(tmp_path / "checkpoint-1")):
             manager.save(2, **state(2))
             assert steps_in(tmp_path) == [1, 2]
         assert [
@@ -846,7 +848,10 @@ def test_a_background_save_that_failed_is_tried_again_with_the_state_of_then(
         for step in range(10, 20):
             if manager.save(step, **state(step), attach=failing) is not None:
                 saved.append(step)
-            while manager._saves._flight is not None and not manager._saves._flight.save.done():
+            while (
+                manager._scheduler._in_flight is not None
+                and not manager._scheduler._in_flight.pending.done()
+            ):
                 time.sleep(0.001)
     assert saved == [10, 11]
     assert steps_in(tmp_path) == [11]

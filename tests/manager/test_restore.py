@@ -1,4 +1,6 @@
-"""Which step a run starts from: what it must have, what stands in for what, and what is said of those that are passed over."""
+"""Which step a run starts from: what it must have, what stands in for what, and what is said of
+those that are passed over.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import unified_ckpt as uc
 from tests.support.managers import check_state, flip, manager_of, put, state, warnings_of
 from tests.support.optimizers import FusedAdam
 from unified_ckpt.manager.option_aliases import from_paddle
-from unified_ckpt.manager.restore import needs
+from unified_ckpt.manager.restore import required_parts
 
 
 def weights(value: float) -> dict[str, Any]:
@@ -120,15 +122,18 @@ def test_what_targets_need() -> None:
         frozenset({"ema"}),
     )
     plain = uc.LoadOptions()
-    assert needs({}, plain) == []
-    assert needs({"model": {}, "extra": {}, "optimizer": None}, plain) == [either]
-    assert needs({"master_weights": {}, "model": {}, "optimizer": {}}, plain) == [either, optimizer]
-    assert needs({"model": {}, "optimizer": {}, "parts": {"ema": {}}}, plain) == [
+    assert required_parts({}, plain) == []
+    assert required_parts({"model": {}, "extra": {}, "optimizer": None}, plain) == [either]
+    assert required_parts({"master_weights": {}, "model": {}, "optimizer": {}}, plain) == [
+        either,
+        optimizer,
+    ]
+    assert required_parts({"model": {}, "optimizer": {}, "parts": {"ema": {}}}, plain) == [
         ema,
         either,
         optimizer,
     ]
-    assert needs(
+    assert required_parts(
         {"model": {}, "optimizer": {}, "parts": {"ema": {}}},
         uc.LoadOptions(parts=("ema", "optimizer")),
     ) == [ema, optimizer]

@@ -1,4 +1,6 @@
-"""A newest step that is damaged, cannot be read, or goes while it is looked at: the step before is taken, never a dead job."""
+"""A newest step that is damaged, cannot be read, or goes while it is looked at: the step before is
+taken, never a dead job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds, and killed in mid-save."""
+"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds, and
+killed in mid-save.
+"""
 
 from __future__ import annotations
 

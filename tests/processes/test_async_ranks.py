@@ -1,4 +1,6 @@
-"""Saves in the background by real processes over gloo: what is saved is what was there at the call, and SIGKILL finds nothing torn."""
+"""Saves in the background by real processes over gloo: what is saved is what was there at the call,
+and SIGKILL finds nothing torn.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ __all__ = ["spawn"]  # a fixture
     "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))]
 )
 def test_training_goes_on_while_its_state_is_saved(tmp_path: Path, world: int) -> None:
-    """FSDP2 and TP, lazy and not, against what the ranks gathered before the call; and the last save, which nobody waits for."""
+    """FSDP2 and TP, lazy and not, against what the ranks gathered before the call; and the last
+    save, which nobody waits for.
+    """
     torchrun(world, "worker_async.py", tmp_path, timeout_seconds=240)
     for rank in range(world):
         assert json.loads((tmp_path / f"wrong-{rank}.json").read_text()) == []
@@ -41,16 +45,19 @@ def test_training_goes_on_while_its_state_is_saved(tmp_path: Path, world: int) -
     "dead", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in range(3))]
 )
 def test_a_rank_of_four_dies_in_a_background_save(tmp_path: Path, spawn: Spawn, dead: int) -> None:
-    """The others end with an error that names it, or what it should have said; what was committed before is whole."""
+    """The others end with an error that names it, or what it should have said; what was committed
+    before is whole.
+    """
     scene = Scene(tmp_path, spawn, world=4, background=True)
     kill_at_some_moment(scene, random.Random(dead), fixed=False, only=dead)
     told = re.findall(
-        r"^unified_ckpt\.errors\.(\w+: .*)", scene.said(), re.MULTILINE
+        r"^unified_ckpt\.errors\.(\w+: .*)", scene.output(), re.MULTILINE
     )  # the agreed error of each rank, and its own before
     timed_out = r"RankError: (.*rank\(s\) [\d, -]+ did not|rank \d waited 4 s for|rank \d \(process|the ranks' common store)"
-    assert len(told) >= 3, scene.said()
+    assert len(told) >= 3, scene.output()
     assert all(re.match(timed_out, error) for error in told), told
-    # A rank that waits for one value names the value; all such values but the dead one's own are rank 0's.
+    # A rank that waits for one value names the value; all such values but the dead one's own are
+    # rank 0's.
     of_the_dead = rf"rank {dead} \(process|for '(slots|window)/{dead}'" + "|waited 4 s for" * (
         dead == 0
     )

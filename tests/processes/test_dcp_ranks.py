@@ -1,4 +1,6 @@
-"""What torch.distributed.checkpoint wrote of a job under FSDP2: loaded by as many ranks into other cuts, and by one process."""
+"""What torch.distributed.checkpoint wrote of a job under FSDP2: loaded by as many ranks into other
+cuts, and by one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Buffers that differ between replicas: DistributedDataParallel's own rule says whose count, so a save does not refuse them."""
+"""Buffers that differ between replicas: DistributedDataParallel's own rule says whose count, so a
+save does not refuse them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""DeepSpeed's folders, written by DeepSpeed itself on two and on three ranks: what its live engine held, and refused where they are wrong.
+"""DeepSpeed's folders, written by DeepSpeed itself on two and on three ranks: what its live engine
+held, and refused where they are wrong.
 
-The workers go on from the folders too, by hand and under FSDP2, with DeepSpeed's own further losses.
+The workers go on from the folders too, by hand and under FSDP2, with DeepSpeed's own further
+losses.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.support.processes.launch import torchrun
 from unified_ckpt.cli.main import main
 from unified_ckpt.sources.deepspeed import optimizer_files as deepspeed_ranks
 from unified_ckpt.sources.deepspeed import source as deepspeed
-from unified_ckpt.sources.deepspeed.optimizer_files import STUBS
+from unified_ckpt.sources.deepspeed.optimizer_files import PLACEHOLDER_CLASSES
 from unified_ckpt.sources.restricted_pickle.load import load_torch
 
 TWO = [
@@ -161,7 +163,9 @@ def test_universal_checkpoints(two: Path, case: str) -> None:
 
 
 def test_latest_universal_is_followed(two: Path, tmp_path: Path) -> None:
-    """The converter writes it beside the folder that it makes, whatever that is called; the step's own folder may be gone since."""
+    """The converter writes it beside the folder that it makes, whatever that is called; the step's
+    own folder may be gone since.
+    """
     shutil.copytree(two / "2-universal", tmp_path / "alone" / "converted")
     (tmp_path / "alone" / "latest_universal").write_text("converted")
     check_equal(tmp_path / "alone", two / "2.pt")
@@ -200,7 +204,7 @@ def test_what_the_job_said_beside_its_tensors(
     two: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with uc.open(two / "2") as source:
-        said = source.source.said()
+        said = source.source.metadata()
     assert said.step == 3
     assert said.extra["mine"] == {"seen": (1, 2)}
     assert said.extra["lr_scheduler"]["step_size"] == 2
@@ -211,7 +215,7 @@ def test_what_the_job_said_beside_its_tensors(
         ["gain"],
     ]
     with uc.open(two / "2-half") as source:
-        assert source.source.said().extra["loss_scaler"]["cur_scale"] == 256
+        assert source.source.metadata().extra["loss_scaler"]["cur_scale"] == 256
     assert main(["inspect", str(two / "2")]) == 0
     shown = capsys.readouterr().out
     assert "deepspeed" in shown.lower()
@@ -225,7 +229,7 @@ def test_without_zero_the_weights_are_read(two: Path) -> None:
         assert source.source.aliases("model") == {"head.weight": "embed.weight"}
         assert {*source["model"], "head.weight"} == set(truth)
         assert all(torch.equal(source["model"][name][...], one) for name, one in truth.items())
-        assert source.source.said().step == 1
+        assert source.source.metadata().step == 1
 
 
 def test_a_clone_of_a_hub_without_the_steps_folder_is_the_model_that_it_has(folder: Path) -> None:
@@ -272,8 +276,10 @@ def test_converted_to_a_unified_folder(two: Path, tmp_path: Path, case: str) -> 
             assert torch.equal(source[part if part in source.parts else "model"][name][...], one), (
                 key
             )
-        assert source.source.said().groups[2]["options"]["lr"] == (0.003 if case != "2" else 0.0015)
-        assert source.source.said().extra["mine"] == {"seen": (1, 2)}
+        assert source.source.metadata().groups[2]["options"]["lr"] == (
+            0.003 if case != "2" else 0.0015
+        )
+        assert source.source.metadata().extra["mine"] == {"seen": (1, 2)}
 
 
 def test_a_corrupt_universal_checkpoint_is_not_converted(two: Path, tmp_path: Path) -> None:
@@ -284,7 +290,7 @@ def test_a_corrupt_universal_checkpoint_is_not_converted(two: Path, tmp_path: Pa
 
 def test_a_step_that_latest_does_not_name_is_opened_by_its_folder(folder: Path) -> None:
     with uc.open(folder / "global_step6") as source:
-        assert source.source.said().step == 6
+        assert source.source.metadata().step == 6
     (folder / "latest").write_text("global_step9")
     with pytest.raises(uc.IncompleteError, match="'global_step9', and there is no such folder"):
         uc.open(folder)
@@ -306,7 +312,7 @@ def test_frozen_parameters_that_were_left_out(two: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ["2", "3"])
 def test_a_job_that_has_not_begun(two: Path, case: str) -> None:
     with uc.open(two / case / "fresh") as source:
-        assert source.source.said().step == 0
+        assert source.source.metadata().step == 0
         assert torch.equal(source["master_weights"]["gain"][...], torch.ones(1))
         assert source.parts == ("master_weights", "model")
     read_all(two / case / "fresh")
@@ -318,7 +324,7 @@ def test_lightnings_folder(tmp_path: Path) -> None:
     truth = torch.load(tmp_path / "model.pt")
     with uc.open(tmp_path / "last.ckpt") as source:
         assert source.format == "deepspeed"
-        said = source.source.said()
+        said = source.source.metadata()
         assert said.step == 3
         assert said.extra["hyper_parameters"] == {"hidden": 6}
         assert {name for group in said.groups for name in group["names"]} == {
@@ -340,7 +346,7 @@ def test_the_trainers_folder(tmp_path: Path) -> None:
     truth = load_file(path / "model.safetensors")
     with uc.open(path) as source:
         assert source.format == "deepspeed"
-        assert source.source.said().step == 3
+        assert source.source.metadata().step == 3
         assert {name: str(one.dtype) for name, one in truth.items()} == dict.fromkeys(
             source["model"], "torch.bfloat16"
         )
@@ -375,7 +381,10 @@ def shards(folder: Path) -> list[Path]:
 
 def dealt(folder: Path, world: int) -> None:
     """The same flat groups in `world` partitions, as DeepSpeed cuts them."""
-    told = [load_torch(str(path), stubs=STUBS)["optimizer_state_dict"] for path in shards(folder)]
+    told = [
+        load_torch(str(path), placeholders=PLACEHOLDER_CLASSES)["optimizer_state_dict"]
+        for path in shards(folder)
+    ]
     plain = {
         key: value
         for key, value in told[0].items()
@@ -450,7 +459,7 @@ def test_a_count_of_steps_among_the_options(two: Path, folder: Path) -> None:
         torch.save(told, path)
     check_equal(folder, two / "2.pt")
     with uc.open(folder) as source:
-        assert all("step" not in group["options"] for group in source.source.said().groups)
+        assert all("step" not in group["options"] for group in source.source.metadata().groups)
 
 
 def test_a_job_opens_the_files_that_it_reads_of(
@@ -460,13 +469,13 @@ def test_a_job_opens_the_files_that_it_reads_of(
     dealt(folder, 12)
     opened = []
 
-    def note(path: str) -> deepspeed_ranks.Shard:
+    def note(path: str) -> deepspeed_ranks.RankFile:
         opened.append(int(Path(path).name.split("_")[3]))
         return read_shard(path)
 
-    read_shard = deepspeed_ranks.read_shard
-    monkeypatch.setattr(deepspeed_ranks, "read_shard", note)
-    monkeypatch.setattr(deepspeed, "read_shard", note)
+    read_shard = deepspeed_ranks.read_rank_file
+    monkeypatch.setattr(deepspeed_ranks, "read_rank_file", note)
+    monkeypatch.setattr(deepspeed, "read_rank_file", note)
     with uc.open(folder) as source:
         assert opened == [0]
         source["optimizer"]["embed.weight/exp_avg"][2:4]  # elements [14, 28) of partitions of 14
@@ -478,7 +487,7 @@ def test_a_scripts_arguments_in_the_client_state(folder: Path) -> None:
     path = folder / "global_step3" / MODEL
     torch.save(torch.load(path, weights_only=True) | {"args": argparse.Namespace(lr=0.1)}, path)
     with uc.open(folder) as source:
-        assert source.source.said().extra["args"] == {"lr": 0.1}
+        assert source.source.metadata().extra["args"] == {"lr": 0.1}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -547,7 +556,9 @@ def read_all(folder: Path) -> None:
 def test_rank_files_swapped_or_copied(
     two: Path, tmp_path: Path, pattern: str, swapped: bool
 ) -> None:
-    """Of ZeRO 3 nothing else tells: every rank's share of a parameter has one size, and the model's files have no weights."""
+    """Of ZeRO 3 nothing else tells: every rank's share of a parameter has one size, and the model's
+    files have no weights.
+    """
     folder = Path(shutil.copytree(two / "3", tmp_path / "ds"))
     one, other = sorted((folder / "global_step3").glob(pattern))
     held = other.read_bytes()

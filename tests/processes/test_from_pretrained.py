@@ -1,4 +1,6 @@
-"""A folder that a sharded job saved opens in stock `from_pretrained`, with the logits of the model that was trained."""
+"""A folder that a sharded job saved opens in stock `from_pretrained`, with the logits of the model
+that was trained.
+"""
 
 from __future__ import annotations
 

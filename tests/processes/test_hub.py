@@ -1,4 +1,6 @@
-"""Pushing to the hub: a server of the hub's protocol takes what Hugging Face's own client sends for a Trainer with the callback."""
+"""Pushing to the hub: a server of the hub's protocol takes what Hugging Face's own client sends for
+a Trainer with the callback.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The example of Lightning, started as its user would start it, again and again, with other processes each time."""
+"""The example of Lightning, started as its user would start it, again and again, with other
+processes each time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two real ranks of Lightning, SIGKILLed at random moments of a run that saves at every step: what has a name is whole."""
+"""Two real ranks of Lightning, SIGKILLed at random moments of a run that saves at every step: what
+has a name is whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lightning under DDP, FSDP2 and FSDP2 with tensor parallelism: stopped and resumed by as many processes, by fewer and by more."""
+"""Lightning under DDP, FSDP2 and FSDP2 with tensor parallelism: stopped and resumed by as many
+processes, by fewer and by more.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def proofs(path: str) -> dict[tuple[str, str], list[int]]:
     """Digests of all tensors: equal for equal bytes, whatever the layout."""
     from unified_ckpt.engine.folder.reader import open_path
 
-    folder = open_path(path, hold=True)
+    folder = open_path(path, lock=True)
     names = [(part, name) for part in folder.parts for name in folder.names(part)]
     found = {key: list(digests or ()) for key, digests in folder.block_digests(names).items()}
     folder.close()
@@ -53,7 +55,9 @@ def proofs(path: str) -> dict[tuple[str, str], list[int]]:
 
 
 def test_ddp_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """With running statistics that differ between ranks, and file names that each rank would make differently."""
+    """With running statistics that differ between ranks, and file names that each rank would make
+    differently.
+    """
     named = {"checkpoints": {**EVERY["checkpoints"], "filename": "{step}-{own:.0f}"}}
     whole, *resumed = launch(
         tmp_path,
@@ -78,7 +82,9 @@ def test_ddp_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fsdp2_goes_on_and_other_ranks_take_over_as_they_do_under_ddp(tmp_path: Path) -> None:
-    """Bitwise by as many; by one and by four, equal state, and no sample twice or left out. L#19585, L#14485: another number of GPUs."""
+    """Bitwise by as many; by one and by four, equal state, and no sample twice or left out.
+    L#19585, L#14485: another number of GPUs.
+    """
     whole, resumed, *stopped = launch(
         tmp_path,
         2,

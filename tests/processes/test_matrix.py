@@ -1,4 +1,6 @@
-"""Every layout saves, and every layout loads what every other one saved, bit for bit, in real torchrun + gloo processes."""
+"""Every layout saves, and every layout loads what every other one saved, bit for bit, in real
+torchrun + gloo processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Machines as separate folders under torchrun, and as network namespaces: real FSDP2 and TP, saved here and loaded there."""
+"""Machines as separate folders under torchrun, and as network namespaces: real FSDP2 and TP, saved
+here and loaded there.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def places(root: Path, count: int) -> list[str]:
     ],
 )
 def test_two_machines_of_two_ranks(tmp_path: Path, layout: str, background: bool) -> None:
-    """Saved twice; loaded where it was, with the folders swapped, by fewer ranks, by one with a list, by more machines than there were."""
+    """Saved twice; loaded where it was, with the folders swapped, by fewer ranks, by one with a
+    list, by more machines than there were.
+    """
     one, two = places(tmp_path, 2)
     run(tmp_path, "save", 4, 2, [one, two], layout=layout, background=background, steps=[6, 7])
     assert sorted(path.name for path in tmp_path.glob("machine-*/*")) == [CHECKPOINT] * 2
@@ -207,7 +211,9 @@ SEEDS = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_machine_is_killed_while_all_save(tmp_path: Path, seed: int) -> None:
-    """The other one's ranks end with an error; one whole save is there, the last that a rank has told of or a later one."""
+    """The other one's ranks end with an error; one whole save is there, the last that a rank has
+    told of or a later one.
+    """
     folders, port = places(tmp_path, 2), free_port()
     children = [
         agent(tmp_path, machine, port, folders, what="forever", tag="forever") for machine in (0, 1)
@@ -293,7 +299,9 @@ def in_namespaces(
     hosts: str = "",
     more: str = "",
 ) -> None:
-    """Two agents of torchrun, each in a network of its own: nothing of one is reached at the other's loopback address."""
+    """Two agents of torchrun, each in a network of its own: nothing of one is reached at the
+    other's loopback address.
+    """
     arguments = (
         f"{what} {root} --tag {tag} --per-machine 2 --folders {','.join(folders)} --steps 5 {more}"
     )

@@ -1,4 +1,6 @@
-"""A checkpoint of MaxText, loaded by several ranks under FSDP2: every tensor and moment is whole; a missing file is every rank's error."""
+"""A checkpoint of MaxText, loaded by several ranks under FSDP2: every tensor and moment is whole; a
+missing file is every rank's error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/examples/plain_pytorch.py as its users run it: stopped, and gone on with on as many processes, fewer and more."""
+"""docs/examples/plain_pytorch.py as its users run it: stopped, and gone on with on as many
+processes, fewer and more.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_on_as_many_ranks_bit_by_bit(tmp_path: Path) -> None:
 
 
 def test_on_two_ranks_then_one_then_two(tmp_path: Path) -> None:
-    """FSDP2, then no process group, then DDP. With one batch over all ranks each step has the same samples in any world, and its loss."""
+    """FSDP2, then no process group, then DDP. With one batch over all ranks each step has the same
+    samples in any world, and its loss.
+    """
     straight = run(1, tmp_path / "straight", "--until", 2 * EPOCH + 4, "--dropout", 0)
     lives = run(2, tmp_path / "run", "--until", 4, "--dropout", 0, "--fsdp")
     lives |= run(1, tmp_path / "run", "--until", EPOCH + 3, "--dropout", 0)

@@ -1,4 +1,6 @@
-"""Real processes: SIGTERM to one rank only. All stop after a common step with a good checkpoint, and go on from it."""
+"""Real processes: SIGTERM to one rank only. All stop after a common step with a good checkpoint,
+and go on from it.
+"""
 
 from __future__ import annotations
 

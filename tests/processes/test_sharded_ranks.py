@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer with sharded models: FSDP2 through Accelerate, and models sharded at load. The cases are in the worker."""
+"""Hugging Face's Trainer with sharded models: FSDP2 through Accelerate, and models sharded at load.
+The cases are in the worker.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def run(root: Path, world: int, *cases: str) -> None:
 
 
 def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    """transformers cannot resume a model that is sharded at load, and loads no FSDP2 model from a folder that from_pretrained opens."""
+    """transformers cannot resume a model that is sharded at load, and loads no FSDP2 model from a
+    folder that from_pretrained opens.
+    """
     run(tmp_path, 2, "same:accelerate", "same:tp=2")
 
 
@@ -77,7 +81,9 @@ def test_adapters_under_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_over_ranks(tmp_path: Path) -> None:
-    """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups differs between the layouts."""
+    """Experts stacked in memory; with `ep` each rank has some of them. The number of param groups
+    differs between the layouts.
+    """
     run(
         tmp_path,
         2,
@@ -99,7 +105,9 @@ def test_experts_over_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["accelerate", "tp=2"])
 def test_killed_in_the_middle_of_a_save(tmp_path: Path, layout: str) -> None:
-    """A job that dies while it saves goes on from the checkpoint before, and ends as if nothing had been."""
+    """A job that dies while it saves goes on from the checkpoint before, and ends as if nothing had
+    been.
+    """
     run(tmp_path, 2, f"same:{layout}")
     with pytest.raises(RuntimeError, match=r"SIGKILL|Signal 9"):
         run(tmp_path, 2, f"killed:{layout}")

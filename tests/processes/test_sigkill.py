@@ -1,4 +1,6 @@
-"""Real processes, SIGKILLed at random moments of a loop that only saves: never a bad checkpoint, always the last good one."""
+"""Real processes, SIGKILLed at random moments of a loop that only saves: never a bad checkpoint,
+always the last good one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes.killed import Scene, Spawn, live_through
+from tests.support.processes.killed import Scene, Spawn, live_through, spawn
+
+__all__ = ["spawn"]  # fixtures
 
 
 def test_10_moments(tmp_path: Path, spawn: Spawn) -> None:

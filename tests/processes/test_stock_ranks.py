@@ -1,4 +1,6 @@
-"""What stock frameworks checkpoint of sharded jobs: read here bit for bit, and refused where files are missing or hostile."""
+"""What stock frameworks checkpoint of sharded jobs: read here bit for bit, and refused where files
+are missing or hostile.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_each_is_read_as_it_was_in_memory(root: Path, name: str) -> None:
             torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype
             for key, tensor in needed.items()
         )
-        named = [name for group in source.source.said().groups for name in group["names"]]
+        named = [name for group in source.source.metadata().groups for name in group["names"]]
         assert sorted(named) == sorted({key.rpartition("/")[0] for key in needed if "/" in key})
 
 
@@ -60,7 +62,7 @@ def test_random_states_and_plain_values_come_too(root: Path) -> None:
     with uc.open(root / "lightning.ckpt") as source:
         assert source.step == 2
         assert source.extra["hyper_parameters"]["lr"] == 0.01
-        assert source.source.said().groups[0]["options"]["betas"] == (0.9, 0.999)
+        assert source.source.metadata().groups[0]["options"]["betas"] == (0.9, 0.999)
 
 
 MISSING = [

@@ -1,4 +1,6 @@
-"""Adapters and the place in the data under DDP: resumed by two processes as if not stopped, and by one at the same sample."""
+"""Adapters and the place in the data under DDP: resumed by two processes as if not stopped, and by
+one at the same sample.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training goes on after a save as if nothing had happened: the same bits in the same layout, the same losses in any other."""
+"""Training goes on after a save as if nothing had happened: the same bits in the same layout, the
+same losses in any other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Views on real ranks: other names and shapes, resumed from under FSDP2 and converted; a larger vocabulary under FSDP2 and TP."""
+"""Views on real ranks: other names and shapes, resumed from under FSDP2 and converted; a larger
+vocabulary under FSDP2 and TP.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,8 @@ def test_ranks_go_on_through_rules_and_convert_by_them(tmp_path: Path) -> None:
 
 
 def test_ranks_under_fsdp_and_tp_go_on_with_a_larger_vocabulary(tmp_path: Path) -> None:
-    """One call, sharded along the dim that grows by both: the steps are those of one process that grew its own state by hand."""
+    """One call, sharded along the dim that grows by both: the steps are those of one process that
+    grew its own state by hand.
+    """
     torchrun(4, "worker_grow.py", tmp_path, timeout_seconds=180)
     assert uc.verify(tmp_path / "d", deep=True).problems == ()

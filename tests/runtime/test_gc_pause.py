@@ -13,7 +13,7 @@ import torch
 
 import unified_ckpt as uc
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.runtime.gc_pause import paused
+from unified_ckpt.runtime.gc_pause import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -24,22 +24,22 @@ def enabled() -> Iterator[None]:
 
 
 def test_it_runs_again_after_the_last_pause() -> None:
-    with paused:
-        with paused:
+    with gc_paused:
+        with gc_paused:
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_it_runs_again_after_an_error() -> None:
-    with pytest.raises(ValueError, match="x"), paused:
+    with pytest.raises(ValueError, match="x"), gc_paused:
         raise ValueError("x")
     assert gc.isenabled()
 
 
 def test_where_it_did_not_run_it_does_not() -> None:
     gc.disable()
-    with paused:
+    with gc_paused:
         pass
     assert not gc.isenabled()
 
@@ -48,12 +48,12 @@ def test_pauses_of_threads_overlap() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def act() -> None:
-        with paused:
+        with gc_paused:
             inside.set()
             assert go.wait(60)
 
     thread = threading.Thread(target=act)
-    with paused:
+    with gc_paused:
         thread.start()
         assert inside.wait(60)
     assert not gc.isenabled()
@@ -63,7 +63,7 @@ def test_pauses_of_threads_overlap() -> None:
 
 
 def test_a_child_that_is_forked_meanwhile_has_it(tmp_path: Path) -> None:
-    with paused:
+    with gc_paused:
         child = os.fork()
         if not child:
             os._exit(0 if gc.isenabled() else 1)

@@ -1,4 +1,6 @@
-"""Optimizer state that is no tensor, such as an int `step`: it comes with every format that has state by name."""
+"""Optimizer state that is no tensor, such as an int `step`: it comes with every format that has
+state by name.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,14 @@ def ranks(root: Path) -> None:
 
 @pytest.mark.parametrize("write", [nested, flat, lightning, accelerate, ranks])
 def test_a_step_that_is_an_int_is_not_lost(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """Symptom: read and converted with success, and the optimizer's next step fails with KeyError 'step'."""
+    """Symptom: read and converted with success, and the optimizer's next step fails with KeyError
+    'step'.
+    """
     write(tmp_path / "c")
     uc.convert(tmp_path / "c", tmp_path / "ours")
     for path in (tmp_path / "c", tmp_path / "ours"):
         with uc.open(path) as source:
-            assert source.source.said().scalars == {"w": {"step": 5}}
+            assert source.source.metadata().scalars == {"w": {"step": 5}}
             assert set(source["optimizer"]) == {"w/exp_avg"}
             assert "optimizer" not in (source.extra or {})
 
@@ -89,7 +93,7 @@ def test_nanotron_s_step_that_is_an_int_is_not_lost(tmp_path: Path) -> None:
     write_nanotron(tmp_path)
     changed_steps(tmp_path, lambda _: 20)
     with uc.open(tmp_path) as source:
-        assert source.source.said().scalars == {name: {"step": 20} for name in LAYERS}
+        assert source.source.metadata().scalars == {name: {"step": 20} for name in LAYERS}
 
 
 def test_ranks_whose_values_differ_are_refused(tmp_path: Path) -> None:

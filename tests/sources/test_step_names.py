@@ -1,4 +1,6 @@
-"""Steps that other engines have written into a run's folder: found in each engine's own naming, restored, listed, and never removed."""
+"""Steps that other engines have written into a run's folder: found in each engine's own naming,
+restored, listed, and never removed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:(pytorch_)?lightning",
 )
 
-# format -> the entry of step 8, and the files in it by which the format is known; none: it is a file
+# format -> the entry of step 8, and the files in it by which the format is known; none: it is a
+# file
 MARKS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("checkpoint-{}", ["trainer_state.json", "optimizer.pt"]),
     "paddle": ("checkpoint-{}", ["model_state.pdparams"]),
@@ -224,7 +227,9 @@ def of_nanotron(top: Path) -> Path:
 
 @dataclass(frozen=True)
 class Engine:
-    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text; `without`: a part by position."""
+    """`write`: the path of a whole step; `name`: of a step in a run; `pointer`: its file and text;
+    `without`: a part by position.
+    """
 
     write: Callable[[Path], Path]
     name: str
@@ -361,7 +366,9 @@ def test_list_shows_an_engines_steps_and_prune_leaves_them(
 def test_restore_takes_what_the_engines_pointer_names(
     tmp_path: Path, whole_of: Callable[[str], Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the engine itself would, though a newer step is there: that one was left out on purpose, or was cut off."""
+    """As the engine itself would, though a newer step is there: that one was left out on purpose,
+    or was cut off.
+    """
     named, newer = (
         put_step(tmp_path, kind, whole_of(kind), 8),
         put_step(tmp_path, kind, whole_of(kind), 9),
@@ -413,7 +420,9 @@ def test_restore_asks_a_file_for_the_step_that_its_name_lacks(
 def test_restore_starts_fresh_beside_what_is_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs, configuration, weights in the root, saves that were cut off, what they replaced, and another run's local tier."""
+    """Logs, configuration, weights in the root, saves that were cut off, what they replaced, and
+    another run's local tier.
+    """
     root, local = tmp_path / "run", tmp_path / "local"
     for name in (
         "logs",
@@ -481,9 +490,7 @@ def test_restore_of_a_step_that_one_node_lacks_raises_everywhere(
     path = put_step(tmp_path / "node-1", "dcp", whole_of("dcp"), 8)
 
     def act(comm: Comm, **more: bool) -> object:
-        with manager_of(
-            comm, tmp_path / f"node-{comm.rank}", machine=f"node {comm.rank}"
-        ) as manager:
+        with manager_of(comm, tmp_path / f"node-{comm.rank}", node=f"node {comm.rank}") as manager:
             return manager.restore(**targets_of(path), **more)
 
     same_error(try_ranks(2, act), uc.IncompleteError, r"8: rank 0's node does not have it")

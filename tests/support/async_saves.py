@@ -90,7 +90,8 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
     )
 
 
-# name -> (shape, dtype, dim that is cut); those of 64 KiB and more are moved alone, by rows or in tiles
+# name -> (shape, dtype, dim that is cut); those of 64 KiB and more are moved alone, by rows or in
+# tiles
 TENSORS: Mapping[str, tuple[tuple[int, ...], torch.dtype, int | None]] = {
     "rows": ((130, 260), torch.float32, 0),
     "columns": ((260, 130), torch.float32, 1),
@@ -160,7 +161,7 @@ class Late:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
-        real = save_module.copy
+        real = save_module.copy_tensors
 
         def late(snapshot: Snapshot, keys: Any) -> None:
             if threading.current_thread().name == "unified_ckpt-save":
@@ -168,7 +169,7 @@ class Late:
                 assert self.go.wait(SECONDS)
             real(snapshot, keys)
 
-        monkeypatch.setattr(save_module, "copy", late)
+        monkeypatch.setattr(save_module, "copy_tensors", late)
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ NAME = "checkpoint-7"
 
 
 def put(folder: Path, *, seed: int = 0) -> Path:
-    """Three files of the model, one of two digest blocks; an optimizer; extra state with bytes; what a trainer adds."""
+    """Three files of the model, one of two digest blocks; an optimizer; extra state with bytes;
+    what a trainer adds.
+    """
     draw = torch.Generator().manual_seed(seed)
     model = {
         "wide": torch.randn(700, 500, generator=draw),

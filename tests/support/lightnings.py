@@ -1,4 +1,6 @@
-"""A small LightningModule and Trainers for it, with the callback and without: for tests in one process, and for workers."""
+"""A small LightningModule and Trainers for it, with the callback and without: for tests in one
+process, and for workers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ OPTIONS = uc.SaveOptions(fsync=False)
 
 
 class Net(pl.LightningModule):
-    """Dropout draws random numbers, running statistics and the metric `own` differ between ranks, the scheduler has a state."""
+    """Dropout draws random numbers, running statistics and the metric `own` differ between ranks,
+    the scheduler has a state.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import torch
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import checkpointer_of
+from unified_ckpt.testing import make_checkpointer
 
 QUICK: dict[str, Any] = {"asynchronous": False, "retry_seconds": 0.0, "on_preemption": False}
 
@@ -30,16 +30,18 @@ def manager_of(
     machine: str | None = None,
     **options: Any,
 ) -> uc.CheckpointManager:
-    """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say otherwise."""
+    """`options`: of `ManagerOptions`; saves in the foreground and no pauses, unless they say
+    otherwise.
+    """
     save_options = save_options or uc.SaveOptions(timeout_seconds=30)
     made = uc.CheckpointManager(
         root,
         options=uc.ManagerOptions(**{**QUICK, **options}),
         save_options=save_options,
-        machine=machine,
+        node=machine,
     )
     if comm is not None:
-        made._checkpointer._comm = checkpointer_of(comm)._comm
+        made._checkpointer._comm = make_checkpointer(comm)._comm
     return made
 
 
@@ -103,7 +105,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Gate:
-    """The root's storage as a module's copies or merges see it: writes wait while it is shut, fail while it is broken."""
+    """The root's storage as a module's copies or merges see it: writes wait while it is shut, fail
+    while it is broken.
+    """
 
     def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()

@@ -1,4 +1,6 @@
-"""A manifest or an index that a test changes and seals anew: for tests of what it says, not of bytes that are damaged."""
+"""A manifest or an index that a test changes and seals anew: for tests of what it says, not of
+bytes that are damaged.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unified_ckpt.format.manifest import IndexFile, seal_manifest
+from unified_ckpt.format.manifest import IndexFile, add_crc
 from unified_ckpt.format.names import MANIFEST, index_name
 
 
@@ -27,7 +29,7 @@ def edit_index(folder: Path, part: str, edit: Callable[[dict[str, Any]], object]
     edit_manifest(
         folder,
         lambda manifest: manifest["parts"][part].update(
-            index=IndexFile.of(path.read_bytes()).model_dump()
+            index=IndexFile.from_bytes(path.read_bytes()).model_dump()
         ),
     )
 
@@ -35,4 +37,4 @@ def edit_index(folder: Path, part: str, edit: Callable[[dict[str, Any]], object]
 def sealed(told: dict[str, Any]) -> bytes:
     """The bytes of a manifest with these fields, and the digest of those bytes."""
     fields = {name: value for name, value in told.items() if name != "crc"}
-    return seal_manifest(json.dumps({**fields, "crc": "0" * 16}).encode())
+    return add_crc(json.dumps({**fields, "crc": "0" * 16}).encode())

@@ -1,6 +1,8 @@
-"""A writer of Megatron-LM's files that knows nothing of our reader: cuts a model of transformers up by the documented rules.
+"""A writer of Megatron-LM's files that knows nothing of our reader: cuts a model of transformers up
+by the documented rules.
 
-The model's state is drawn in Hugging Face's names; `write` gives what Megatron-LM saves of it under any parallelism.
+The model's state is drawn in Hugging Face's names; `write` gives what Megatron-LM saves of it under
+any parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Job:
-    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by groups, or flat. `norms`: their names.
+    """`etp`: of experts, 1 or tp. `experts_as`: how a rank holds them. `optimizer`: none, by
+    groups, or flat. `norms`: their names.
     `old`: as before Megatron-Core.
     """
 
@@ -57,7 +60,9 @@ class Job:
 def megatron_state(
     hub: Mapping[str, torch.Tensor], job: Job, tp: int, etp: int, experts: range, layers: range
 ) -> Tensors:
-    """What a rank holds of some layers, numbered from 0. The rest of the model is beside it: see `ends`."""
+    """What a rank holds of some layers, numbered from 0. The rest of the model is beside it: see
+    `ends`.
+    """
     found: Tensors = {}
     for number, layer in enumerate(layers):
         theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{number}."
@@ -300,7 +305,9 @@ def by_groups(model: list[Tensors], states: States, *, expert: bool | None) -> d
 
 
 def flat_buffer(names: list[str], state: Tensors, shared: set[str], bucket: int) -> torch.Tensor:
-    """Parameters from the last to the first, each on a multiple of 64 from its bucket's start; what pads a bucket's end is not saved."""
+    """Parameters from the last to the first, each on a multiple of 64 from its bucket's start; what
+    pads a bucket's end is not saved.
+    """
     buckets: list[list[torch.Tensor]] = [[]]
     for name in reversed(names):
         held = sum(one.numel() for one in buckets[-1])
@@ -342,7 +349,9 @@ def flat(
 
 
 def write(root: Path, job: Job, hub: Mapping[str, Tensors], **more: Any) -> Path:
-    """`hub`: "param" in fp32, "exp_avg", "exp_avg_sq", each in Hugging Face's names. The model is the first in bf16."""
+    """`hub`: "param" in fp32, "exp_avg", "exp_avg_sq", each in Hugging Face's names. The model is
+    the first in bf16.
+    """
     folder = root / "iter_0000007"
     with megatron_classes() as backend:
         for tp in range(job.tp):
@@ -420,7 +429,8 @@ def write_rank(
             for kind in kinds
         ]
         told["optimizer"] = parts if len(parts) > 1 else parts[0]
-        # of each holder of a tensor one rank writes: here the last for experts, the first for all else
+        # of each holder of a tensor one rank writes: here the last for experts, the first for all
+        # else
         buffers = [
             flat(job, pp, model, states, expert=kind)
             if kind or ep == tp % job.ep or not job.etp

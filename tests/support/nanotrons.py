@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 TP, PP = 2, 2
 QKV = "model.decoder.0.pp_block.attn.qkv_proj.weight"
-# name -> shape, the pipeline stage, and how ranks cut it: None not at all, a dim, or "qkv": q, k and v each over dim 0
+# name -> shape, the pipeline stage, and how ranks cut it: None not at all, a dim, or "qkv": q, k
+# and v each over dim 0
 LAYERS: dict[str, tuple[tuple[int, ...], int, Any]] = {
     "model.token_position_embeddings.pp_block.token_embedding.weight": ((10, 6), 0, 0),
     QKV: ((8, 6), 0, "qkv"),

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from tests.support.reshard_cases import Case, cases, global_array
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
-from unified_ckpt.testing import Arrangement, Held
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.testing import DrawnLayout, HeldTensor
 
 SPECS = {
     "big": TensorSpec("F32", (600, 450)),  # two digest blocks
@@ -31,27 +31,29 @@ def spec_of(fqn: str) -> TensorSpec:
     return SPECS[fqn.partition("/")[0]]
 
 
-def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[Cut, ...]:
+def cuts_of(layout: str, spec: TensorSpec, machines: int, ranks: int) -> tuple[ShardDim, ...]:
     """Of a mesh (machines, ranks), row-major."""
     world, last = machines * ranks, len(spec.shape) - 1
     if not spec.shape or 0 in spec.shape:
         return ()
     if layout == "whole on each machine":
-        return (Cut(0, ranks, 1),)
+        return (ShardDim(0, ranks, 1),)
     if layout == "rows over machines":
-        return (Cut(0, world, 1),)
+        return (ShardDim(0, world, 1),)
     if layout == "columns over machines":
-        return (Cut(last, world, 1),)
+        return (ShardDim(last, world, 1),)
     if layout == "rows over machines, columns inside":
         return (
-            (Cut(0, machines, ranks), Cut(last, ranks, 1)) if last else (Cut(0, machines, ranks),)
+            (ShardDim(0, machines, ranks), ShardDim(last, ranks, 1))
+            if last
+            else (ShardDim(0, machines, ranks),)
         )
     if (
         layout == "columns over machines, rows inside, interleaved"
     ):  # TP across, and FSDP over what TP has cut
-        return (Cut(last, machines, ranks), Cut(last, ranks, 1, 2))
+        return (ShardDim(last, machines, ranks), ShardDim(last, ranks, 1, 2))
     if layout == "padded":
-        return (Cut(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
+        return (ShardDim(0, world, 1, 1, -(-spec.shape[0] // world) + 1),)
     raise AssertionError(layout)
 
 
@@ -66,26 +68,32 @@ LAYOUTS = [
 ]
 
 
-def arranged(layout: str, machines: int, ranks: int) -> Arrangement:
+def arranged(layout: str, machines: int, ranks: int) -> DrawnLayout:
     world, held = machines * ranks, []
     for number, (part, fqn) in enumerate(KEYS):
         spec = spec_of(fqn)
         if layout == "stages":  # each tensor on one machine, cut over its ranks
             stage = number % machines
             members = tuple(range(stage * ranks, (stage + 1) * ranks))
-            cuts = (Cut(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
+            cuts = (
+                (ShardDim(0, ranks, 1),) if spec.shape and 0 not in spec.shape and ranks > 1 else ()
+            )
             held.append(
-                Held(Row(part, fqn, spec, Sharding(cuts, members if cuts else ())), members)
+                HeldTensor(
+                    TensorDecl(part, fqn, spec, Sharding(cuts, members if cuts else ())), members
+                )
             )
             continue
         cuts = tuple(cut for cut in cuts_of(layout, spec, machines, ranks) if cut.size > 1)
-        held.append(Held(Row(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
-    return Arrangement(world, tuple(held))
+        held.append(HeldTensor(TensorDecl(part, fqn, spec, Sharding(cuts)), tuple(range(world))))
+    return DrawnLayout(world, tuple(held))
 
 
 def case_of(layout: str, machines: int, ranks: int) -> Case:
     saved = arranged(layout, machines, ranks)
-    return Case({one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved)
+    return Case(
+        {one.decl.key: global_array(one.decl.key, one.decl.spec) for one in saved.tensors}, saved
+    )
 
 
 def places(machines: int, ranks: int) -> list[int]:
@@ -96,7 +104,9 @@ def places(machines: int, ranks: int) -> list[int]:
 def scattered(
     draw: st.DrawFn, *, max_world: int, max_tensors: int, max_nbytes: int = 800_000
 ) -> tuple[Case, list[int], list[tuple[list[int], list[int | None]]]]:
-    """A case; the machine of each rank at the save; for each load, the machine of each rank and where each folder is now, None for away."""
+    """A case; the machine of each rank at the save; for each load, the machine of each rank and
+    where each folder is now, None for away.
+    """
     case = draw(cases(max_world=max_world, max_tensors=max_tensors, loads=2, max_nbytes=max_nbytes))
     most = draw(st.integers(1, 4))
     machines = draw(
@@ -110,6 +120,7 @@ def scattered(
     return case, machines, loads
 
 
-# By default always the same ones, and small: elements that are wanted one by one, with others between, are read one by one, 60 µs each.
+# By default always the same ones, and small: elements that are wanted one by one, with others
+# between, are read one by one, 60 µs each.
 FEW = {"max_world": 4, "max_tensors": 2, "max_nbytes": 100_000}
 FUNCTION_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -12,7 +12,7 @@ import unified_ckpt as uc
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, fine, folder_of, on_machine
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, try_ranks
+from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, try_ranks
 
 MACHINES = [0, 0, 1, 1]
 FULL = {
@@ -99,7 +99,7 @@ def left(root: Path) -> dict[int, list[str]]:
     return {machine: sorted(os.listdir(folder_of(root, machine).parent)) for machine in (0, 1)}
 
 
-def faulty(where: Sequence[int], fuse: Fuse) -> Storages:
+def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
     return lambda machine, place: (
         FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
     )

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import Whole, put_together
+from unified_ckpt.engine.nodes.coverage import ClusterIndex, build_index
 from unified_ckpt.engine.nodes.inventory import Inventory, classify
 
 Stored = Mapping[str, Mapping[str, TensorSpec]]
@@ -26,7 +26,7 @@ def inventory(
 ) -> Inventory:
     listing, spans = classify(stored)
     return Inventory(
-        root=f"/{number}", machine=number, volume="", save_id=save_id, created="2026-01-01T00:00:00+00:00", count=count, number=number,
+        root=f"/{number}", node=number, folder_id="", save_id=save_id, created="2026-01-01T00:00:00+00:00", group_count=count, group_number=number,
         ranks=(2 * number, 2 * number + 1), files=("model.safetensors",), listing=listing, spans=spans, lost=lost, world_size=2 * count,
         totals={}, rank_extras=0,
     )  # fmt: skip
@@ -53,7 +53,7 @@ def stored_of(held: Held) -> Stored:
             if box.shape == spec.shape:
                 found.setdefault(part, {})[fqn] = spec
             else:
-                found.setdefault(part + FRAGMENTS, {})[fragment_name(fqn, box, spec.shape)] = (
+                found.setdefault(part + SHARD_SUFFIX, {})[shard_name(fqn, box, spec.shape)] = (
                     TensorSpec(spec.dtype, box.shape)
                 )
     return found
@@ -67,7 +67,7 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
 
-def whole_of(save: Sequence[Held]) -> Whole:
-    return put_together(
+def whole_of(save: Sequence[Held]) -> ClusterIndex:
+    return build_index(
         [inventory(stored_of(held), number=i, count=len(save)) for i, held in enumerate(save)]
     )

@@ -14,20 +14,28 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Does on any device what TransformerEngine's FusedAdam does, without FP8, FP16 states and CUDA graphs.
+    """Does on any device what TransformerEngine's FusedAdam does, without FP8, FP16 states and CUDA
+    graphs.
 
-    Source: NVIDIA/TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py at d0067d0:
+    Source: NVIDIA/TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py at
+    d0067d0:
 
-    - `__init__` makes no state. `master_weights`, `name_to_dtype_map` and `store_param_remainders` are attributes.
+    - `__init__` makes no state. `master_weights`, `name_to_dtype_map` and
+      `store_param_remainders` are attributes.
     - `step` counts in each param group (`group["step"]`, an int, absent before the first step).
-    - `step` makes state where a parameter has none at all (`len(state) == 0`), also for parameters without a gradient:
-      `exp_avg`, `exp_avg_sq` in float32 whatever the parameter's dtype, `master_param` from the parameter of that moment.
-      A parameter with some state and without `master_param` is a KeyError.
-    - A low-precision parameter is computed in its master and rounded from it. A float32 parameter has a master too, and
-      it is never updated: the parameter itself is.
-    - States that are not float32 have an entry in `_scales`, which `step` reads; for bfloat16 it stays 1.
-    - With `store_param_remainders`, `master_param` of a bfloat16 parameter is int16: the low half of the float32 master.
-    - `state_dict` gives states in float32 (remainders as they are). `load_state_dict` replaces the state through
+    - `step` makes state where a parameter has none at all (`len(state) == 0`), also for
+      parameters without a gradient:
+      `exp_avg`, `exp_avg_sq` in float32 whatever the parameter's dtype, `master_param` from the
+      parameter of that moment. A parameter with some state and without `master_param` is a
+      KeyError.
+    - A low-precision parameter is computed in its master and rounded from it. A float32 parameter
+      has a master too, and it is never updated: the parameter itself is.
+    - States that are not float32 have an entry in `_scales`, which `step` reads; for bfloat16 it
+      stays 1.
+    - With `store_param_remainders`, `master_param` of a bfloat16 parameter is int16: the low half
+      of the float32 master.
+    - `state_dict` gives states in float32 (remainders as they are). `load_state_dict` replaces
+      the state through
       `set_scaled_state`, which makes missing states and copies.
     - State of a DTensor is a DTensor with the same placements.
     """
@@ -205,7 +213,9 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 master as a bfloat16 parameter and int16 remainders; the parameter is rounded by the remainder's sign."""
+    """A float32 master as a bfloat16 parameter and int16 remainders; the parameter is rounded by
+    the remainder's sign.
+    """
     bits = master.view(torch.int32)
     low = bits.to(torch.int16)
     high = ((bits - low.to(torch.int32)) >> 16).to(torch.int16)

@@ -1,4 +1,6 @@
-"""What the planner's tests share: drawn states of a drawn world, and numpy's answer to what a rank holds of a tensor."""
+"""What the planner's tests share: drawn states of a drawn world, and numpy's answer to what a rank
+holds of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from unified_ckpt.core.planning.exchange import Moves, Piece
-from unified_ckpt.core.planning.slabs import inner_boxes, manner, segments
+from unified_ckpt.core.planning.exchange import RankIO, TileRange
+from unified_ckpt.core.planning.slabs import choose_grain, segments, slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 
 Array = NDArray[np.generic]
 NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -46,13 +48,13 @@ def part_of(array: Array, sharding: Sharding, rank: int) -> Array:
 
 def row(
     shape: Iterable[int],
-    *cuts: Cut,
+    *cuts: ShardDim,
     dtype: str = "F32",
     fqn: str = "w",
     part: str = "model",
     ranks: Iterable[int] = (),
-) -> Row:
-    return Row(part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(cuts, tuple(ranks)))
+) -> TensorDecl:
+    return TensorDecl(part, fqn, TensorSpec(dtype, tuple(shape)), Sharding(cuts, tuple(ranks)))
 
 
 def mesh_strides(sizes: Iterable[int]) -> list[int]:
@@ -65,7 +67,7 @@ def mesh_strides(sizes: Iterable[int]) -> list[int]:
 class World:
     """A drawn group of ranks that hold the same tensors."""
 
-    rows: list[Row]
+    rows: list[TensorDecl]
     holders: tuple[int, ...]
 
     def arrays(self) -> list[Array]:
@@ -111,7 +113,9 @@ def _shuffled(draw: st.DrawFn, items: Iterable[int]) -> list[int]:
 
 
 def _shape(draw: st.DrawFn) -> tuple[int, ...]:
-    """A shape of few elements, or of 17,000 and more: then one dim is as long as the others leave it."""
+    """A shape of few elements, or of 17,000 and more: then one dim is as long as the others leave
+    it.
+    """
     if draw(ONE_IN_FOUR):
         return tuple(draw(SHORT) for _ in range(draw(NDIM)))
     others = [draw(OTHER) for _ in range(max(draw(NDIM), 1) - 1)]
@@ -120,7 +124,9 @@ def _shape(draw: st.DrawFn) -> tuple[int, ...]:
 
 @st.composite
 def worlds(draw: st.DrawFn, *, max_rows: int = 3) -> World:
-    """Meshes of up to three dims and 24 ranks; 0-d, empty, uneven, interleaved and padded tensors, small and large; permuted meshes."""
+    """Meshes of up to three dims and 24 ranks; 0-d, empty, uneven, interleaved and padded tensors,
+    small and large; permuted meshes.
+    """
     sizes = draw(MESH)
     strides, world = mesh_strides(sizes), prod(sizes)
     permuted = tuple(_shuffled(draw, range(world))) if draw(ONE_IN_FOUR) else ()
@@ -129,7 +135,7 @@ def worlds(draw: st.DrawFn, *, max_rows: int = 3) -> World:
         shape = _shape(draw)
         cuts = tuple(_cuts(draw, shape, sizes, strides))
         rows.append(
-            Row(
+            TensorDecl(
                 draw(PART),
                 f"t{number}",
                 TensorSpec(draw(DTYPE), shape),
@@ -141,37 +147,39 @@ def worlds(draw: st.DrawFn, *, max_rows: int = 3) -> World:
 
 def _cuts(
     draw: st.DrawFn, shape: tuple[int, ...], sizes: list[int], strides: list[int]
-) -> Iterator[Cut]:
+) -> Iterator[ShardDim]:
     for i in _shuffled(draw, range(len(sizes))):
         if sizes[i] == 1 or not shape or draw(ONE_IN_FOUR):
             continue
         dim = draw(SEED) % len(shape)
         kind = draw(KIND)
         if kind == "padded":
-            yield Cut(dim, sizes[i], strides[i], 1, -(-shape[dim] // sizes[i]) + draw(PADDING))
+            yield ShardDim(dim, sizes[i], strides[i], 1, -(-shape[dim] // sizes[i]) + draw(PADDING))
         else:
-            yield Cut(dim, sizes[i], strides[i], 1 if kind == "plain" else draw(SECTIONS))
+            yield ShardDim(dim, sizes[i], strides[i], 1 if kind == "plain" else draw(SECTIONS))
 
 
 def coordinates_of(sharding: Sharding) -> Iterator[tuple[int, ...]]:
     """All coordinates of a rule, one per cut."""
-    return product(*(range(cut.size) for cut in sharding.cuts))
+    return product(*(range(cut.size) for cut in sharding.shard_dims))
 
 
-def moved(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> list[list[tuple[int, int, int]]]:
+def moved(
+    rows: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]
+) -> list[list[tuple[int, int, int]]]:
     """Per row: (start, stop, mover) of all bytes that the ranks move, ascending."""
     found: list[list[tuple[int, int, int]]] = [[] for _ in rows]
     for rank, moves in by_rank.items():
         for e in moves.extents:
-            found[e.row].append((e.start, e.stop, rank))
-        for tile in moves.mine:
-            assert tile.mover == rank
-            for p in tile.pieces:
-                found[p.row].append((p.start, p.stop, rank))
+            found[e.decl_index].append((e.start, e.stop, rank))
+        for tile in moves.io_tiles:
+            assert tile.io_rank == rank
+            for p in tile.ranges:
+                found[p.decl_index].append((p.start, p.stop, rank))
     return [sorted(one) for one in found]
 
 
-def assert_moved_once(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> None:
+def assert_moved_once(rows: Sequence[TensorDecl], by_rank: Mapping[int, RankIO]) -> None:
     """Every byte of every row has one mover."""
     for one, pieces in zip(rows, moved(rows, by_rank), strict=True):
         assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces)][
@@ -181,33 +189,33 @@ def assert_moved_once(rows: Sequence[Row], by_rank: Mapping[int, Moves]) -> None
         assert all(start < stop for start, stop, _ in pieces), one
 
 
-def lines_at(array: Array, piece: Piece) -> Array:
+def lines_at(array: Array, piece: TileRange) -> Array:
     """The lines of a piece in the global tensor."""
     flat = array.reshape(-1)[piece.start // array.itemsize : piece.stop // array.itemsize]
-    return flat.reshape(piece.lines, *array.shape[piece.split :])
+    return flat.reshape(piece.slab_count, *array.shape[piece.outer_ndim :])
 
 
-def local_lines(part: Array, piece: Piece) -> Array:
+def local_lines(part: Array, piece: TileRange) -> Array:
     """The lines of a piece in a rank's part; a view."""
-    flat = part.reshape(prod(part.shape[: piece.split]), *part.shape[piece.split :])
-    return flat[piece.first_line : piece.first_line + piece.lines]
+    flat = part.reshape(prod(part.shape[: piece.outer_ndim]), *part.shape[piece.outer_ndim :])
+    return flat[piece.first_local_slab : piece.first_local_slab + piece.slab_count]
 
 
 def line_boxes(
-    one: Row, rank: int, piece: Piece
+    one: TensorDecl, rank: int, piece: TileRange
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """What a rank holds of each line: index in the line, index in the local line."""
     position = one.sharding.position(rank)
     assert position is not None
-    for in_line, in_local in inner_boxes(
-        one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.split
+    for in_line, in_local in slab_boxes(
+        one.spec.shape, one.sharding, one.sharding.coordinates(position), piece.outer_ndim
     ):
         yield (slice(None), *where(in_line)), (slice(None), *where(in_local))
 
 
-def movers(row: Row, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], int]]:
+def movers(row: TensorDecl, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], int]]:
     """(ranks that may write a segment, its bytes) of one large tensor."""
-    how = manner(row.spec, row.sharding)
+    how = choose_grain(row.spec, row.sharding)
     places: dict[tuple[int, ...], list[int]] = {}
     for rank in rank_set:
         position = how.outer.position(rank)
@@ -223,7 +231,9 @@ def movers(row: Row, rank_set: Sequence[int]) -> Iterator[tuple[frozenset[int], 
 def lowest_peak(
     ranks: Sequence[int], demands: Sequence[tuple[frozenset[int], int]], fixed: Mapping[int, int]
 ) -> float:
-    """The least largest load of any division: of a set of ranks, the mean of what nobody else can take, for the worst set."""
+    """The least largest load of any division: of a set of ranks, the mean of what nobody else can
+    take, for the worst set.
+    """
     return max(
         (sum(n for who, n in demands if who <= set(some)) + sum(fixed[r] for r in some)) / len(some)
         for size in range(1, len(ranks) + 1)

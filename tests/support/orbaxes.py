@@ -1,4 +1,5 @@
-"""Checkpoints of Orbax for tests: trees as MaxText has them, made from Hugging Face's weights head by head, and written by Orbax itself.
+"""Checkpoints of Orbax for tests: trees as MaxText has them, made from Hugging Face's weights head
+by head, and written by Orbax itself.
 
 Shares no line with what reads them.
 """
@@ -89,7 +90,8 @@ def train_state(weights: Any, first: Any, second: Any, *, step: int = 7) -> Any:
 
 
 class MaxText:
-    """Hugging Face's tensors, or moments of them, in MaxText's form. `power`: 0 of weights, 1 and 2 of the moments.
+    """Hugging Face's tensors, or moments of them, in MaxText's form. `power`: 0 of weights, 1 and 2
+    of the moments.
 
     A weight that MaxText multiplies by s has gradients of 1/s; one that it adds to, the same.
     """

@@ -1,4 +1,6 @@
-"""Folders of PaddleNLP's for tests, and what is in them as the files have it. `fixtures/paddle/README.md` says who wrote them."""
+"""Folders of PaddleNLP's for tests, and what is in them as the files have it.
+`fixtures/paddle/README.md` says who wrote them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Four gloo processes that place real DTensors and compare each with the slices of the global tensor that it was made from.
+"""Four gloo processes that place real DTensors and compare each with the slices of the global
+tensor that it was made from.
 
-Run as a script: `placing.py FOLDER`. Rank r writes `FOLDER/r.json`: case -> what was found wrong, empty when nothing was.
+Run as a script: `placing.py FOLDER`. Rank r writes `FOLDER/r.json`: case -> what was found wrong,
+empty when nothing was.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from math import prod
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DTensor imports it at its first operation: once here, not once in each process
+
+# DTensor imports it at its first operation: once here, not once in each process
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,12 +30,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.multiprocessing import start_processes
 
-from unified_ckpt.core.sharding.declarations import describe
+from unified_ckpt.core.sharding.declarations import describe_sharding
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, missing_coordinates
 from unified_ckpt.errors import LayoutError, RankError
 from unified_ckpt.runtime.comm.comm import from_torch
-from unified_ckpt.runtime.torch_state.placements import Placer
+from unified_ckpt.runtime.torch_state.placements import ShardingResolver
 
 WORLD = 4
 Problems = list[str]
@@ -53,14 +57,14 @@ def compare(
     tensor: torch.Tensor,
     whole: torch.Tensor,
     *,
-    placer: Placer | None = None,
+    placer: ShardingResolver | None = None,
     everywhere: bool = True,
 ) -> Problems:
     """What the placed tensor says, against the tensor that it was cut from."""
-    placed = (placer or Placer(rank, range(WORLD), None)).place("w", tensor)
+    placed = (placer or ShardingResolver(rank, range(WORLD), None)).resolve("w", tensor)
     if placed is None:
         return [f"{what}: rank {rank} is said to be outside the mesh"]
-    rule = f"{what}: rank {rank}: {describe(placed.sharding)}"
+    rule = f"{what}: rank {rank}: {describe_sharding(placed.sharding)}"
     if placed.shape != tuple(whole.shape):
         return [f"{rule}: global shape {placed.shape}, really {tuple(whole.shape)}"]
     found = torch.full_like(placed.local, -1)
@@ -75,7 +79,7 @@ def compare(
     if everywhere:
         dist.all_gather_object(rules, placed.sharding)
         problems += [
-            f"{rule}: rank {r} says {describe(other)}"
+            f"{rule}: rank {r} says {describe_sharding(other)}"
             for r, other in enumerate(rules)
             if other != placed.sharding
         ]
@@ -91,7 +95,9 @@ def slices(box: object) -> tuple[slice, ...]:
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor that torch makes of a tensor which every rank has: nothing is sent, and uneven strided shards work too."""
+    """The DTensor that torch makes of a tensor which every rank has: nothing is sent, and uneven
+    strided shards work too.
+    """
     return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
 
 
@@ -181,7 +187,9 @@ def permuted_meshes(rank: int) -> Problems:
 
 @case
 def descending_meshes(rank: int) -> Problems:
-    """Torch's collectives sort the ranks of a group and its coordinates do not, so only what it gathers says what the tensor is."""
+    """Torch's collectives sort the ranks of a group and its coordinates do not, so only what it
+    gathers says what the tensor is.
+    """
     problems = []
     for ranks in ([[3, 2], [1, 0]], [[1, 0], [2, 3]], [[1, 3], [0, 2]], [[0, 3], [1, 2]]):
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
@@ -205,7 +213,7 @@ def sub_meshes(rank: int) -> Problems:
         tensor = cut(whole, mesh, [Shard(0)])
         if rank in ranks:
             problems += compare(rank, f"ranks {ranks}", tensor, whole, everywhere=False)
-        elif Placer(rank, range(WORLD), None).place("w", tensor) is not None:
+        elif ShardingResolver(rank, range(WORLD), None).resolve("w", tensor) is not None:
             problems.append(f"rank {rank} is not in a mesh of {ranks}")
     return problems
 
@@ -346,7 +354,7 @@ def split_by_hand(
         f"by hand {rule}",
         module.state_dict()["w"],
         whole,
-        placer=Placer(rank, range(WORLD), layout),
+        placer=ShardingResolver(rank, range(WORLD), layout),
     )
 
 
@@ -367,7 +375,7 @@ def layout_rules_name_other_mesh_dims(rank: int) -> Problems:
     layout = Layout(mesh={"dp": 2, "tp": 2}, rules={"w": {"tp": 0}})
     tensor = cut(numbered(4, 4), mesh["tp"], [Shard(1)])
     text = "w: Layout rule 'w' names mesh dim(s) tp, which the DTensor's own mesh has"
-    return raised(text, lambda: Placer(rank, range(WORLD), layout).place("w", tensor))
+    return raised(text, lambda: ShardingResolver(rank, range(WORLD), layout).resolve("w", tensor))
 
 
 def raised(text: str, act: Callable[[], object], kind: type[Exception] = LayoutError) -> Problems:
@@ -383,7 +391,7 @@ def sums_to_come_are_refused(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2))
     tensor = DTensor.from_local(numbered(2, 2), mesh, [Shard(0), Partial()])
     text = "on mesh dim 1; needed Shard or Replicate; redistribute it before saving"
-    return raised(text, lambda: Placer(rank, range(WORLD), None).place("w", tensor))
+    return raised(text, lambda: ShardingResolver(rank, range(WORLD), None).resolve("w", tensor))
 
 
 @case
@@ -401,24 +409,24 @@ def meshes_speak_of_global_ranks(rank: int) -> Problems:
     comm = from_torch(group)
     if (comm.rank, comm.ranks, comm.world) != (members.index(rank), members, 2):
         return [f"comm of {members} says {comm.rank} of {comm.ranks}"]
-    comm.meet("save", same=True, timeout_seconds=30).agree("written")
-    placer = Placer(comm.rank, comm.ranks, None)
+    comm.begin_collective("save", cached=True, timeout_seconds=30).finish_step("written")
+    placer = ShardingResolver(comm.rank, comm.ranks, None)
     problems = compare(
         comm.rank, "group of 1 and 3", tensor, whole, placer=placer, everywhere=False
     )
     return problems + raised(
         "w: its device mesh has ranks outside the process group",
-        lambda: Placer(0, (rank,), None).place("w", tensor),
+        lambda: ShardingResolver(0, (rank,), None).resolve("w", tensor),
     )
 
 
 @case
 def what_people_read(rank: int) -> Problems:
-    placer = Placer(rank, range(WORLD), None)
+    placer = ShardingResolver(rank, range(WORLD), None)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(3):
-        placer.place("w", cut(numbered(4, 4), mesh, [Shard(0), Replicate()]))
-    return [] if placer.meshes == {"dp tp": (2, 2)} else [str(placer.meshes)]
+        placer.resolve("w", cut(numbered(4, 4), mesh, [Shard(0), Replicate()]))
+    return [] if placer.mesh_shapes == {"dp tp": (2, 2)} else [str(placer.mesh_shapes)]
 
 
 def run(rank: int, folder: str, port: int) -> None:

@@ -41,23 +41,27 @@ def recipe(draw: st.DrawFn, depth: int = 4) -> tuple[Recipe, np.ndarray, Values]
     kind = draw(st.sampled_from(["turn", "reshape", "cut", "pick", "join", "stack", "scale"]))
     if kind == "turn":
         order = draw(st.permutations(dims))
-        return recipes.turned(of, order), value.transpose(order), stored
+        return recipes.permute(of, order), value.transpose(order), stored
     if kind == "reshape":
         shape = draw(refactored(value.size))
-        return recipes.reshaped(of, shape), value.reshape(shape), stored
+        return recipes.reshape(of, shape), value.reshape(shape), stored
     if kind == "scale":
-        return recipes.scaled(of, 0.5), value * np.float32(0.5), stored
+        return recipes.scale(of, 0.5), value * np.float32(0.5), stored
     if kind == "stack":
         dim = draw(st.integers(0, value.ndim))
-        return recipes.stacked([of, of], dim), np.stack([value, value], dim), stored
+        return recipes.stack([of, of], dim), np.stack([value, value], dim), stored
     if not dims:
         return of, value, stored
     dim = draw(st.sampled_from(dims))
     if kind == "join":
-        return recipes.joined([of, of, of], dim), np.concatenate([value] * 3, dim), stored
+        return recipes.concat([of, of, of], dim), np.concatenate([value] * 3, dim), stored
     if kind == "pick":
         index = draw(st.integers(0, value.shape[dim] - 1))
-        return recipes.picked(of, dim, index), value.take(index, dim), stored
+        return recipes.select_index(of, dim, index), value.take(index, dim), stored
     low = draw(st.integers(0, value.shape[dim] - 1))
     high = draw(st.integers(low + 1, value.shape[dim]))
-    return recipes.cut(of, dim, low, high), value[(*[slice(None)] * dim, slice(low, high))], stored
+    return (
+        recipes.slice_dim(of, dim, low, high),
+        value[(*[slice(None)] * dim, slice(low, high))],
+        stored,
+    )

@@ -16,18 +16,19 @@ from safetensors import safe_open
 
 import unified_ckpt as uc
 from tests.support.oracles import Array, filled, part_of
-from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.job import SaveCache
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import State
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, Part
-from unified_ckpt.testing import Arrangement, arrangements, run_ranks, specs
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
+from unified_ckpt.testing import DrawnLayout, drawn_layouts, run_ranks, specs
 
-SECONDS = 90.0  # the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
+# the slowest drawn case takes 14 s alone on the machine: runs of one byte, read one by one
+SECONDS = 90.0
 NAME = "checkpoint-1"
 GARBAGE = 0xA5
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,33 +58,35 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class Case:
-    """One save and the loads from it. `turned`: the tensors whose parts are not contiguous in memory."""
+    """One save and the loads from it. `turned`: the tensors whose parts are not contiguous in
+    memory.
+    """
 
     arrays: Mapping[Key, Array]
-    saved: Arrangement
-    loaded: tuple[Arrangement, ...] = ()
+    saved: DrawnLayout
+    loaded: tuple[DrawnLayout, ...] = ()
     turned: frozenset[Key] = frozenset()
 
     def spec(self, key: Key) -> TensorSpec:
-        return next(one.row.spec for one in self.saved.held if one.row.key == key)
+        return next(one.decl.spec for one in self.saved.tensors if one.decl.key == key)
 
-    def part(self, row: Row, array: Array) -> Part:
-        return Part(row, tensor_of(array, row.spec.dtype, turned=row.key in self.turned))
+    def part(self, row: TensorDecl, array: Array) -> LocalTensor:
+        return LocalTensor(row, tensor_of(array, row.spec.dtype, turned=row.key in self.turned))
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int) -> FlatState:
         parts = [
             self.part(row, part_of(self.arrays[row.key], row.sharding, rank))
-            for row in self.saved.rows(rank)
+            for row in self.saved.decls(rank)
         ]
-        return State(parts=parts, asked={part for part, _ in self.arrays})
+        return FlatState(tensors=parts, requested={part for part, _ in self.arrays})
 
-    def target(self, wanted: Arrangement, rank: int) -> State:
+    def target(self, wanted: DrawnLayout, rank: int) -> FlatState:
         parts = []
-        for row in wanted.rows(rank):
+        for row in wanted.decls(rank):
             shape = row.sharding.local_shape(rank, row.spec.shape)
             array = garbage(row.spec, self.arrays[row.key].dtype)
             parts.append(self.part(row, array[: np.prod(shape, dtype=int)].reshape(shape)))
-        return State(parts=parts, asked={part for part, _ in self.arrays})
+        return FlatState(tensors=parts, requested={part for part, _ in self.arrays})
 
 
 @st.composite
@@ -102,10 +105,10 @@ def cases(
         for number, part in enumerate(names)
     ]
     tensors = [(key, draw(specs(max_nbytes=max_nbytes))) for key in keys]
-    saved = draw(arrangements(tensors=tensors, max_world=max_world, complete=True))
+    saved = draw(drawn_layouts(tensors=tensors, max_world=max_world, complete=True))
     worlds = [1, *[max_world] * (loads - 1)]
     loaded = tuple(
-        draw(arrangements(tensors=tensors, max_world=most, complete=False)) for most in worlds
+        draw(drawn_layouts(tensors=tensors, max_world=most, complete=False)) for most in worlds
     )
     turned = frozenset(key for key, _ in tensors if draw(st.integers(0, 4)) == 0)
     return Case({key: global_array(key, spec) for key, spec in tensors}, saved, loaded, turned)
@@ -136,7 +139,7 @@ class Recorded(LocalStorage):
         super().write_at(name, start, buffers)
 
 
-def request_of(state: State, **options: object) -> SaveRequest:
+def request_of(state: FlatState, **options: object) -> SaveRequest:
     return SaveRequest(
         state, None, None, None, set(), {}, 7, {}, None, uc.SaveOptions(fsync=False, **options)
     )
@@ -146,7 +149,7 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
     writes = Writes()
 
     def act(comm: Comm) -> None:
-        kept = Kept()
+        kept = SaveCache()
         save(
             comm,
             Recorded(root, writes, comm.rank),
@@ -155,14 +158,16 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
             kept,
             timeout_seconds=SECONDS,
         )
-        kept.windows.close()
+        kept.tile_buffers.close()
 
     run_ranks(case.saved.world, act)
     return writes
 
 
 def check_folder(case: Case, folder: Path) -> dict[Key, tuple[str, int, int]]:
-    """Each tensor is whole in the file that its part's index names. Returns where: file, first byte, end."""
+    """Each tensor is whole in the file that its part's index names. Returns where: file, first
+    byte, end.
+    """
     places: dict[Key, tuple[str, int, int]] = {}
     for part in {part for part, _ in case.arrays}:
         weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())[

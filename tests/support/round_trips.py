@@ -1,7 +1,9 @@
-"""Round trips: whatever is saved, by whatever options, is an error before the first byte, or a run that goes on unharmed.
+"""Round trips: whatever is saved, by whatever options, is an error before the first byte, or a run
+that goes on unharmed.
 
-How state could be lost: a part that nobody stores, a tensor without a master, a master that nobody takes, an optimizer of another
-kind. `verdict_of_save` and `verdict_of_load` are the rules, written without the package's help.
+How state could be lost: a part that nobody stores, a tensor without a master, a master that nobody
+takes, an optimizer of another kind. `verdict_of_save` and `verdict_of_load` are the rules, written
+without the package's help.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def verdict_of_save(case: Case, job: Job) -> str:
 
 
 def verdict_of_load(case: Case, job: Job) -> str:
-    """ "error", "success", "rounded" (masters are the model's values), "either": an error, or success or rounded as the case asks."""
+    """ "error", "success", "rounded" (masters are the model's values), "either": an error, or
+    success or rounded as the case asks.
+    """
     stored = stored_parts(case, job)
     has_state = job.has_optimizer_state() or bool(job.masters())
     if job.ema and "ema" not in stored:
@@ -194,7 +198,9 @@ def unsharded(model: nn.Module) -> nn.Module:
 
 
 def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = unsharded) -> None:
-    """The property. `saver`, `loader`: how the two jobs shard their models; with several ranks, every rank calls."""
+    """The property. `saver`, `loader`: how the two jobs shard their models; with several ranks,
+    every rank calls.
+    """
     job = Job(case.spec, seed=1, shard=saver)
     job.train(range(case.steps))
     at_save, verdict = job.state(), verdict_of_save(case, job)
@@ -225,7 +231,9 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
 
 
 def check_model(case: Case, job: Job, root: Path, at_save: Mapping[str, Any], shard: Shard) -> None:
-    """Where not everything can be resumed: the model comes back by itself, bit for bit, however it is stored."""
+    """Where not everything can be resumed: the model comes back by itself, bit for bit, however it
+    is stored.
+    """
     stored = stored_parts(case, job)
     if case.spec.precision == "model_dtype" and "master_weights" not in stored:
         return

@@ -1,4 +1,6 @@
-"""Machines as folders: thread ranks that are told which machine they are on, each with a place of its own to save to."""
+"""Machines as folders: thread ranks that are told which machine they are on, each with a place of
+its own to save to.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from unified_ckpt.engine.load.load import LoadRequest
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import State
-from unified_ckpt.testing import Arrangement, checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.testing import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 
 NAME = "checkpoint-1"
 SECONDS = 30.0
@@ -41,7 +43,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     save_request, load_request = api.save_request, request.load_request
 
     def to_save(comm: Comm, what: Any, options: uc.SaveOptions) -> SaveRequest:
-        if not isinstance(what.model, State):
+        if not isinstance(what.model, FlatState):
             return save_request(comm, what, options)
         return SaveRequest(
             what.model,
@@ -59,9 +61,11 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     def to_load(
         comm: Comm, folder: Any, what: Any, *, strict: bool, options: uc.LoadOptions
     ) -> LoadRequest:
-        if not isinstance(what.model, State):
+        if not isinstance(what.model, FlatState):
             return load_request(comm, folder, what, strict=strict, options=options)
-        return LoadRequest(folder, what.model, folder.said(), None, None, set(), strict, options)
+        return LoadRequest(
+            folder, what.model, folder.metadata(), None, None, set(), strict, options
+        )
 
     monkeypatch.setattr(api, "save_request", to_save)
     monkeypatch.setattr(request, "load_request", to_load)
@@ -84,11 +88,11 @@ def on_machine(
     comm: Comm, machines: Sequence[int], *, storage: Callable[[str], LocalStorage] | None = None
 ) -> Iterator[uc.Checkpointer]:
     """A Checkpointer of a rank on its machine. `storage`: what it writes to, by the folder's path."""
-    made = checkpointer_of(comm)
-    made._machine = f"machine {machines[comm.rank]}"
+    made = make_checkpointer(comm)
+    made._node = f"machine {machines[comm.rank]}"
     if storage is not None:
-        place = made._place
-        made._place = lambda path, how: (storage(place(path, how)[0].root), place(path, how)[1])  # type: ignore[method-assign]
+        place = made._locate
+        made._locate = lambda path, how: (storage(place(path, how)[0].root), place(path, how)[1])  # type: ignore[method-assign]
     try:
         yield made
     finally:
@@ -121,12 +125,14 @@ def save_case(case: Case, root: Path, machines: Sequence[int], **what: Any) -> l
 
 def load_case(
     case: Case,
-    wanted: Arrangement,
+    wanted: DrawnLayout,
     machines: Sequence[int],
     paths: Mapping[int, Paths],
     **what: Any,
 ) -> list[uc.LoadReport | BaseException]:
-    """Loads from the folders of each machine, and compares every byte of the ranks that got through."""
+    """Loads from the folders of each machine, and compares every byte of the ranks that got
+    through.
+    """
 
     def act(comm: Comm) -> uc.LoadReport:
         state = case.target(wanted, comm.rank)
@@ -134,30 +140,34 @@ def load_case(
             report = made.load(
                 list(paths[machines[comm.rank]]), model=state, **{"options": LOAD, **what}
             )
-        for part in state.parts:
-            oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
-            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
+        for part in state.tensors:
+            oracle = part_of(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
+            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.decl)
         return report
 
     return try_ranks(wanted.world, act)
 
 
 def keys_in_store(comm: Comm) -> int:
-    """Collective. How many keys the ranks have in their store when each has deleted what it can, on rank 0; 0 elsewhere."""
+    """Collective. How many keys the ranks have in their store when each has deleted what it can, on
+    rank 0; 0 elsewhere.
+    """
     with counting(comm):
         return int(comm._store.num_keys()) if comm.rank == 0 else 0
 
 
 @contextmanager
 def counting(comm: Comm) -> Iterator[None]:
-    """Collective. Every rank has deleted what it can of its keys, and waits until rank 0 has left the block."""
-    meeting = comm.meet("count", same=False, timeout_seconds=SECONDS)
-    meeting.collect("tidy", b"1", at=0, ranks=range(comm.world))
+    """Collective. Every rank has deleted what it can of its keys, and waits until rank 0 has left
+    the block.
+    """
+    meeting = comm.begin_collective("count", cached=False, timeout_seconds=SECONDS)
+    meeting.collect("tidy", b"1", dst=0, ranks=range(comm.world))
     if comm.rank == 0:
         yield
         meeting.put("counted", b"1")
     else:
-        meeting.get("counted", of=0)
+        meeting.get("counted", sender=0)
         yield
 
 
@@ -192,20 +202,22 @@ def fine(found: Sequence[Result | BaseException]) -> list[Result]:
 
 
 def gaps(case: Case, machines: Sequence[int], there: Sequence[int]) -> tuple[list[Key], list[Key]]:
-    """Tensors of which the machines `there` have a part only, and those of which they have nothing; by what their ranks held."""
+    """Tensors of which the machines `there` have a part only, and those of which they have nothing;
+    by what their ranks held.
+    """
     parts, unknown = [], []
-    for one in case.saved.held:
-        mask = np.zeros(one.row.spec.shape, dtype=bool)
+    for one in case.saved.tensors:
+        mask = np.zeros(one.decl.spec.shape, dtype=bool)
         holders = [rank for rank in one.ranks if machines[rank] in there]
         boxes = [
-            box for rank in holders for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape)
+            box for rank in holders for box, _ in one.decl.sharding.boxes(rank, one.decl.spec.shape)
         ]
         for box in boxes:
             mask[where(box)] = True
         if mask.size == 0 and holders:
             continue
         if not mask.any():
-            unknown.append(one.row.key)
+            unknown.append(one.decl.key)
         elif not mask.all():
-            parts.append(one.row.key)
+            parts.append(one.decl.key)
     return parts, unknown

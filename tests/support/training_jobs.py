@@ -1,7 +1,8 @@
-"""Training jobs for round trips: small models with every trait that a checkpoint can lose, and the optimizers that hold masters.
+"""Training jobs for round trips: small models with every trait that a checkpoint can lose, and the
+optimizers that hold masters.
 
-Gradients are noise that depends on the parameter's name and the step alone, so a job steps alike on every layout. Nothing here
-imports the package.
+Gradients are noise that depends on the parameter's name and the step alone, so a job steps alike on
+every layout. Nothing here imports the package.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Net(nn.Module):
 
 
 class MasterAdam(Optimizer):
-    """Adam whose low-precision parameters have fp32 masters in its state, made at construction or at the first step."""
+    """Adam whose low-precision parameters have fp32 masters in its state, made at construction or
+    at the first step.
+    """
 
     def __init__(self, params: Any, *, lr: float = 0.01, lazy: bool = False) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8})
@@ -163,7 +166,8 @@ USUAL = {
     "fused_masters": "FusedAdam",
     "remainders": "FusedAdam remainders",
 }
-# What else may take the checkpoint: classes with the same state and arithmetic; and those that must be refused.
+# What else may take the checkpoint: classes with the same state and arithmetic; and those that must
+# be refused.
 SAME_STATE = {"AdamW": "Adam", "eager masters": "lazy masters", "lazy masters": "eager masters"}
 OTHER_STATE = {"AdamW": ("SGD", "Adagrad")} | dict.fromkeys(
     ("eager masters", "lazy masters", "FusedAdam", "FusedAdam remainders"), ("AdamW", "SGD")
@@ -171,7 +175,9 @@ OTHER_STATE = {"AdamW": ("SGD", "Adagrad")} | dict.fromkeys(
 
 
 class Job:
-    """A training job. `optimizer`: a key of OPTIMIZERS, the usual one of its precision where None. `shard`: applied to the model."""
+    """A training job. `optimizer`: a key of OPTIMIZERS, the usual one of its precision where None.
+    `shard`: applied to the model.
+    """
 
     def __init__(
         self,
@@ -273,7 +279,9 @@ class Job:
 
 
 def _is_master(param: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the state holds what the parameter is rounded from; the low bits of it, or a copy of a float32 parameter, are not that."""
+    """Whether the state holds what the parameter is rounded from; the low bits of it, or a copy of
+    a float32 parameter, are not that.
+    """
     return param.dtype in LOW and MASTER in state and state[MASTER].dtype == torch.float32
 
 

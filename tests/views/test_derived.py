@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import unified_ckpt as uc
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.engine.source.view import SourceView
-from unified_ckpt.views.derived import Made, Piece, recut
+from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
 
 QUICK = uc.SaveOptions(fsync=False)
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
@@ -53,15 +53,15 @@ def test_any_slice_of_any_tensor_made_of_pieces(
     kind = str(dtype).removeprefix("torch.")
     count = sum(stop - start for _, start, stop in pieces)
     width = cut.draw(st.sampled_from([n for n in (1, 2, 3, 5) if count % n == 0]))
-    made = Made(
+    made = RangesTensor(
         (count // width, width),
-        tuple(Piece(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces),
+        tuple(ElementRange(f"{kind}/{i}", start, stop - start) for i, start, stop in pieces),
     )
     with uc.open(folder) as opened:
         needed = torch.cat(
             [opened["model"][f"{kind}/{i}"][...].flatten()[start:stop] for i, start, stop in pieces]
         ).reshape(made.shape)
-        view = SourceView(recut(opened.source, {"made": made}, parts=["model"]))
+        view = SourceView(derive(opened.source, {"made": made}, parts=["model"]))
         assert torch.equal(view["model"]["made"][...], needed)
         low, high = sorted(
             cut.draw(st.tuples(st.integers(0, made.shape[0]), st.integers(0, made.shape[0])))
@@ -77,11 +77,15 @@ def test_any_slice_of_any_tensor_made_of_pieces(
 
 def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None:
     made = {
-        "joined": Made((8, 6), (Piece("float32/0", 0, 24), Piece("float32/1", 0, 24))),
-        "not there": Made((2,), (Piece("float32/9", 0, 1), Piece("float32/2", 0, 1))),
+        "joined": RangesTensor(
+            (8, 6), (ElementRange("float32/0", 0, 24), ElementRange("float32/1", 0, 24))
+        ),
+        "not there": RangesTensor(
+            (2,), (ElementRange("float32/9", 0, 1), ElementRange("float32/2", 0, 1))
+        ),
     }
     with uc.open(folder) as opened:
-        view = SourceView(recut(opened.source, made, parts=["model", "master_weights"]))
+        view = SourceView(derive(opened.source, made, parts=["model", "master_weights"]))
         assert set(view["model"]) == {"joined", *opened["model"]} - {"float32/0", "float32/1"}
         with pytest.raises(KeyError, match="not there"):
             view["model"]["not there"]
@@ -91,11 +95,11 @@ def test_names_are_those_that_can_be_made_and_what_is_left(folder: Path) -> None
 
 def test_whole_tensors_keep_their_digests(folder: Path) -> None:
     made = {
-        "renamed": Made((24,), (Piece("float32/0", 0, 24),)),
-        "half": Made((12,), (Piece("float32/1", 12, 12),)),
+        "renamed": RangesTensor((24,), (ElementRange("float32/0", 0, 24),)),
+        "half": RangesTensor((12,), (ElementRange("float32/1", 12, 12),)),
     }
     with uc.open(folder) as opened:
-        view = recut(opened.source, made, parts=["model"])
+        view = derive(opened.source, made, parts=["model"])
         wanted = [("model", "renamed"), ("model", "half"), ("model", "uint8/0")]
         found = view.block_digests(wanted)
         stored = opened.source.block_digests([("model", "float32/0"), ("model", "uint8/0")])
@@ -107,15 +111,15 @@ def test_whole_tensors_keep_their_digests(folder: Path) -> None:
 
 
 def test_pieces_that_do_not_fit_are_an_error(folder: Path) -> None:
-    mixed = Made((48,), (Piece("float32/0", 0, 24), Piece("uint8/0", 0, 24)))
-    long = Made((30,), (Piece("float32/0", 0, 30),))
+    mixed = RangesTensor((48,), (ElementRange("float32/0", 0, 24), ElementRange("uint8/0", 0, 24)))
+    long = RangesTensor((30,), (ElementRange("float32/0", 0, 30),))
     with uc.open(folder) as opened:
-        view = SourceView(recut(opened.source, {"mixed": mixed, "long": long}, parts=["model"]))
+        view = SourceView(derive(opened.source, {"mixed": mixed, "long": long}, parts=["model"]))
         with pytest.raises(
             uc.FormatError, match="mixed: its pieces have dtypes F32, U8; needed one"
         ):
             view["model"]["mixed"]
-        view = SourceView(recut(opened.source, {"long": long}, parts=["model"]))
+        view = SourceView(derive(opened.source, {"long": long}, parts=["model"]))
         target = torch.zeros(prod(long.shape))
         with pytest.raises(
             uc.FormatError, match="model:long: float32/0 has 24 elements; needed 30"

@@ -1,4 +1,6 @@
-"""Rename rules: names, cuts and joins of a source's tensors, with what follows them, against torch's; refused when in doubt."""
+"""Rename rules: names, cuts and joins of a source's tensors, with what follows them, against
+torch's; refused when in doubt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.renames import parse_renames
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 QUICK = uc.SaveOptions(fsync=False)
 
@@ -170,7 +172,9 @@ def rules(tmp_path: Path) -> tuple[SourceOptions, SourceOptions]:
 def test_a_job_goes_on_under_other_names_and_in_other_shapes(
     tmp_path: Path, rules: tuple[SourceOptions, SourceOptions]
 ) -> None:
-    """Names, fused and split weights, transposed ones, with AdamW's state: the losses are those of the model that was saved."""
+    """Names, fused and split weights, transposed ones, with AdamW's state: the losses are those of
+    the model that was saved.
+    """
     torch.manual_seed(0)
     theirs = Theirs()
     optimizer = adamw(theirs)
@@ -608,7 +612,9 @@ def grow_by_hand(
 def test_a_larger_vocabulary_goes_on_as_if_grown_by_hand(
     tmp_path: Path, kind: str, tied: bool, warm: bool
 ) -> None:
-    """New rows are as the target had them, in the model and in its optimizer; further steps are bitwise those of the oracle."""
+    """New rows are as the target had them, in the model and in its optimizer; further steps are
+    bitwise those of the oracle.
+    """
     torch.manual_seed(0)
     old = Small(7, tied=tied)
     optimizer = OPTIMIZERS[kind](old.parameters())
@@ -673,7 +679,9 @@ def test_a_manager_restores_into_a_larger_vocabulary(tmp_path: Path) -> None:
 def test_masters_in_the_optimizer_grow_with_the_model(
     tmp_path: Path, dtype: torch.dtype, remainders: bool, warm: bool
 ) -> None:
-    """The new rows of a fresh optimizer's masters are the model's: the next step does not wipe them."""
+    """The new rows of a fresh optimizer's masters are the model's: the next step does not wipe
+    them.
+    """
     make = partial(FusedAdam, lr=0.02, master_weights=True, store_param_remainders=remainders)
     old, new = Small(7, dtype=dtype), Small(9, dtype=dtype)
     optimizer, other = make(old.parameters()), make(new.parameters())
@@ -733,7 +741,9 @@ def sliced(
 def test_slices_grow_over_any_ranks(
     saving: int, loading: int, shape: tuple[int, int], more: tuple[int, int], data: st.DataObject
 ) -> None:
-    """A fresh optimizer, or a warm one with masters, cut along any dim: what is stored, and around it what was there."""
+    """A fresh optimizer, or a warm one with masters, cut along any dim: what is stored, and around
+    it what was there.
+    """
     warm, dims = (
         data.draw(st.booleans()),
         data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1))),
@@ -767,7 +777,7 @@ def test_slices_grow_over_any_ranks(
 
     def act(comm: Comm) -> None:
         targets, optimizer = sliced(there, dims[1], comm)
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             options = uc.LoadOptions(source=SourceOptions(rename=[{"match": "w", "pad": [0, 1]}]))
             checkpointer.load(f"{root}/c", **targets, options=options)
         found = {"": targets["model"]["w"].detach(), **optimizer.state[targets["model"]["w"]]}
@@ -783,7 +793,7 @@ def test_slices_grow_over_any_ranks(
     with TemporaryDirectory() as root:
         run_ranks(
             saving,
-            lambda comm: checkpointer_of(comm).save(
+            lambda comm: make_checkpointer(comm).save(
                 f"{root}/c", **sliced(saved, dims[0], comm)[0], options=QUICK
             ),
         )
@@ -794,7 +804,9 @@ def test_slices_grow_over_any_ranks(
 def test_masters_and_averages_keep_the_rows_that_they_have(
     tmp_path: Path, parts: tuple[str, ...] | None
 ) -> None:
-    """A bfloat16 model, stored or made from its masters, masters in a dict, and an average of the weights."""
+    """A bfloat16 model, stored or made from its masters, masters in a dict, and an average of the
+    weights.
+    """
     saved = {"emb.weight": torch.randn(7, 4)}
     half = {name: tensor.bfloat16() for name, tensor in saved.items()}
     path, ema = tmp_path / "c", {"emb.weight": saved["emb.weight"] * 2}
@@ -881,7 +893,9 @@ def test_what_no_pad_rule_allows_is_refused(
     ],
 )
 def test_state_that_grows_in_no_known_way_is_refused(tmp_path: Path, make: Any, text: str) -> None:
-    """Adafactor's rows and columns; a fresh optimizer whose state begins at no zero, which one that has been stepped has."""
+    """Adafactor's rows and columns; a fresh optimizer whose state begins at no zero, which one that
+    has been stepped has.
+    """
     old, new = (nn.Sequential(nn.Linear(4, rows, bias=False)) for rows in (3, 5))
     optimizer, other = make(old.parameters()), make(new.parameters())
     for model, one in ((old, optimizer), (new, other)):
@@ -952,7 +966,9 @@ def test_a_count_of_one_element_is_not_stacked(tmp_path: Path) -> None:
 
 
 def test_experts_are_not_dropped_silently(tmp_path: Path) -> None:
-    """As converters of others have done: an expert that one layer lacks, or that is called otherwise, is an error that names it."""
+    """As converters of others have done: an expert that one layer lacks, or that is called
+    otherwise, is an error that names it.
+    """
     model = {f"layers.{i}.experts.{e}.w1": torch.randn(2, 3) for i in range(2) for e in range(4)}
     rule = {
         "match": "layers.{i}.experts.{e}.w1",

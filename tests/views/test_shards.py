@@ -10,20 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.sharding.boxes import Box, whole
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.core.sharding.boxes import Box, full_box
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
-from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
 KEY = ("model", "w")
 
 
-def fragment(tensor: torch.Tensor, box: Box) -> Fragment:
+def fragment(tensor: torch.Tensor, box: Box) -> TensorShard:
     """A fragment whose memory is not row-major."""
     cut = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
     turned = cut.transpose(0, -1).contiguous().transpose(0, -1) if cut.dim() else cut.clone()
-    return Fragment(box, lambda: turned, f"file of {box}")
+    return TensorShard(box, lambda: turned, f"file of {box}")
 
 
 @st.composite
@@ -51,11 +51,11 @@ def test_any_bytes_and_any_box_are_the_tensors(
     shape: list[int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     tensor = torch.arange(prod(shape)).to(dtype).reshape(shape)
-    boxes = data.draw(cut(whole(shape)))
-    one = assembly(
+    boxes = data.draw(cut(full_box(shape)))
+    one = sharded_tensor(
         dtype, shape, data.draw(st.permutations([fragment(tensor, box) for box in boxes]))
     )
-    source = Assembled("folder", {KEY: one}, format="test", said=Said())
+    source = ShardedSource("folder", {KEY: one}, format="test", metadata=SourceMetadata())
     expected = bytes(as_bytes(tensor.contiguous()))
     start = data.draw(st.integers(0, len(expected)))
     found = bytearray(data.draw(st.integers(0, len(expected) - start)))
@@ -71,28 +71,28 @@ def test_a_grid_counts_the_same_elements_in_other_dims() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
     flat = tensor.reshape(-1)
     pieces = [
-        Fragment(Box((0,), (7,)), lambda: flat[:7], "a"),
-        Fragment(Box((7,), (17,)), lambda: flat[7:], "b"),
+        TensorShard(Box((0,), (7,)), lambda: flat[:7], "a"),
+        TensorShard(Box((7,), (17,)), lambda: flat[7:], "b"),
     ]
-    source = Assembled(
+    source = ShardedSource(
         "folder",
-        {KEY: assembly(torch.float32, (4, 6), pieces, grid=(24,))},
+        {KEY: sharded_tensor(torch.float32, (4, 6), pieces, box_shape=(24,))},
         format="test",
-        said=Said(),
+        metadata=SourceMetadata(),
     )
     assert source.read(*KEY, Box((1, 2), (2, 3))) == bytes(as_bytes(tensor[1:3, 2:5].contiguous()))
 
 
-WRONG: list[tuple[str, Callable[[], Assembly], type[Exception], str]] = [
+WRONG: list[tuple[str, Callable[[], ShardedTensor], type[Exception], str]] = [
     (
         "a gap",
-        lambda: assembly(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,)))]),
+        lambda: sharded_tensor(torch.float32, (4,), [fragment(torch.ones(4), Box((0,), (3,)))]),
         IncompleteError,
         r"nothing holds box \(3,\)",
     ),
     (
         "an overlap",
-        lambda: assembly(
+        lambda: sharded_tensor(
             torch.float32,
             (4,),
             [fragment(torch.ones(4), Box((0,), (3,))), fragment(torch.ones(4), Box((2,), (2,)))],
@@ -102,15 +102,15 @@ WRONG: list[tuple[str, Callable[[], Assembly], type[Exception], str]] = [
     ),
     (
         "outside",
-        lambda: assembly(
-            torch.float32, (4,), [Fragment(Box((2,), (3,)), lambda: torch.ones(3), "file")]
+        lambda: sharded_tensor(
+            torch.float32, (4,), [TensorShard(Box((2,), (3,)), lambda: torch.ones(3), "file")]
         ),
         FormatError,
         "file: has box",
     ),
     (
         "another grid",
-        lambda: assembly(torch.float32, (4,), [], grid=(5,)),
+        lambda: sharded_tensor(torch.float32, (4,), [], box_shape=(5,)),
         FormatError,
         "needed the elements of",
     ),
@@ -121,15 +121,17 @@ WRONG: list[tuple[str, Callable[[], Assembly], type[Exception], str]] = [
     ("make", "error", "text"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG]
 )
 def test_what_does_not_make_up_a_tensor_is_refused(
-    make: Callable[[], Assembly], error: type[Exception], text: str
+    make: Callable[[], ShardedTensor], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
 def test_a_fragment_that_is_not_what_was_said_is_refused_when_it_is_read() -> None:
-    one = assembly(
-        torch.float32, (4,), [Fragment(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
+    one = sharded_tensor(
+        torch.float32, (4,), [TensorShard(Box((0,), (4,)), lambda: torch.ones(5), "shard-3.pt")]
     )
     with pytest.raises(FormatError, match=r"shard-3.pt: a fragment of model:w has shape \(5,\)"):
-        Assembled("folder", {KEY: one}, format="test", said=Said()).read(*KEY, Box((0,), (4,)))
+        ShardedSource("folder", {KEY: one}, format="test", metadata=SourceMetadata()).read(
+            *KEY, Box((0,), (4,))
+        )

@@ -1,4 +1,6 @@
-"""Layers in one tensor and one by one: of real models, both ways, along any dim, with their optimizer's state."""
+"""Layers in one tensor and one by one: of real models, both ways, along any dim, with their
+optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_a_model_is_stacked_and_comes_back_as_it_was(
             part: {name: view[...] for name, view in other[part].items()} for part in other.parts
         }
         assert "model.layers.input_layernorm.weight/step" in parts["optimizer"]
-        (group,) = other.source.said().groups
+        (group,) = other.source.metadata().groups
         assert {f"{fqn}/exp_avg" for fqn in group["names"]} <= parts["optimizer"].keys()
         assert len(parts["model"]) == 1 + 9 + 1
     uc.save(tmp_path / "stacked", **parts, step=2, options=QUICK)
@@ -117,7 +119,7 @@ def test_groups_of_layers_that_differ(tmp_path: Path) -> None:
         again = unstack_layers(view, period=2)
         assert sorted(again.names("model")) == sorted(model)
         for name, tensor in model.items():
-            assert uc.engine.view.SourceView(again)["model"][name][...].equal(tensor)
+            assert uc.engine.source.view.SourceView(again)["model"][name][...].equal(tensor)
         with pytest.raises(
             FormatError,
             match="h: has 6 layers; needed a multiple of the period, 4: the last group has 2",

@@ -1,4 +1,6 @@
-"""A user's own function between a checkpoint and what is read of it: called only when named, and lazily where that can be."""
+"""A user's own function between a checkpoint and what is read of it: called only when named, and
+lazily where that can be.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def options(name: str) -> SourceOptions:
-    return SourceOptions(conversion_fn=f"conversions{name}")
+    return SourceOptions(conversion_fn=f"tests.support.conversions{name}")
 
 
 @pytest.mark.parametrize("mark", [":", "."])
@@ -68,14 +70,20 @@ def test_what_a_function_makes_is_made_when_it_is_read(folder: Path) -> None:
 
 def test_rules_come_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "w"\nto = "v"\n')
-    both = SourceOptions(rename=str(tmp_path / "r.toml"), conversion_fn="conversions:renamed")
+    both = SourceOptions(
+        rename=str(tmp_path / "r.toml"), conversion_fn="tests.support.conversions:renamed"
+    )
     with uc.open(folder, options=both) as opened:
         assert torch.equal(opened["model"]["net.v"][...], MODEL["w"])
 
 
 REFUSED: list[tuple[str, type[Exception], str]] = [
-    (":none", NotFoundError, "conversions has no function none"),
-    ("s:none", NotFoundError, "conversionss:none: there is no module conversionss"),
+    (":none", NotFoundError, "tests.support.conversions has no function none"),
+    (
+        "s:none",
+        NotFoundError,
+        "tests.support.conversionss:none: there is no module tests.support.conversionss",
+    ),
     (":no_dict", FormatError, r"gives a list; needed {part: {name: tensor}}"),
     (":no_tensor", FormatError, "model:w: is a str; needed a tensor"),
     (":raises", ArithmeticError, "of mine"),

@@ -1,4 +1,6 @@
-"""Views of a source: loads of any ranks through them, of checkpoints on several machines, of damaged ones; one view on another."""
+"""Views of a source: loads of any ranks through them, of checkpoints on several machines, of
+damaged ones; one view on another.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import torch
 import unified_ckpt as uc
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import folder_of, save_all
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.format.renames import Renames, Rule
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
-from unified_ckpt.views.derived_storage import PANEL_NBYTES
-from unified_ckpt.views.rename_rules import renamed
-from unified_ckpt.views.shards import Assembled, Fragment, assembly
+from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
+from unified_ckpt.views.derived_storage import CHUNK_NBYTES
+from unified_ckpt.views.rename_rules import apply_renames
+from unified_ckpt.views.shards import ShardedSource, TensorShard, sharded_tensor
 
 QUICK = uc.SaveOptions(fsync=False)
 TURN = '[[rules]]\nmatch = "w"\nto = "v"\nsteps = [{permute = [1, 0]}]\n'
@@ -42,7 +44,7 @@ def test_any_ranks_load_slices_of_what_is_made(tmp_path: Path, rule: dict[str, i
     def act(comm: Comm) -> None:
         expected = w.T.chunk(2, rule["tp"])[comm.rank % 2] if rule else w.T
         target = torch.zeros(expected.shape)
-        with checkpointer_of(comm) as made:
+        with make_checkpointer(comm) as made:
             made.load(tmp_path / "c", model={"v": target}, layout=layout, options=options)
         assert torch.equal(target, expected)
 
@@ -60,7 +62,7 @@ def test_rules_that_one_rank_lacks_are_an_error_on_all(tmp_path: Path) -> None:
     targets = [torch.zeros(2, 3) for _ in options]
 
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as made:
+        with make_checkpointer(comm) as made:
             made.load(tmp_path / "c", model={"v": targets[comm.rank]}, options=options[comm.rank])
 
     same_error(try_ranks(2, act), uc.NotFoundError, r"none.toml: cannot be read")
@@ -103,24 +105,26 @@ def test_views_on_views_keep_their_files_apart() -> None:
     """Each view has files of its own, called by names that the one under it may have too."""
     tensors = {name: torch.randn(4, 6) for name in "ab"}
     made = {
-        ("model", name): assembly(
-            torch.float32, (4, 6), [Fragment(uc.core.geometry.whole((4, 6)), lambda t=t: t, name)]
+        ("model", name): sharded_tensor(
+            torch.float32,
+            (4, 6),
+            [TensorShard(uc.core.sharding.boxes.whole((4, 6)), lambda t=t: t, name)],
         )
         for name, t in tensors.items()
     }
-    source = Assembled("folder", made, format="test", said=Said())
+    source = ShardedSource("folder", made, format="test", metadata=SourceMetadata())
     swap = Renames(
         rules=(
             Rule(match=("a",), to="b", steps=({"permute": (1, 0)},)),
             Rule(match=("b",), to="a", steps=({"permute": (1, 0)},)),
         )
     )
-    view = renamed(renamed(renamed(source, swap), Renames()), swap)
+    view = apply_renames(apply_renames(apply_renames(source, swap), Renames()), swap)
     target = {name: torch.zeros(4, 6) for name in "ab"}
     uc.load(SourceView(view), model=target)
     assert all(torch.equal(target[name], tensors[name]) for name in "ab")
-    both = renamed(
-        renamed(source, Renames(rules=(Rule(match=("a", "b"), concat=1, to="a"),))),
+    both = apply_renames(
+        apply_renames(source, Renames(rules=(Rule(match=("a", "b"), concat=1, to="a"),))),
         Renames(rules=(Rule(match=("a",), split={"dim": 1}, to=("a", "b")),)),
     )
     assert all(
@@ -129,7 +133,7 @@ def test_views_on_views_keep_their_files_apart() -> None:
 
 
 def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
-    rows = PANEL_NBYTES // 4 // 1000 + 13
+    rows = CHUNK_NBYTES // 4 // 1000 + 13
     w = torch.arange(rows * 1000, dtype=torch.int32).view(rows, 1000)
     uc.save(tmp_path / "c", model={"w": w}, options=QUICK)
     through(tmp_path / "r.toml", TURN)
@@ -141,7 +145,7 @@ def test_more_than_one_panel_and_bytes_from_anywhere(tmp_path: Path) -> None:
         for start, count in [
             (0, 9),
             (len(expected) - 5, 5),
-            (PANEL_NBYTES - 6, 13),
+            (CHUNK_NBYTES - 6, 13),
             (4001, 100_000),
         ]:
             found = bytearray(count)

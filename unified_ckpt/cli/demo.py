@@ -1,4 +1,5 @@
-"""The verb `demo`: train, be killed in mid-save, resume on fewer processes, and open the same folder with stock transformers.
+"""The verb `demo`: train, be killed in mid-save, resume on fewer processes, and open the same
+folder with stock transformers.
 
 Every number on the screen is measured in this run.
 """
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KILL_AFTER, RESUMED_2, RESUMED_1 = (
+KILL_AFTER, UNTIL_2_RANKS, UNTIL_1_RANK = (
     16,
     32,
     48,
@@ -32,7 +33,7 @@ SAVE_EVERY, SHOW_EVERY = 8, 4
 KILL_BYTES = 2_000_000  # written by a save, when the kill comes
 ATTEMPTS = 4
 TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted single process
-PATIENCE_SECONDS = 180.0
+TIMEOUT_SECONDS = 180.0
 CORPUS_BYTES = 400_000
 COLUMNS = "{:>4}  {:<24}{:>10}{:>26}{:>14}"
 
@@ -49,14 +50,14 @@ class Run:
     process: subprocess.Popen[bytes]
     log: Path
     output: Path
-    read: int = 0  # lines of the log handed out so far
+    lines_read: int = 0  # lines of the log handed out so far
     pids: list[int] = field(default_factory=list)
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """What the log has gained, each line handed out once."""
         lines = self.log.read_bytes().split(b"\n")[:-1] if self.log.exists() else []
-        for line in lines[self.read :]:
-            self.read += 1
+        for line in lines[self.lines_read :]:
+            self.lines_read += 1
             entry = json.loads(line)
             if entry["event"] == "started":
                 self.pids.append(entry["pid"])
@@ -73,21 +74,21 @@ class Run:
 
 
 @dataclass(slots=True)
-class Story:
+class Demo:
     """Where the demo works and what it has measured."""
 
     root: Path
     quiet: bool
-    alone: Run | None = None  # the reference
-    reference: dict[int, float] = field(default_factory=dict)
+    baseline: Run | None = None  # the reference
+    baseline_losses: dict[int, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     running: list[Run] = field(default_factory=list)
 
-    def say(self, text: str = "") -> None:
+    def print_line(self, text: str = "") -> None:
         if not self.quiet:
             print(text, flush=True)
 
-    def start(
+    def launch(
         self, name: str, *, dp: int, tp: int, until: int, save_every: int, resume: Path | None
     ) -> Run:
         arguments = [
@@ -129,65 +130,65 @@ class Story:
         return run
 
     def follow(self, run: Run, layout: str, *, killed: bool = False) -> Iterator[dict[str, Any]]:
-        """The entries of a run's log as they come; rows of the table are shown on the way. Ends with the run."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """The entries of a run's log as they come; rows of the table are shown on the way. Ends
+        with the run.
+        """
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while True:
             ended = run.process.poll()
             for entry in run.entries():
                 if entry["event"] == "step":
-                    self.show(entry, layout)
+                    self.record_step(entry, layout)
                 elif entry["event"] == "saved":
                     name, seconds = Path(entry["path"]).name, entry["seconds"]
-                    self.say(
+                    self.print_line(
                         f"      {name} saved: {entry['nbytes'] / 1e6:.1f} MB in {seconds:.3f} s"
                     )
                 yield entry
             if ended is not None:
                 break
             if time.monotonic() > deadline:
-                raise DemoError(
-                    f"{run.name} ran past {PATIENCE_SECONDS:.0f} s:\n{tail(run.output)}"
-                )
+                raise DemoError(f"{run.name} ran past {TIMEOUT_SECONDS:.0f} s:\n{tail(run.output)}")
             time.sleep(0.02)
         if ended and not killed:
             raise DemoError(f"{run.name} ended with {ended}:\n{tail(run.output)}")
 
-    def uninterrupted(self, step: int) -> float:
+    def baseline_loss(self, step: int) -> float:
         """The loss of the reference at this step, as soon as it is there."""
-        assert self.alone is not None
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while step not in self.reference:
-            ended = self.alone.process.poll() is not None
-            self.reference |= {
+        assert self.baseline is not None
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while step not in self.baseline_losses:
+            has_ended = self.baseline.process.poll() is not None
+            self.baseline_losses |= {
                 entry["step"]: entry["loss"]
-                for entry in self.alone.entries()
+                for entry in self.baseline.entries()
                 if entry["event"] == "step"
             }
-            if step not in self.reference:
-                if ended or time.monotonic() > deadline:
+            if step not in self.baseline_losses:
+                if has_ended or time.monotonic() > deadline:
                     raise DemoError(
-                        f"the reference run did not reach step {step}:\n{tail(self.alone.output)}"
+                        f"the reference run did not reach step {step}:\n{tail(self.baseline.output)}"
                     )
                 time.sleep(0.02)
-        return self.reference[step]
+        return self.baseline_losses[step]
 
-    def show(self, entry: dict[str, Any], layout: str) -> None:
+    def record_step(self, entry: dict[str, Any], layout: str) -> None:
         step, loss = entry["step"], entry["loss"]
-        alone = self.uninterrupted(step)
-        difference = abs(loss - alone) / abs(alone)
-        new = not self.rows or self.rows[-1]["layout"] != layout
+        baseline = self.baseline_loss(step)
+        difference = abs(loss - baseline) / abs(baseline)
+        is_new_layout = not self.rows or self.rows[-1]["layout"] != layout
         self.rows.append(
             {
                 "step": step,
                 "layout": layout,
                 "loss": loss,
-                "uninterrupted": alone,
+                "uninterrupted": baseline,
                 "difference": difference,
             }
         )
-        if new or step % SHOW_EVERY == 0:
-            self.say(
-                COLUMNS.format(step, layout, f"{loss:.6f}", f"{alone:.6f}", f"{difference:.1e}")
+        if is_new_layout or step % SHOW_EVERY == 0:
+            self.print_line(
+                COLUMNS.format(step, layout, f"{loss:.6f}", f"{baseline:.6f}", f"{difference:.1e}")
             )
 
 
@@ -211,7 +212,7 @@ def write_corpus(path: Path) -> int:
 
 
 @contextmanager
-def workplace(folder: str | None, *, keep: bool) -> Iterator[Path]:
+def work_folder(folder: str | None, *, keep: bool) -> Iterator[Path]:
     if folder is None:
         root = Path(tempfile.mkdtemp(prefix="unified-ckpt-demo-"))
     else:
@@ -226,88 +227,96 @@ def workplace(folder: str | None, *, keep: bool) -> Iterator[Path]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def unfinished(root: Path) -> set[Path]:
+def staging_folders(root: Path) -> set[Path]:
     """The folders under construction, or left so."""
     return {root / name for name in os.listdir(root) if name.startswith(".unified-")}
 
 
-def written(folder: Path) -> tuple[int, int]:
-    """How many files lie in a folder, and how many bytes of them have been written. (0, 0) where there is none."""
-    found = []
+def written_size(folder: Path) -> tuple[int, int]:
+    """How many files lie in a folder, and how many bytes of them have been written. (0, 0) where
+    there is none.
+    """
+    stats = []
     with suppress(FileNotFoundError):
-        found = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
-    return len(found), sum(entry.st_blocks for entry in found) * 512
+        stats = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
+    return len(stats), sum(entry.st_blocks for entry in stats) * 512
 
 
-def last_good(story: Story) -> Path:
+def latest_verified(demo: Demo) -> Path:
     """The newest folder that verifies, byte for byte."""
     from unified_ckpt import verify
 
     for folder in sorted(
-        story.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True
+        demo.root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True
     ):
-        begun = time.perf_counter()
-        checked = verify(folder, deep=True)
-        if checked.ok:
-            seconds = time.perf_counter() - begun
-            story.say(
-                f"      {folder.name}: every digest of {checked.tensors} tensors verified in {seconds * 1e3:.1f} ms"
+        started = time.perf_counter()
+        report = verify(folder, deep=True)
+        if report.ok:
+            seconds = time.perf_counter() - started
+            demo.print_line(
+                f"      {folder.name}: every digest of {report.tensors} tensors verified in {seconds * 1e3:.1f} ms"
             )
             return folder
-        story.say(f"      {folder.name} is not whole: {checked.problems[0]}")
+        demo.print_line(f"      {folder.name} is not whole: {report.problems[0]}")
     raise DemoError("no checkpoint was left")
 
 
-def train_until_killed(story: Story, resume: Path | None) -> bool:
-    """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that save was cut off."""
+def train_until_killed(demo: Demo, resume: Path | None) -> bool:
+    """4 processes, FSDP2 x TP, killed in the first save after `KILL_AFTER`. Returns whether that
+    save was cut off.
+    """
     layout = "4 ranks, FSDP2 dp2 x tp2"
-    older = unfinished(story.root)
-    run = story.start(
-        f"four-{len(story.running)}",
+    existing = staging_folders(demo.root)
+    run = demo.launch(
+        f"four-{len(demo.running)}",
         dp=2,
         tp=2,
         until=KILL_AFTER + SAVE_EVERY,
         save_every=SAVE_EVERY,
         resume=resume,
     )
-    for entry in story.follow(run, layout):
+    for entry in demo.follow(run, layout):
         if entry["event"] in ("step", "saved") and entry["step"] >= KILL_AFTER + (
             entry["event"] == "step"
         ):
             break
-    cut_off = story.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (fresh := unfinished(story.root) - older) and not cut_off.exists():
-        if time.monotonic() > deadline or (run.process.poll() is not None and not cut_off.exists()):
+    interrupted = demo.root / f"checkpoint-{KILL_AFTER + SAVE_EVERY}"
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (new_folders := staging_folders(demo.root) - existing) and not interrupted.exists():
+        if time.monotonic() > deadline or (
+            run.process.poll() is not None and not interrupted.exists()
+        ):
             raise DemoError(f"the save to be killed never came:\n{tail(run.output)}")
         time.sleep(2e-4)
-    folder, seen = fresh.pop() if fresh else cut_off, time.monotonic()
+    folder, seen_at = new_folders.pop() if new_folders else interrupted, time.monotonic()
     patience = 1.0 if resume is None else 0.0  # once that was too late, at first sight
-    while written(folder)[1] < KILL_BYTES and time.monotonic() - seen < patience:
+    while written_size(folder)[1] < KILL_BYTES and time.monotonic() - seen_at < patience:
         time.sleep(2e-4)
     ranks = run.kill()
-    for _ in story.follow(run, layout, killed=True):
+    for _ in demo.follow(run, layout, killed=True):
         pass
-    if cut_off.exists():
-        story.say(
-            f"      SIGKILL to {ranks} ranks came after {cut_off.name} was whole: it is deleted, and once more from the one before"
+    if interrupted.exists():
+        demo.print_line(
+            f"      SIGKILL to {ranks} ranks came after {interrupted.name} was whole: it is deleted, and once more from the one before"
         )
-        shutil.rmtree(cut_off)
+        shutil.rmtree(interrupted)
         return False
-    files, nbytes = written(folder)
-    story.say(
-        f"      SIGKILL to {ranks} ranks in the save of {cut_off.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest"
+    files, nbytes = written_size(folder)
+    demo.print_line(
+        f"      SIGKILL to {ranks} ranks in the save of {interrupted.name}; it leaves {files} files, {nbytes / 1e6:.1f} MB, no manifest"
     )
     return True
 
 
-def generate(story: Story, folder: Path) -> tuple[str, float]:
-    """Stock transformers on the folder. Returns the text, and the loss on the batch that the trainer probed last."""
+def generate(demo: Demo, folder: Path) -> tuple[str, float]:
+    """Stock transformers on the folder. Returns the text, and the loss on the batch that the
+    trainer probed last.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from unified_ckpt.cli.demo_train import batch
+    from unified_ckpt.cli.demo_train import draw_batch
 
     quiet: Any = logging.disable_progress_bar
     quiet()
@@ -315,82 +324,92 @@ def generate(story: Story, folder: Path) -> tuple[str, float]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.set_num_threads(1)  # as in the training process: sums in the same order
     torch.manual_seed(0)
-    corpus = torch.frombuffer(
-        bytearray((story.root / "corpus.txt").read_bytes()), dtype=torch.uint8
-    )
-    tokens = batch(corpus, RESUMED_1 + 1)
+    corpus = torch.frombuffer(bytearray((demo.root / "corpus.txt").read_bytes()), dtype=torch.uint8)
+    tokens = draw_batch(corpus, UNTIL_1_RANK + 1)
     with torch.no_grad():
         loss = float(model(input_ids=tokens, labels=tokens).loss)
     prompt = tokenizer("Return the ", return_tensors="pt")
-    drawn = model.generate(
+    generated = model.generate(
         **prompt, max_new_tokens=120, do_sample=True, temperature=0.7, pad_token_id=0
     )
-    return str(tokenizer.decode(drawn[0])), loss
+    return str(tokenizer.decode(generated[0])), loss
 
 
-def tell(story: Story) -> dict[str, Any]:
-    """The whole story. Returns what was measured; raises `DemoError` where something did not happen."""
-    begun = time.perf_counter()
-    size = write_corpus(story.root / "corpus.txt")
-    story.say(
+def run_demo(demo: Demo) -> dict[str, Any]:
+    """The whole story. Returns what was measured; raises `DemoError` where something did not
+    happen.
+    """
+    started = time.perf_counter()
+    size = write_corpus(demo.root / "corpus.txt")
+    demo.print_line(
         f"Text: {size / 1e3:.0f} kB of documentation strings from Python {sys.version.split()[0]}'s own modules; a token is a byte."
     )
-    story.say(
+    demo.print_line(
         f"4 processes train a Llama on it and save every {SAVE_EVERY} steps; a single process, never interrupted, is the reference."
     )
-    story.say(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
-    warm = threading.Thread(
+    demo.print_line(f"Every step is compared, every {SHOW_EVERY}th is shown.\n")
+    warm_up = threading.Thread(
         target=lambda: importlib.import_module("transformers.models.llama.modeling_llama"),
         daemon=True,
     )
-    warm.start()  # for the end of the story; importing it takes seconds
-    story.alone = story.start("reference", dp=1, tp=1, until=RESUMED_1, save_every=0, resume=None)
-    story.say(COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference"))
-    story.uninterrupted(
+    warm_up.start()  # for the end of the story; importing it takes seconds
+    demo.baseline = demo.launch(
+        "reference", dp=1, tp=1, until=UNTIL_1_RANK, save_every=0, resume=None
+    )
+    demo.print_line(
+        COLUMNS.format("step", "layout", "loss", "1 process, uninterrupted", "difference")
+    )
+    demo.baseline_loss(
         KILL_AFTER + SAVE_EVERY
     )  # the table then never waits for it, and the kill is not late
     resume: Path | None = None
     for _ in range(ATTEMPTS):
-        if train_until_killed(story, resume):
+        if train_until_killed(demo, resume):
             break
-        resume = last_good(story)
+        resume = latest_verified(demo)
     else:
         raise DemoError(f"{ATTEMPTS} times the save was whole before the kill came")
-    good = last_good(story)
-    story.say(f"      resuming from {good.name} with 2 processes")
-    two = story.start("two", dp=1, tp=2, until=RESUMED_2, save_every=SAVE_EVERY, resume=good)
-    for _ in story.follow(two, "2 ranks, tp2"):
-        pass
-    good = last_good(story)
-    story.say(f"      resuming from {good.name} with 1 process, without a process group")
-    one = story.start("one", dp=1, tp=1, until=RESUMED_1, save_every=SAVE_EVERY, resume=good)
-    entries = list(story.follow(one, "1 process"))
-    good = last_good(story)
-    probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
-    text, loss = generate(story, good)
-    story.say(
-        f"\nStock transformers, AutoModelForCausalLM.from_pretrained({good.name!r}), writes:\n"
+    checkpoint = latest_verified(demo)
+    demo.print_line(f"      resuming from {checkpoint.name} with 2 processes")
+    two_ranks = demo.launch(
+        "two", dp=1, tp=2, until=UNTIL_2_RANKS, save_every=SAVE_EVERY, resume=checkpoint
     )
-    story.say("  " + text.replace("\n", "\n  ") + "\n")
+    for _ in demo.follow(two_ranks, "2 ranks, tp2"):
+        pass
+    checkpoint = latest_verified(demo)
+    demo.print_line(
+        f"      resuming from {checkpoint.name} with 1 process, without a process group"
+    )
+    one_rank = demo.launch(
+        "one", dp=1, tp=1, until=UNTIL_1_RANK, save_every=SAVE_EVERY, resume=checkpoint
+    )
+    entries = list(demo.follow(one_rank, "1 process"))
+    checkpoint = latest_verified(demo)
+    probe = next(entry["loss"] for entry in entries if entry["event"] == "probe")
+    text, loss = generate(demo, checkpoint)
+    demo.print_line(
+        f"\nStock transformers, AutoModelForCausalLM.from_pretrained({checkpoint.name!r}), writes:\n"
+    )
+    demo.print_line("  " + text.replace("\n", "\n  ") + "\n")
     return {
         "probe": probe,
         "from_pretrained": loss,
         "text": text,
-        "seconds": time.perf_counter() - begun,
+        "seconds": time.perf_counter() - started,
     }
 
 
-def judge(story: Story, measured: dict[str, Any]) -> dict[str, Any]:
-    """Whether the curve went on as it should have. `twice`: steps that two layouts computed."""
+def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
+    """Whether the curve went on as it should have. `differences`: steps that two layouts computed."""
     by_step: dict[int, list[float]] = {}
-    for row in story.rows:
+    for row in demo.rows:
         by_step.setdefault(row["step"], []).append(row["loss"])
-    twice = [max(losses) - min(losses) for losses in by_step.values() if len(losses) > 1]
-    worst = max(row["difference"] for row in story.rows)
-    losses = [story.rows[0]["loss"], story.rows[-1]["loss"]]
-    whole = sorted(by_step) == list(range(1, RESUMED_1 + 1))
+    differences = [max(losses) - min(losses) for losses in by_step.values() if len(losses) > 1]
+    worst = max(row["difference"] for row in demo.rows)
+    losses = [demo.rows[0]["loss"], demo.rows[-1]["loss"]]
+    is_complete = sorted(by_step) == list(range(1, UNTIL_1_RANK + 1))
     passed = (
-        whole
+        is_complete
         and worst <= TOLERANCE
         and losses[1] < losses[0]
         and abs(measured["probe"] - measured["from_pretrained"]) <= 1e-6
@@ -399,24 +418,24 @@ def judge(story: Story, measured: dict[str, Any]) -> dict[str, Any]:
         **measured,
         "passed": passed,
         "worst": worst,
-        "steps_in_two_layouts": len(twice),
-        "worst_of_those": max(twice, default=0.0),
+        "steps_in_two_layouts": len(differences),
+        "worst_of_those": max(differences, default=0.0),
     }
 
 
-def report(story: Story, verdict: dict[str, Any]) -> None:
+def print_summary(demo: Demo, verdict: dict[str, Any]) -> None:
     """The last lines on the screen."""
     worst, twice = verdict["worst"], verdict["worst_of_those"]
-    story.say(
-        f"{RESUMED_1} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e})."
+    demo.print_line(
+        f"{UNTIL_1_RANK} steps: losses at most {worst:.1e} from the uninterrupted run (relative; allowed {TOLERANCE:.0e})."
     )
-    story.say(
+    demo.print_line(
         f"{verdict['steps_in_two_layouts']} steps were computed in two layouts: losses at most {twice:.1e} apart."
     )
-    story.say(
+    demo.print_line(
         f"The next batch: loss {verdict['probe']:.7f} in the trainer, {verdict['from_pretrained']:.7f} from the folder."
     )
-    story.say(
+    demo.print_line(
         f"{'All of it holds' if verdict['passed'] else 'This is NOT as it should be'}; {verdict['seconds']:.0f} s in total."
     )
 
@@ -431,19 +450,19 @@ def run(arguments: Any) -> int:
         )
         return 2
     try:
-        with workplace(folder, keep=bool(keep)) as root:
-            story = Story(root, quiet=bool(as_json))
+        with work_folder(folder, keep=bool(keep)) as root:
+            demo = Demo(root, quiet=bool(as_json))
             try:
-                verdict = judge(story, tell(story))
+                verdict = evaluate(demo, run_demo(demo))
             finally:
-                for job in story.running:
+                for job in demo.running:
                     list(job.entries())  # for the process ids in it
                     if job.process.poll() is None:
                         job.kill()
             if as_json:
-                print(json.dumps({"rows": story.rows, **verdict}))
-            report(story, verdict)
-            story.say(
+                print(json.dumps({"rows": demo.rows, **verdict}))
+            print_summary(demo, verdict)
+            demo.print_line(
                 f"The folders are in {root}."
                 if keep or folder
                 else "The folders are deleted; --keep keeps them."

@@ -1,6 +1,8 @@
-"""One rank of the demo's training job: a small Llama on real text, in whatever layout the arguments ask for.
+"""One rank of the demo's training job: a small Llama on real text, in whatever layout the arguments
+ask for.
 
-Started by `demo.py`, under torchrun or alone. Knows how to train, save and resume; knows nothing of the story.
+Started by `demo.py`, under torchrun or alone. Knows how to train, save and resume; knows nothing of
+the story.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_STEPS = 6e-3, 4, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no process group.
+class TrainingJob:
+    """What this rank trains. `mesh` has the dims dp and tp; None where there is one process, and no
+    process group.
 
-    `tokenizer`: on the rank that writes the log and attaches files to the checkpoints, None elsewhere.
+    `tokenizer`: on the rank that writes the log and attaches files to the checkpoints, None
+    elsewhere.
     """
 
     model: LlamaForCausalLM
@@ -42,15 +46,17 @@ class Job:
     tokenizer: Any
 
 
-def batch(corpus: Tensor, step: int) -> Tensor:
+def draw_batch(corpus: Tensor, step: int) -> Tensor:
     """The tokens of a step [batch, tokens], from the step number alone: data order needs no state."""
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(corpus) - TOKENS, (BATCH, 1), generator=draw)
     return corpus[starts + torch.arange(TOKENS)].long()
 
 
-def build(dp: int, tp: int) -> Job:
-    """The same initial weights in every layout: the dense model is drawn from one seed, then cut by torch's own wrappers."""
+def build_job(dp: int, tp: int) -> TrainingJob:
+    """The same initial weights in every layout: the dense model is drawn from one seed, then cut by
+    torch's own wrappers.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -88,9 +94,12 @@ def build(dp: int, tp: int) -> Job:
     )
     scheduler = LambdaLR(
         optimizer,
-        lambda done: min(1.0, (done + 1) / WARMUP_STEPS) * max(0.1, 1 - done / DECAY_STEPS),
+        lambda scheduler_step: (
+            min(1.0, (scheduler_step + 1) / WARMUP_STEPS)
+            * max(0.1, 1 - scheduler_step / DECAY_STEPS)
+        ),
     )
-    return Job(
+    return TrainingJob(
         model,
         optimizer,
         scheduler,
@@ -116,7 +125,7 @@ def byte_tokenizer() -> Any:
     return wrap(tokenizer_object=fast)
 
 
-def train_step(job: Job, tokens: Tensor) -> float:
+def train_step(job: TrainingJob, tokens: Tensor) -> float:
     """One step on this global batch. Returns the mean loss over it, before the update."""
     if job.mesh is not None:
         tokens = tokens.chunk(job.mesh["dp"].size())[job.mesh.get_local_rank("dp")]
@@ -132,10 +141,10 @@ def train_step(job: Job, tokens: Tensor) -> float:
     return float(mean)
 
 
-def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
-    def attach(unfinished: Path) -> None:
-        job.model.config.save_pretrained(unfinished)
-        job.tokenizer.save_pretrained(unfinished)
+def save(job: TrainingJob, folder: Path, step: int) -> dict[str, Any]:
+    def attach(staging: Path) -> None:
+        job.model.config.save_pretrained(staging)
+        job.tokenizer.save_pretrained(staging)
 
     extra = {"scheduler": job.scheduler}
     report = uc.save(
@@ -150,7 +159,7 @@ def save(job: Job, folder: Path, step: int) -> dict[str, Any]:
     }
 
 
-def resume(job: Job, folder: Path) -> int:
+def resume(job: TrainingJob, folder: Path) -> int:
     return (
         uc.load(
             folder, model=job.model, optimizer=job.optimizer, extra={"scheduler": job.scheduler}
@@ -172,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus = torch.frombuffer(bytearray(arguments.corpus.read_bytes()), dtype=torch.uint8)
-    job = build(arguments.dp, arguments.tp)
+    job = build_job(arguments.dp, arguments.tp)
     with arguments.log.open("a", buffering=1) as log:
 
         def record(entry: dict[str, Any]) -> None:
@@ -180,22 +189,22 @@ def main() -> None:
                 log.write(json.dumps(entry) + "\n")
 
         log.write(json.dumps({"event": "started", "pid": os.getpid()}) + "\n")
-        done = resume(job, arguments.resume) if arguments.resume else 0
-        for step in range(done + 1, arguments.until + 1):
-            begun = time.perf_counter()
-            loss = train_step(job, batch(corpus, step))
+        resumed_step = resume(job, arguments.resume) if arguments.resume else 0
+        for step in range(resumed_step + 1, arguments.until + 1):
+            started = time.perf_counter()
+            loss = train_step(job, draw_batch(corpus, step))
             record(
                 {
                     "event": "step",
                     "step": step,
                     "loss": loss,
-                    "seconds": time.perf_counter() - begun,
+                    "seconds": time.perf_counter() - started,
                 }
             )
             if arguments.save_every and step % arguments.save_every == 0:
                 record(save(job, arguments.root / f"checkpoint-{step}", step))
         if job.mesh is None:
-            tokens = batch(corpus, arguments.until + 1)
+            tokens = draw_batch(corpus, arguments.until + 1)
             with torch.no_grad():
                 loss = float(job.model(input_ids=tokens, labels=tokens).loss)
             record({"event": "probe", "step": arguments.until + 1, "loss": loss})

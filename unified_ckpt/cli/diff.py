@@ -1,4 +1,6 @@
-"""The verb `diff`: what differs between two checkpoints, of whatever formats. 1 where something does."""
+"""The verb `diff`: what differs between two checkpoints, of whatever formats. 1 where something
+does.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,26 @@ from contextlib import ExitStack, closing
 from tqdm import tqdm
 
 from unified_ckpt.cli.source_args import source_options
-from unified_ckpt.cli.tensor_tree import natural, spec_text, table
-from unified_ckpt.cli.text import count, human, plain
+from unified_ckpt.cli.tensor_tree import natural_key, spec_text, table
+from unified_ckpt.cli.text import count_text, human_size, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.diff import Difference, DiffReport, compare
+from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import open_source
 
 
 def run(arguments: Namespace) -> int:
-    """Takes `first` and how to read it, `second`, `part`, `match`, `deep` and `json`. Returns 1 where the two differ."""
+    """Takes `first` and how to read it, `second`, `part`, `match`, `deep` and `json`. Returns 1
+    where the two differ.
+    """
     parts = arguments.part or None
-    with ExitStack() as owned:
-        first = owned.enter_context(closing(open_any(arguments.first, source_options(arguments))))
-        second = owned.enter_context(closing(open_any(arguments.second)))
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            closing(open_source(arguments.first, source_options(arguments)))
+        )
+        second = stack.enter_context(closing(open_source(arguments.second)))
         # disable=None: a bar for a terminal only.
-        bar = owned.enter_context(
+        bar = stack.enter_context(
             tqdm(
                 total=_total(first),
                 desc="diff",
@@ -34,7 +40,7 @@ def run(arguments: Namespace) -> int:
                 disable=None,
             )
         )
-        report = compare(
+        report = diff_sources(
             first,
             second,
             parts=parts,
@@ -56,60 +62,58 @@ def _total(source: Source) -> int:
 
 def _text(report: DiffReport) -> list[str]:
     rows = [
-        (f"  {plain(f'{one.part}:{one.name}')}", (_words(one),))
-        for one in sorted(report.differences, key=_place)
+        (f"  {printable(f'{difference.part}:{difference.name}')}", (_describe(difference),))
+        for difference in sorted(report.differences, key=_sort_key)
     ]
-    end = f"{count(report.equal, 'tensor')} equal, {len(report.differences)} not; {human(report.bytes_read)} read"
-    return [*table(rows), end]
+    summary = f"{count_text(report.equal, 'tensor')} equal, {len(report.differences)} not; {human_size(report.bytes_read)} read"
+    return [*table(rows), summary]
 
 
-def _place(one: Difference) -> tuple[object, ...]:
-    return one.part, natural(one.name)
+def _sort_key(difference: Difference) -> tuple[object, ...]:
+    return difference.part, natural_key(difference.name)
 
 
-def _words(one: Difference) -> str:
+def _describe(difference: Difference) -> str:
     """`BF16 [4] and F32 [4], 3 elements differ, by 0.5 at most`."""
-    if one.first is None or one.second is None:
-        return (
-            f"only in the {'first' if one.second is None else 'second'}: {spec_text(_there(one))}"
-        )
+    if difference.first is None or difference.second is None:
+        return f"only in the {'first' if difference.second is None else 'second'}: {spec_text(_existing_spec(difference))}"
     specs = (
-        spec_text(one.first)
-        if one.first == one.second
-        else f"{spec_text(one.first)} and {spec_text(one.second)}"
+        spec_text(difference.first)
+        if difference.first == difference.second
+        else f"{spec_text(difference.first)} and {spec_text(difference.second)}"
     )
-    if one.first.shape != one.second.shape:
+    if difference.first.shape != difference.second.shape:
         return specs
-    if not one.elements:
+    if not difference.elements:
         return f"{specs}, equal values"
     size = (
         "one of them is no number, or nan"
-        if one.max_abs is None
-        else f"by {one.max_abs:.6g} at most"
+        if difference.max_abs is None
+        else f"by {difference.max_abs:.6g} at most"
     )
-    return f"{specs}, {count(one.elements, 'element')} differ{'s' if one.elements == 1 else ''}, {size}"
+    return f"{specs}, {count_text(difference.elements, 'element')} differ{'s' if difference.elements == 1 else ''}, {size}"
 
 
-def _there(one: Difference) -> TensorSpec:
-    spec = one.first or one.second
+def _existing_spec(difference: Difference) -> TensorSpec:
+    spec = difference.first or difference.second
     if spec is None:
         raise AssertionError("a difference is of a tensor that one side has")
     return spec
 
 
 def _as_json(report: DiffReport) -> dict[str, object]:
-    def told(spec: TensorSpec | None) -> dict[str, object] | None:
+    def spec_json(spec: TensorSpec | None) -> dict[str, object] | None:
         return None if spec is None else {"dtype": spec.dtype, "shape": list(spec.shape)}
 
     differences = [
         {
-            "part": one.part,
-            "name": one.name,
-            "first": told(one.first),
-            "second": told(one.second),
-            "elements": one.elements,
-            "max_abs": one.max_abs,
+            "part": difference.part,
+            "name": difference.name,
+            "first": spec_json(difference.first),
+            "second": spec_json(difference.second),
+            "elements": difference.elements,
+            "max_abs": difference.max_abs,
         }
-        for one in sorted(report.differences, key=_place)
+        for difference in sorted(report.differences, key=_sort_key)
     ]
     return {"equal": report.equal, "bytes_read": report.bytes_read, "differences": differences}

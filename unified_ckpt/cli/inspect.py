@@ -1,4 +1,6 @@
-"""The verb `inspect`: what a checkpoint holds, from its manifest, indexes and headers. Starts without torch, and reads no tensor."""
+"""The verb `inspect`: what a checkpoint holds, from its manifest, indexes and headers. Starts
+without torch, and reads no tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from unified_ckpt.cli.source_args import source_options
-from unified_ckpt.cli.tensor_tree import Line, collapse, natural, spec_text, table, tree
-from unified_ckpt.cli.text import count, extra_text, human, options_text, plain
+from unified_ckpt.cli.tensor_tree import Line, collapse, natural_key, spec_text, table, tree
+from unified_ckpt.cli.text import count_text, extra_text, human_size, options_text, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import short
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.sources import open_any
-from unified_ckpt.sources.detect.names import title_of
+from unified_ckpt.sources import open_source
+from unified_ckpt.sources.detect.names import format_title
 
 _FORMATS = {
     "megatron": "Megatron-LM, folders of ranks",
@@ -31,11 +33,11 @@ _FORMATS = {
     "torch": "a file of torch.save: weights, and what is plain beside them",
     "huggingface-bin": "Hugging Face model folder of pickles: weights only",
 }
-_FIRST = ("model", "master_weights", "optimizer")  # then the others by name
+_FIRST_PARTS = ("model", "master_weights", "optimizer")  # then the others by name
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PartListing:
     """A part as far as it is shown. `total`: tensors that it has; `files`: file -> bytes."""
 
     name: str
@@ -52,27 +54,31 @@ class _Part:
 
 def run(arguments: Namespace) -> int:
     """Takes `path`, `match`, `all`, `json`, and how to read it."""
-    folder = open_any(arguments.path, source_options(arguments))
+    folder = open_source(arguments.path, source_options(arguments))
     try:
-        parts, refused = _parts(folder, arguments.match)
+        parts, unreadable = _list_parts(folder, arguments.match)
         if arguments.json:
             print(
                 json.dumps(
                     _as_json(arguments.path, folder, parts)
-                    | ({"refused": refused} if refused else {}),
+                    | ({"refused": unreadable} if unreadable else {}),
                     indent=2,
                 )
             )
             return 0
-        print("\n".join(_head(arguments.path, folder)))
+        print("\n".join(_header_lines(arguments.path, folder)))
         for part in parts:
             if part.specs or part.aliases or arguments.match is None:
                 print(
                     "\n".join(
-                        ["", _title(part), *(_every(part) if arguments.all else _branches(part))]
+                        [
+                            "",
+                            _part_title(part),
+                            *(_table_lines(part) if arguments.all else _tree_lines(part)),
+                        ]
                     )
                 )
-        for reason in refused.values():
+        for reason in unreadable.values():
             print(f"\nnot read: {reason}")
         if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
             print(f"\nno tensor matches {arguments.match}")
@@ -81,28 +87,32 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _rank(part: str) -> tuple[int, str]:
-    return (_FIRST.index(part) if part in _FIRST else len(_FIRST)), part
+def _sort_key(part: str) -> tuple[int, str]:
+    return (_FIRST_PARTS.index(part) if part in _FIRST_PARTS else len(_FIRST_PARTS)), part
 
 
-def _parts(folder: Source, match: str | None) -> tuple[list[_Part], dict[str, str]]:
+def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], dict[str, str]]:
     """The parts, and why some of a checkpoint that others wrote are not read."""
-    parts, refused = [], {}
-    for part in sorted(folder.parts, key=_rank):
+    parts, unreadable = [], {}
+    for part in sorted(folder.parts, key=_sort_key):
         try:
-            parts.append(_part(folder, part, match))
+            parts.append(_list_part(folder, part, match))
         except FormatError as error:
             if isinstance(folder, Folder):
                 raise
-            refused[part] = str(error)
-    return parts, refused
+            unreadable[part] = str(error)
+    return parts, unreadable
 
 
-def _part(folder: Source, part: str, match: str | None) -> _Part:
-    def wanted(name: str) -> bool:
-        return match is None or fnmatchcase(name, match) or fnmatchcase(f"{part}:{name}", match)
+def _list_part(folder: Source, part: str, match: str | None) -> _PartListing:
+    def is_shown(name_or_alias: str) -> bool:
+        return (
+            match is None
+            or fnmatchcase(name_or_alias, match)
+            or fnmatchcase(f"{part}:{name_or_alias}", match)
+        )
 
-    names = sorted(filter(wanted, folder.names(part)), key=natural)
+    names = sorted(filter(is_shown, folder.names(part)), key=natural_key)
     specs = folder.specs(part, names)
     file_of = {
         name: folder.file_of(part, name) if isinstance(folder, Folder) else "" for name in names
@@ -112,8 +122,8 @@ def _part(folder: Source, part: str, match: str | None) -> _Part:
         if isinstance(folder, Folder)
         else {}
     )
-    aliases = {alias: name for alias, name in folder.aliases(part).items() if wanted(alias)}
-    return _Part(
+    aliases = {alias: name for alias, name in folder.aliases(part).items() if is_shown(alias)}
+    return _PartListing(
         part,
         len(folder.names(part)),
         {name: specs[name] for name in names},
@@ -123,13 +133,13 @@ def _part(folder: Source, part: str, match: str | None) -> _Part:
     )
 
 
-def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
+def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, Any]:
     manifest = folder.manifest if isinstance(folder, Folder) else None
-    told: dict[str, Any] = {"path": _root(path, folder), "format": folder.format}
+    result: dict[str, Any] = {"path": _root(path, folder), "format": folder.format}
     if not isinstance(folder, Folder):
-        told["step"] = folder.said().step
+        result["step"] = folder.metadata().step
     if manifest is not None:
-        told |= {
+        result |= {
             key: getattr(manifest, key)
             for key in (
                 "format_version",
@@ -142,15 +152,17 @@ def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
                 "omitted_parts",
             )
         }
-        told["param_groups"] = (
+        result["param_groups"] = (
             [group.model_dump() for group in manifest.optimizer.groups]
             if manifest.optimizer
             else []
         )
-        told["extra"] = manifest.extra
-        told["island"] = manifest.island.model_dump() if manifest.island is not None else None
-        told["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
-    told["parts"] = {
+        result["extra"] = manifest.extra
+        result["island"] = (
+            manifest.node_group.model_dump() if manifest.node_group is not None else None
+        )
+        result["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
+    result["parts"] = {
         part.name: {
             "nbytes": part.nbytes,
             "files": part.files,
@@ -167,19 +179,19 @@ def _as_json(path: str, folder: Source, parts: list[_Part]) -> dict[str, Any]:
         }
         for part in parts
     }
-    return told
+    return result
 
 
 def _root(path: str, folder: Source) -> str:
     return folder.storage.root if isinstance(folder, Folder) else os.path.abspath(path)
 
 
-def _head(path: str, folder: Source) -> list[str]:
+def _header_lines(path: str, folder: Source) -> list[str]:
     """What is said of the checkpoint as a whole."""
     if not isinstance(folder, Folder):
         return [
             _root(path, folder),
-            *table([(f"  {key}", (plain(text),)) for key, text in _told(folder)]),
+            *table([(f"  {key}", (printable(text),)) for key, text in _source_rows(folder)]),
         ]
     manifest = folder.manifest
     if manifest is None:
@@ -197,61 +209,71 @@ def _head(path: str, folder: Source) -> list[str]:
         ("extra", extra_text(manifest.extra)),
         (
             "rank extra",
-            f"of {count(manifest.rank_extra.world_size, 'rank')}"
+            f"of {count_text(manifest.rank_extra.world_size, 'rank')}"
             if manifest.rank_extra
             else "none",
         ),
     ]
-    if manifest.island is not None:
-        island = manifest.island
+    if manifest.node_group is not None:
+        node_group = manifest.node_group
         rows.append(
             (
                 "machine",
-                f"folder {island.number} of {island.count}, of rank(s) {short(island.ranks)}",
+                f"folder {node_group.number} of {node_group.count}, of rank(s) {format_ranks(node_group.ranks)}",
             )
         )
-        rows.append(("copies", f"of folder(s) {short(island.copies)}" if island.copies else "none"))
+        rows.append(
+            (
+                "copies",
+                f"of folder(s) {format_ranks(node_group.replicas)}"
+                if node_group.replicas
+                else "none",
+            )
+        )
     for number, group in enumerate(manifest.optimizer.groups if manifest.optimizer else ()):
         rows.append(
             (
                 f"param group {number}",
-                f"{count(len(group.names), 'parameter')}: {options_text(group.options)}",
+                f"{count_text(len(group.names), 'parameter')}: {options_text(group.options)}",
             )
         )
     if manifest.omitted_parts:
         rows.append(("left out", ", ".join(manifest.omitted_parts)))
-    gone = sorted(set(manifest.parts) - set(folder.parts))
-    if gone:
-        rows.append(("deleted", ", ".join(gone)))
-    return [folder.storage.root, *table([(f"  {key}", (plain(text),)) for key, text in rows])]
+    deleted = sorted(set(manifest.parts) - set(folder.parts))
+    if deleted:
+        rows.append(("deleted", ", ".join(deleted)))
+    return [folder.storage.root, *table([(f"  {key}", (printable(text),)) for key, text in rows])]
 
 
-def _told(source: Source) -> list[tuple[str, str]]:
+def _source_rows(source: Source) -> list[tuple[str, str]]:
     """What a checkpoint of another format says of itself."""
-    said = source.said()
+    metadata = source.metadata()
     rows = [
-        ("format", _FORMATS.get(source.format) or title_of(source.format)),
-        ("step", "none" if said.step is None else str(said.step)),
+        ("format", _FORMATS.get(source.format) or format_title(source.format)),
+        ("step", "none" if metadata.step is None else str(metadata.step)),
     ]
     rows.append(
-        ("extra", ", ".join(map(str, said.extra)) if isinstance(said.extra, dict) else "none")
+        (
+            "extra",
+            ", ".join(map(str, metadata.extra)) if isinstance(metadata.extra, dict) else "none",
+        )
     )
-    groups = enumerate(said.groups)
+    groups = enumerate(metadata.groups)
     return [
         *rows,
         *(
             (
-                f"param group {n}",
-                f"{count(len(one['names']), 'parameter')}: {options_text(one['options'])}",
+                f"param group {number}",
+                f"{count_text(len(group['names']), 'parameter')}: {options_text(group['options'])}",
             )
-            for n, one in groups
+            for number, group in groups
         ),
     ]
 
 
 def _mesh_text(manifest: Manifest) -> str:
     """`4 ranks; dp 2 x tp 2`. The record is free in its form: what is not known is shown as it is."""
-    texts = [count(manifest.world_size, "rank")]
+    texts = [count_text(manifest.world_size, "rank")]
     for key, value in manifest.mesh.items():
         match key, value:
             case "layout", dict():
@@ -273,29 +295,32 @@ def _mesh_text(manifest: Manifest) -> str:
     return "; ".join(texts)
 
 
-def _title(part: _Part) -> str:
+def _part_title(part: _PartListing) -> str:
     shown = f"{len(part.specs)} of " if len(part.specs) < part.total else ""
-    text = f"{part.name}  {shown}{count(part.total, 'tensor')}, {human(part.nbytes)}"
+    text = f"{part.name}  {shown}{count_text(part.total, 'tensor')}, {human_size(part.nbytes)}"
     if not part.files:
         return text
     first = next(iter(part.files))
     return f"{text} in {first if len(part.files) == 1 else f'{len(part.files)} files: {first} …'}"
 
 
-def _branches(part: _Part) -> list[str]:
+def _tree_lines(part: _PartListing) -> list[str]:
     lines = collapse(part.specs)
     lines += [Line(tuple(alias.split(".")), (f"= {name}",)) for alias, name in part.aliases.items()]
     return table(tree(lines))
 
 
-def _every(part: _Part) -> list[str]:
+def _table_lines(part: _PartListing) -> list[str]:
     rows = [
-        (f"  {plain(name)}", (spec_text(spec), human(spec.nbytes), part.file_of[name]))
+        (f"  {printable(name)}", (spec_text(spec), human_size(spec.nbytes), part.file_of[name]))
         for name, spec in part.specs.items()
     ]
     return table(
         [
             *rows,
-            *((f"  {plain(alias)}", (f"= {plain(name)}",)) for alias, name in part.aliases.items()),
+            *(
+                (f"  {printable(alias)}", (f"= {printable(name)}",))
+                for alias, name in part.aliases.items()
+            ),
         ]
     )

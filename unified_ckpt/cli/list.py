@@ -1,4 +1,5 @@
-"""The verb `list`: the checkpoints under a root, ours and other engines', good and bad, and what interrupted saves have left.
+"""The verb `list`: the checkpoints under a root, ours and other engines', good and bad, and what
+interrupted saves have left.
 
 Starts without torch; steps of other engines are opened, which needs it.
 """
@@ -13,43 +14,44 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unified_ckpt.cli.retention_args import problem, rules_of
-from unified_ckpt.cli.text import count, human, plain
-from unified_ckpt.core.retention import Rules, kept
+from unified_ckpt.cli.retention_args import retention_rules, usage_error
+from unified_ckpt.cli.text import count_text, human_size, printable
+from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.rules.when import local_rules
+from unified_ckpt.manager.rules.when import local_retention_rules
 from unified_ckpt.manager.steps.scan import (
-    Leftover,
     Scan,
+    StaleFolder,
     StepRecord,
+    file_sizes,
     foreign_steps,
     scan,
-    sizes_of,
 )
-from unified_ckpt.manager.tiers.run_marker import ids, read, strangers
+from unified_ckpt.manager.tiers.run_marker import foreign_saves, read, save_ids
 from unified_ckpt.options import ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable
-from unified_ckpt.sources.detect.names import title_of
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
 _DEPTH = 2  # of runs below the root: runs/<name>/checkpoints
-_HEAD = ("step", "size", "files", "created", "took", "kind", "status", "kept by")
+_COLUMN_TITLES = ("step", "size", "files", "created", "took", "kind", "status", "kept by")
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A folder with checkpoints in it, and the local directory that goes with it, if one was given. `kept`: path -> why it stays.
+class _RunListing:
+    """A folder with checkpoints in it, and the local directory that goes with it, if one was given.
+    `kept_reasons`: path -> why it stays.
 
-    `apart`: saves in the local directory that are of other runs. `entries`: steps of other engines, by path; they are among those found,
-    and do not count for what stays.
+    `foreign_saves`: saves in the local directory that are of other runs. `foreign_entries`: steps
+    of other engines, by path; they are among those found, and do not count for what stays.
     """
 
     path: str
-    found: Scan
-    kept: dict[str, tuple[str, ...]]
+    scan: Scan
+    kept_reasons: dict[str, tuple[str, ...]]
     local: str | None = None
-    apart: frozenset[str] = frozenset()
-    entries: dict[str, StepEntry] = field(default_factory=dict)
+    foreign_saves: frozenset[str] = frozenset()
+    foreign_entries: dict[str, StepEntry] = field(default_factory=dict)
 
     def tier(self, path: str) -> str:
         return "local" if self.local is not None and os.path.dirname(path) == self.local else "root"
@@ -57,98 +59,115 @@ class _Run:
 
 def run(arguments: Namespace) -> int:
     """Takes `root`, `prefix`, the rules and `json`."""
-    if (wrong := problem(arguments)) is not None:
-        print(f"unified-ckpt list: {wrong}", file=sys.stderr)
+    if (error_text := usage_error(arguments)) is not None:
+        print(f"unified-ckpt list: {error_text}", file=sys.stderr)
         return 2
-    root = os.path.realpath(writable(arguments.root))
+    root = os.path.realpath(writable_path(arguments.root))
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: there is no such folder")
     if arguments.local is None:
-        listed: set[str] = set()
-        folders = _folders(root, _DEPTH, arguments.prefix, listed)
-        runs = [_run(path, arguments.prefix, rules_of(arguments), listed) for path in folders]
+        seen_paths: set[str] = set()
+        folders = _run_folders(root, _DEPTH, arguments.prefix, seen_paths)
+        runs = [
+            _list_run(path, arguments.prefix, retention_rules(arguments), seen_paths)
+            for path in folders
+        ]
     else:
-        runs = [_two_tiers(root, os.path.realpath(writable(arguments.local)), arguments)]
-    runs = [one for one in runs if one.found.steps or one.found.leftovers]
+        runs = [_list_tiers(root, os.path.realpath(writable_path(arguments.local)), arguments)]
+    runs = [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
     if arguments.json:
-        print(json.dumps({"root": root, "runs": [_as_json(one) for one in runs]}, indent=2))
+        print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:
         print(f"{root}: no checkpoints named {arguments.prefix}<step>")
     else:
-        print("\n\n".join("\n".join(_text(one)) for one in runs))
+        print("\n\n".join("\n".join(_text(listing)) for listing in runs))
         if len(runs) > 1:
-            records = [record for one in runs for record in one.found.steps]
-            print(f"\n{count(len(runs), 'run')}: {_total(records)}")
+            records = [record for listing in runs for record in listing.scan.steps]
+            print(f"\n{count_text(len(runs), 'run')}: {_total_text(records)}")
     return 0
 
 
-def _folders(folder: str, depth: int, prefix: str, listed: Collection[str]) -> Iterator[str]:
-    """The folder and those below it that may be runs: no step, and none of the steps `listed` so far. One below that cannot be listed, as
+def _run_folders(
+    folder: str, depth: int, prefix: str, seen_paths: Collection[str]
+) -> Iterator[str]:
+    """The folder and those below it that may be runs: no step, and none of the steps `seen_paths`
+    so far. One below that cannot be listed, as
     `lost+found`, is left out, and told."""
     yield folder
-    for name in _below(folder) if depth else ():
+    for name in _subfolders(folder) if depth else ():
         path = os.path.join(folder, name)
-        if name.startswith(prefix) or path in listed:
+        if name.startswith(prefix) or path in seen_paths:
             continue
         try:
-            _below(path)
+            _subfolders(path)
         except OSError as error:
             print(
-                f"unified-ckpt list: {plain(path)} is left out: it cannot be read: {error.strerror}",
+                f"unified-ckpt list: {printable(path)} is left out: it cannot be read: {error.strerror}",
                 file=sys.stderr,
             )
         else:
-            yield from _folders(path, depth - 1, prefix, listed)
+            yield from _run_folders(path, depth - 1, prefix, seen_paths)
 
 
-def _below(folder: str) -> list[str]:
-    with os.scandir(folder) as found:
+def _subfolders(folder: str) -> list[str]:
+    with os.scandir(folder) as iterator:
         return sorted(
             entry.name
-            for entry in found
+            for entry in iterator
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
         )
 
 
-def _run(path: str, prefix: str, rules: Rules, listed: set[str]) -> _Run:
-    """`listed`: steps of other engines that a run above has already; those of this one are added."""
-    found = scan(LocalStorage(path), prefix)
-    entries = _entries(path, found, prefix)
-    entries = {path: one for path, one in entries.items() if path not in listed}
-    listed.update(entries)
-    return _Run(path, _with(found, entries), _kept(found.complete, rules), entries=entries)
-
-
-def _entries(root: str, found: Scan, prefix: str) -> dict[str, StepEntry]:
-    """Steps of other engines, by path. What has the name of one of ours and cannot be read stays what it is for the scan, and ours in a
-    folder below is another run."""
-    known = {one.path for one in found.steps}
-    those = foreign_steps(found, list_steps(root, prefix=prefix))
-    those = [one for one in those if one.readable or one.path not in known]
-    return {
-        one.path: one for one in those if one.format != UNIFIED or os.path.dirname(one.path) == root
-    }
-
-
-def _with(found: Scan, entries: dict[str, StepEntry]) -> Scan:
-    """What was found, and the steps of other engines, each opened."""
-    steps = [
-        *(one for one in found.steps if one.path not in entries),
-        *map(_opened, entries.values()),
-    ]
-    return Scan(
-        tuple(sorted(steps, key=lambda one: -1 if one.step is None else one.step)), found.leftovers
+def _list_run(path: str, prefix: str, rules: Rules, seen_paths: set[str]) -> _RunListing:
+    """`seen_paths`: steps of other engines that a run above has already; those of this one are
+    added.
+    """
+    scanned = scan(LocalStorage(path), prefix)
+    entries = _foreign_entries(path, scanned, prefix)
+    entries = {path: entry for path, entry in entries.items() if path not in seen_paths}
+    seen_paths.update(entries)
+    return _RunListing(
+        path,
+        _with_entries(scanned, entries),
+        _kept_reasons(scanned.complete, rules),
+        foreign_entries=entries,
     )
 
 
-def _opened(entry: StepEntry) -> StepRecord:
-    contents, sizes = read_step(entry, SourceOptions(names="own")), sizes_of(entry.path)
+def _foreign_entries(root: str, scanned: Scan, prefix: str) -> dict[str, StepEntry]:
+    """Steps of other engines, by path. What has the name of one of ours and cannot be read stays
+    what it is for the scan, and ours in a folder below is another run.
+    """
+    own_paths = {entry.path for entry in scanned.steps}
+    entries = foreign_steps(scanned, list_steps(root, prefix=prefix))
+    entries = [entry for entry in entries if entry.readable or entry.path not in own_paths]
+    return {
+        entry.path: entry
+        for entry in entries
+        if entry.format != UNIFIED or os.path.dirname(entry.path) == root
+    }
+
+
+def _with_entries(scanned: Scan, entries: dict[str, StepEntry]) -> Scan:
+    """What was found, and the steps of other engines, each opened."""
+    steps = [
+        *(record for record in scanned.steps if record.path not in entries),
+        *map(_read_record, entries.values()),
+    ]
+    return Scan(
+        tuple(sorted(steps, key=lambda record: -1 if record.step is None else record.step)),
+        scanned.stale_folders,
+    )
+
+
+def _read_record(entry: StepEntry) -> StepRecord:
+    contents, sizes = read_step(entry, SourceOptions(names="own")), file_sizes(entry.path)
     return StepRecord(
         name=entry.name,
         path=entry.path,
         status="incomplete" if contents.problem else "complete",
-        why=contents.problem,
-        ours=False,
+        problem=contents.problem,
+        is_unified=False,
         step=contents.step,
         nbytes=sum(sizes.values()),
         files=len(sizes),
@@ -156,59 +175,87 @@ def _opened(entry: StepEntry) -> StepRecord:
     )
 
 
-def _two_tiers(root: str, local: str, arguments: Namespace) -> _Run:
+def _list_tiers(root: str, local: str, arguments: Namespace) -> _RunListing:
     if not os.path.isdir(local):
         raise NotFoundError(f"{local}: there is no such folder")
-    here = scan(LocalStorage(local), arguments.prefix)
-    there = scan(LocalStorage(root), arguments.prefix)
-    apart = strangers(read(local), root, committed=ids(there.complete), local=ids(here.steps))
-    latest = local_rules(ManagerOptions(keep_latest_local=arguments.keep_latest_local))
-    kept_there = _kept(there.complete, rules_of(arguments))
-    kept_here = _kept([one for one in here.complete if one.save_id not in apart], latest)
-    both = sorted(
-        [*there.steps, *here.steps],
-        key=lambda one: (-1 if one.step is None else one.step, one.path in kept_here, one.path),
+    local_scan = scan(LocalStorage(local), arguments.prefix)
+    root_scan = scan(LocalStorage(root), arguments.prefix)
+    foreign_ids = foreign_saves(
+        read(local),
+        root,
+        root_saves=save_ids(root_scan.complete),
+        local_saves=save_ids(local_scan.steps),
     )
-    every = Scan(tuple(both), (*there.leftovers, *here.leftovers))
-    entries = _entries(root, there, arguments.prefix)
-    return _Run(root, _with(every, entries), kept_there | kept_here, local, apart, entries)
+    local_retention = local_retention_rules(
+        ManagerOptions(keep_latest_local=arguments.keep_latest_local)
+    )
+    kept_in_root = _kept_reasons(root_scan.complete, retention_rules(arguments))
+    kept_in_local = _kept_reasons(
+        [record for record in local_scan.complete if record.save_id not in foreign_ids],
+        local_retention,
+    )
+    records = sorted(
+        [*root_scan.steps, *local_scan.steps],
+        key=lambda record: (
+            -1 if record.step is None else record.step,
+            record.path in kept_in_local,
+            record.path,
+        ),
+    )
+    merged = Scan(tuple(records), (*root_scan.stale_folders, *local_scan.stale_folders))
+    entries = _foreign_entries(root, root_scan, arguments.prefix)
+    return _RunListing(
+        root,
+        _with_entries(merged, entries),
+        kept_in_root | kept_in_local,
+        local,
+        foreign_ids,
+        entries,
+    )
 
 
-def _kept(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]:
-    by_step = kept([one.saved for one in records], rules)
-    return {one.path: by_step[one.saved.step] for one in records if one.step in by_step}
+def _kept_reasons(records: list[StepRecord], rules: Rules) -> dict[str, tuple[str, ...]]:
+    by_step = retained([record.retention_entry for record in records], rules)
+    return {
+        record.path: by_step[record.retention_entry.step]
+        for record in records
+        if record.step in by_step
+    }
 
 
-def _as_json(one: _Run) -> dict[str, Any]:
+def _as_json(listing: _RunListing) -> dict[str, Any]:
     steps = [
         {
             **asdict(record),
             "full": record.full,
-            "kept_by": _kept_by(one, record),
-            **_tier(one, record),
-            **_format(one, record),
+            "kept_by": _kept_by(listing, record),
+            **_tier_json(listing, record),
+            **_format_json(listing, record),
         }
-        for record in one.found.steps
+        for record in listing.scan.steps
     ]
-    told = {
-        "path": one.path,
+    result = {
+        "path": listing.path,
         "steps": steps,
-        "leftovers": [asdict(left) for left in one.found.leftovers],
+        "leftovers": [asdict(stale) for stale in listing.scan.stale_folders],
     }
-    return told if one.local is None else {**told, "local": one.local}
+    return result if listing.local is None else {**result, "local": listing.local}
 
 
-def _tier(one: _Run, record: StepRecord) -> dict[str, Any]:
+def _tier_json(listing: _RunListing, record: StepRecord) -> dict[str, Any]:
     return (
         {}
-        if one.local is None
-        else {"tier": one.tier(record.path), "of_this_run": record.save_id not in one.apart}
+        if listing.local is None
+        else {
+            "tier": listing.tier(record.path),
+            "of_this_run": record.save_id not in listing.foreign_saves,
+        }
     )
 
 
-def _format(one: _Run, record: StepRecord) -> dict[str, str]:
+def _format_json(listing: _RunListing, record: StepRecord) -> dict[str, str]:
     """Which engine's, and the engine's own file that names it as the one to resume from."""
-    entry = one.entries.get(record.path)
+    entry = listing.foreign_entries.get(record.path)
     return (
         {"format": UNIFIED, "pointer": ""}
         if entry is None
@@ -216,57 +263,73 @@ def _format(one: _Run, record: StepRecord) -> dict[str, str]:
     )
 
 
-def _kept_by(one: _Run, record: StepRecord) -> list[str]:
-    return list(one.kept.get(record.path, ()))
+def _kept_by(listing: _RunListing, record: StepRecord) -> list[str]:
+    return list(listing.kept_reasons.get(record.path, ()))
 
 
-def _text(one: _Run) -> list[str]:
-    lines = [one.path if one.local is None else f"{one.path} and {one.local}"]
-    if one.found.steps:
-        rows = [_HEAD, *(_row(one, record) for record in one.found.steps)]
-        if one.entries:
-            formats = ["format", *(_title(one, record) for record in one.found.steps)]
+def _text(listing: _RunListing) -> list[str]:
+    lines = [listing.path if listing.local is None else f"{listing.path} and {listing.local}"]
+    if listing.scan.steps:
+        rows = [_COLUMN_TITLES, *(_row(listing, record) for record in listing.scan.steps)]
+        if listing.foreign_entries:
+            formats = ["format", *(_format_text(listing, record) for record in listing.scan.steps)]
             rows = [(*row[:6], kind, *row[6:]) for row, kind in zip(rows, formats, strict=True)]
-        if one.local is not None:
-            tiers = ["tier", *(one.tier(record.path) for record in one.found.steps)]
+        if listing.local is not None:
+            tiers = ["tier", *(listing.tier(record.path) for record in listing.scan.steps)]
             rows = [(row[0], tier, *row[1:]) for row, tier in zip(rows, tiers, strict=True)]
         lines += _columns(rows)
-        lines.append(f"  {_total(one.found.steps)}")
-    if one.found.leftovers:
+        lines.append(f"  {_total_text(listing.scan.steps)}")
+    if listing.scan.stale_folders:
         lines.append("  left by interrupted saves, no checkpoints:")
-        lines += [f"    {plain(left.name)}  {left_text(left)}" for left in one.found.leftovers]
+        lines += [
+            f"    {printable(stale.name)}  {stale_text(stale)}"
+            for stale in listing.scan.stale_folders
+        ]
     return lines
 
 
-def _title(one: _Run, record: StepRecord) -> str:
-    entry = one.entries.get(record.path)
+def _format_text(listing: _RunListing, record: StepRecord) -> str:
+    entry = listing.foreign_entries.get(record.path)
     if entry is None:
         return UNIFIED
-    return f"{title_of(entry.format) or 'unknown'}: {plain(entry.name)}"
+    return f"{format_title(entry.format) or 'unknown'}: {printable(entry.name)}"
 
 
-def _row(one: _Run, record: StepRecord) -> tuple[str, ...]:
+def _row(listing: _RunListing, record: StepRecord) -> tuple[str, ...]:
     if record.step is None:
-        status = f"{record.status}: {plain(record.why)}" if record.why else record.status
-        return (plain(record.name), human(record.nbytes), str(record.files), "", "", "", status, "")
+        status = (
+            f"{record.status}: {printable(record.problem)}" if record.problem else record.status
+        )
+        return (
+            printable(record.name),
+            human_size(record.nbytes),
+            str(record.files),
+            "",
+            "",
+            "",
+            status,
+            "",
+        )
     took = "" if record.seconds is None else f"{record.seconds:.1f} s"
     kind = "full" if record.full else "model only" if record.parts else ""
     kind += f", without {', '.join(record.omitted_parts)}" if record.omitted_parts else ""
-    status = record.status if not record.why else f"{record.status}: {plain(record.why)}"
-    if record.path in one.entries and one.entries[record.path].pointer:
-        status += f", {one.entries[record.path].pointer} names it"
-    if record.save_id in one.apart:
+    status = (
+        record.status if not record.problem else f"{record.status}: {printable(record.problem)}"
+    )
+    if record.path in listing.foreign_entries and listing.foreign_entries[record.path].pointer:
+        status += f", {listing.foreign_entries[record.path].pointer} names it"
+    if record.save_id in listing.foreign_saves:
         status += ", of another run"
-    step = str(record.step) if record.status != "misnamed" else plain(record.name)
+    step = str(record.step) if record.status != "misnamed" else printable(record.name)
     return (
         step,
-        human(record.nbytes),
+        human_size(record.nbytes),
         str(record.files),
         record.created or "",
         took,
         kind,
         status,
-        ", ".join(_kept_by(one, record)),
+        ", ".join(_kept_by(listing, record)),
     )
 
 
@@ -279,13 +342,13 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _total(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:
+def _total_text(records: list[StepRecord] | tuple[StepRecord, ...]) -> str:
     bad = sum(record.status != "complete" for record in records)
-    text = f"{count(len(records), 'checkpoint')}, {human(sum(record.nbytes for record in records))}"
+    text = f"{count_text(len(records), 'checkpoint')}, {human_size(sum(record.nbytes for record in records))}"
     return f"{text}, {bad} of them bad" if bad else text
 
 
-def left_text(left: Leftover) -> str:
+def stale_text(stale: StaleFolder) -> str:
     """`12 MiB in 3 files, last changed 2.5 h ago`."""
-    more = "; it holds the only copy of a checkpoint: rename it back" if left.needed else ""
-    return f"{human(left.nbytes)} in {count(left.files, 'file')}, last changed {left.age_seconds / 3600:.1f} h ago{more}"
+    warning = "; it holds the only copy of a checkpoint: rename it back" if stale.only_copy else ""
+    return f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

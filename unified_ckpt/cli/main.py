@@ -1,4 +1,5 @@
-"""The command `unified-ckpt`: parses, runs a verb, turns errors into exit codes. A verb's module is imported when it is asked for.
+"""The command `unified-ckpt`: parses, runs a verb, turns errors into exit codes. A verb's module is
+imported when it is asked for.
 
 Exit 0: fine. 1: the check failed, or a CheckpointError, whose text goes to stderr. 2: usage.
 """
@@ -19,7 +20,7 @@ from unified_ckpt.errors import CheckpointError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code. Usage errors leave through argparse's SystemExit(2)."""
-    parser = _parser()
+    parser = _build_parser()
     arguments = parser.parse_args(argv)
     if arguments.verb == "verify" and arguments.sources and not arguments.repair:
         parser.error("--from: is for --repair")
@@ -35,13 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unified-ckpt {arguments.verb}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has left, as `head` does. What is still buffered goes nowhere, so that the exit does not raise again.
+        # The reader has left, as `head` does. What is still buffered goes nowhere, so that the exit
+        # does not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="unified-ckpt",
         description="Looks into checkpoints, checks them, and shows what they are for.",
@@ -66,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a line for every tensor, with its file, in place of the tree",
     )
-    source_args.add_to(inspect, of="PATH")
+    source_args.add_source_arguments(inspect, argument="PATH")
 
     verify = verbs.add_parser(
         "verify",
@@ -113,9 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument(
         "--deep", action="store_true", help="also read tensors whose digests are equal"
     )
-    source_args.add_to(diff, of="A")
+    source_args.add_source_arguments(diff, argument="A")
 
-    convert = _converting(verbs)
+    convert = _add_convert(verbs)
 
     listing = verbs.add_parser(
         "list",
@@ -128,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing.add_argument(
         "--keep-latest-local",
-        type=retention_args.number,
+        type=retention_args.positive_int,
         default=1,
         metavar="N",
         help="what stays there (1)",
@@ -150,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument(
         "--older-than-hours",
-        type=retention_args.hours,
+        type=retention_args.age_hours,
         default=24.0,
         metavar="H",
         help="of these two, only what is older (24)",
@@ -169,13 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     for verb in (listing, prune):
-        retention_args.add_to(verb)
+        retention_args.add_retention_arguments(verb)
     for verb in (inspect, verify, diff, convert, listing, prune, demo):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
-def _converting(verbs: Any) -> argparse.ArgumentParser:
+def _add_convert(verbs: Any) -> argparse.ArgumentParser:
     convert: argparse.ArgumentParser = verbs.add_parser(
         "convert",
         help="write a checkpoint of any format anew",
@@ -212,7 +214,7 @@ def _converting(verbs: Any) -> argparse.ArgumentParser:
     )
     convert.add_argument(
         "--max-file-size",
-        type=retention_args.size,
+        type=retention_args.byte_size,
         default=5_000_000_000,
         metavar="N",
         help="of one file, as 5GB (the default)",
@@ -231,5 +233,5 @@ def _converting(verbs: Any) -> argparse.ArgumentParser:
     convert.add_argument(
         "--no-fsync", action="store_true", help="return before everything is on the disk"
     )
-    source_args.add_to(convert, of="SRC")
+    source_args.add_source_arguments(convert, argument="SRC")
     return convert

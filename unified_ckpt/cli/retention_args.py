@@ -9,8 +9,8 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.options import ManagerOptions
 
 
-def add_to(parser: ArgumentParser) -> None:
-    """The options that `rules_of` reads."""
+def add_retention_arguments(parser: ArgumentParser) -> None:
+    """The options that `retention_rules` reads."""
     parser.add_argument(
         "--prefix",
         default="checkpoint-",
@@ -19,14 +19,14 @@ def add_to(parser: ArgumentParser) -> None:
     group = parser.add_argument_group(
         "what to keep; the rules are united, and full and model-only checkpoints are counted apart"
     )
-    group.add_argument("--keep-latest", type=number, metavar="N", help="the N newest")
+    group.add_argument("--keep-latest", type=positive_int, metavar="N", help="the N newest")
     group.add_argument(
-        "--keep-every-steps", type=number, metavar="K", help="steps that are multiples of K"
+        "--keep-every-steps", type=positive_int, metavar="K", help="steps that are multiples of K"
     )
     group.add_argument(
-        "--keep-every-seconds", type=_seconds, metavar="T", help="one for each T seconds"
+        "--keep-every-seconds", type=positive_seconds, metavar="T", help="one for each T seconds"
     )
-    group.add_argument("--keep-best", type=number, metavar="N", help="the N best by --metric")
+    group.add_argument("--keep-best", type=positive_int, metavar="N", help="the N best by --metric")
     group.add_argument(
         "--metric",
         metavar="NAME",
@@ -39,15 +39,18 @@ def add_to(parser: ArgumentParser) -> None:
         help="whether the best is the least or the greatest",
     )
     group.add_argument(
-        "--keep-latest-model-only", type=number, metavar="N", help="the N newest without optimizer"
+        "--keep-latest-model-only",
+        type=positive_int,
+        metavar="N",
+        help="the N newest without optimizer",
     )
     text = "steps without optimizer that are multiples of K"
-    group.add_argument("--keep-every-steps-model-only", type=number, metavar="K", help=text)
+    group.add_argument("--keep-every-steps-model-only", type=positive_int, metavar="K", help=text)
 
 
-def rules_of(arguments: Namespace) -> Rules:
+def retention_rules(arguments: Namespace) -> Rules:
     """The rules that the arguments name."""
-    return when.rules(
+    return when.retention_rules(
         ManagerOptions(
             keep_latest=arguments.keep_latest,
             keep_every_steps=arguments.keep_every_steps,
@@ -61,7 +64,7 @@ def rules_of(arguments: Namespace) -> Rules:
     )
 
 
-def problem(arguments: Namespace) -> str | None:
+def usage_error(arguments: Namespace) -> str | None:
     """What is wrong with the root, or the rules together."""
     if not arguments.root:
         return "ROOT is empty; needed a folder, as . for this one"
@@ -72,14 +75,14 @@ def problem(arguments: Namespace) -> str | None:
     )
 
 
-def number(text: str) -> int:
+def positive_int(text: str) -> int:
     """An argument's type: 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no number of 1 or more")
     return int(text)
 
 
-def size(text: str) -> int:
+def byte_size(text: str) -> int:
     """An argument's type: bytes, as 5000000000, 5GB or 5GiB."""
     units = {
         "KB": 10**3,
@@ -98,12 +101,12 @@ def size(text: str) -> int:
     return int(digits) * factor
 
 
-def hours(text: str) -> float:
+def age_hours(text: str) -> float:
     """An argument's type: 0 is allowed, and means whatever its age."""
-    return 0.0 if text == "0" else _seconds(text)
+    return 0.0 if text == "0" else positive_seconds(text)
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,6 @@
-"""How a checkpoint is to be read, on a command line: the options of every verb that takes one of any format."""
+"""How a checkpoint is to be read, on a command line: the options of every verb that takes one of
+any format.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from unified_ckpt.options import SourceOptions
 
 
-def add_to(parser: ArgumentParser, *, of: str) -> None:
-    """The options that `source_options` reads. `of`: the argument that they are for."""
-    group = parser.add_argument_group(f"how to read {of}")
+def add_source_arguments(parser: ArgumentParser, *, argument: str) -> None:
+    """The options that `source_options` reads. `argument`: the argument that they are for."""
+    group = parser.add_argument_group(f"how to read {argument}")
     group.add_argument(
         "--from",
         dest="format",

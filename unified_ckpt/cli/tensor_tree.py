@@ -1,4 +1,6 @@
-"""Tensor names for people: one line for tensors that differ only in numbers, and lines as a tree of their dotted names. Pure."""
+"""Tensor names for people: one line for tensors that differ only in numbers, and lines as a tree of
+their dotted names. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from unified_ckpt.cli.text import human, plain
+from unified_ckpt.cli.text import human_size, printable
 from unified_ckpt.core.sharding.shardings import TensorSpec
 
 Index = int | str
@@ -14,43 +16,45 @@ Index = int | str
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Tensors that are alike. `steps`: their name between its dots, `("layers", "{0..3}", "weight")`; `cells`: what to say of each."""
+    """Tensors that are alike. `path`: their name between its dots, `("layers", "{0..3}",
+    "weight")`; `columns`: what to say of each.
+    """
 
-    steps: tuple[str, ...]
-    cells: tuple[str, ...]
+    path: tuple[str, ...]
+    columns: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Node:
     lines: list[Line] = field(default_factory=list)
-    inner: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _Node] = field(default_factory=dict)
 
 
 def collapse(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Lines for tensors that come in `natural` order.
+    """Lines for tensors that come in `natural_key` order.
 
     Numbers between dots fold to `{0..31}`, the states of a parameter to `{exp_avg,exp_avg_sq}`.
     """
-    alike: dict[tuple[tuple[str | None, ...], bool, TensorSpec], list[tuple[Index, ...]]] = {}
+    groups: dict[tuple[tuple[str | None, ...], bool, TensorSpec], list[tuple[Index, ...]]] = {}
     for name, spec in specs.items():
-        template: list[str | None] = [*_steps(name)]
+        template: list[str | None] = [*_split_name(name)]
         index: list[Index] = []
-        for i, step in enumerate(template):
-            number = _number(step or "")
-            if number is not None or (i == len(template) - 1 and "/" in name):
-                template[i] = None
-                index.append(step or "" if number is None else number)
-        alike.setdefault((tuple(template), "/" in name, spec), []).append(tuple(index))
+        for position, component in enumerate(template):
+            number = _parse_number(component or "")
+            if number is not None or (position == len(template) - 1 and "/" in name):
+                template[position] = None
+                index.append(component or "" if number is None else number)
+        groups.setdefault((tuple(template), "/" in name, spec), []).append(tuple(index))
     lines = []
-    for (pattern, has_state, spec), found in alike.items():
-        for folded in _fold(found):
+    for (pattern, has_state, spec), indexes in groups.items():
+        for folded in _fold(indexes):
             texts = iter(map(_set_text, folded))
-            steps = [step if step is not None else next(texts) for step in pattern]
+            path = [component if component is not None else next(texts) for component in pattern]
             if has_state:
-                state = steps.pop()
-                steps[-1] += f"/{state}"
-            size = human(spec.nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
-            lines.append(Line(tuple(steps), (spec_text(spec), size)))
+                state = path.pop()
+                path[-1] += f"/{state}"
+            size = human_size(spec.nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
+            lines.append(Line(tuple(path), (spec_text(spec), size)))
     return lines
 
 
@@ -59,11 +63,11 @@ def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
     root = _Node()
     for line in lines:
         node = root
-        for step in _branch(line.steps):
-            node = node.inner.setdefault(step, _Node())
+        for component in _tree_path(line.path):
+            node = node.children.setdefault(component, _Node())
         node.lines.append(line)
     rows: list[tuple[str, tuple[str, ...]]] = []
-    _draw(root, "", rows)
+    _draw_node(root, "", rows)
     return rows
 
 
@@ -89,21 +93,21 @@ def spec_text(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
+def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key: numbers between dots by value."""
-    numbers = ((_number(step), step) for step in _steps(name))
+    numbers = ((_parse_number(step), step) for step in _split_name(name))
     return tuple(
         (True, 0, step) if number is None else (False, number, "") for number, step in numbers
     )
 
 
-def _steps(name: str) -> list[str]:
+def _split_name(name: str) -> list[str]:
     """The name between its dots; what follows the last slash is a step of its own."""
     fqn, slash, state = name.rpartition("/")
     return [*fqn.split("."), state] if slash else name.split(".")
 
 
-def _number(step: str) -> int | None:
+def _parse_number(step: str) -> int | None:
     """The number that a step is, as people write it: without sign and leading zeros."""
     if (
         not step.isdigit()
@@ -115,17 +119,19 @@ def _number(step: str) -> int | None:
     return int(step)
 
 
-def _fold(found: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
-    """Index tuples as products of index sets: `[(0, 1), (0, 2), (3, 1), (3, 2)]` -> `[((0, 3), (1, 2))]`."""
+def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
+    """Index tuples as products of index sets: `[(0, 1), (0, 2), (3, 1), (3, 2)]` -> `[((0, 3), (1,
+    2))]`.
+    """
     rests: dict[Index, list[tuple[Index, ...]]] = {}
-    for index in found:
+    for index in indexes:
         if not index:
             return [()]
         rests.setdefault(index[0], []).append(index[1:])
-    firsts: dict[tuple[tuple[Index, ...], ...], list[Index]] = {}
-    for first, rest in rests.items():
-        firsts.setdefault(tuple(rest), []).append(first)
-    return [(tuple(values), *inner) for rest, values in firsts.items() for inner in _fold(rest)]
+    grouped: dict[tuple[tuple[Index, ...], ...], list[Index]] = {}
+    for first_index, rest in rests.items():
+        grouped.setdefault(tuple(rest), []).append(first_index)
+    return [(tuple(values), *folded) for rest, values in grouped.items() for folded in _fold(rest)]
 
 
 def _set_text(values: Sequence[Index]) -> str:
@@ -142,19 +148,19 @@ def _set_text(values: Sequence[Index]) -> str:
     return f"{{{','.join(texts)}}}" if len(values) > 1 else texts[0]
 
 
-def _branch(steps: tuple[str, ...]) -> tuple[str, ...]:
+def _tree_path(path: tuple[str, ...]) -> tuple[str, ...]:
     """The steps of a line in the tree: a module's name stays with that of its tensor."""
-    if len(steps) < 2 or steps[-2].startswith("{") or _number(steps[-2]) is not None:
-        return steps
-    return *steps[:-2], f"{steps[-2]}.{steps[-1]}"
+    if len(path) < 2 or path[-2].startswith("{") or _parse_number(path[-2]) is not None:
+        return path
+    return *path[:-2], f"{path[-2]}.{path[-1]}"
 
 
-def _draw(node: _Node, indent: str, rows: list[tuple[str, tuple[str, ...]]]) -> None:
-    for number, (label, inner) in enumerate(node.inner.items()):
-        while not inner.lines and len(inner.inner) == 1:
-            (step, inner), *_ = inner.inner.items()
-            label = f"{label}.{step}"
-        last = number == len(node.inner) - 1
-        branch = f"{indent}{'└─' if last else '├─'} {plain(label)}"
-        rows.extend((branch, line.cells) for line in inner.lines or [Line((), ())])
-        _draw(inner, indent + ("   " if last else "│  "), rows)
+def _draw_node(node: _Node, indent: str, rows: list[tuple[str, tuple[str, ...]]]) -> None:
+    for number, (label, child) in enumerate(node.children.items()):
+        while not child.lines and len(child.children) == 1:
+            (component, child), *_ = child.children.items()
+            label = f"{label}.{component}"
+        is_last = number == len(node.children) - 1
+        branch = f"{indent}{'└─' if is_last else '├─'} {printable(label)}"
+        rows.extend((branch, line.columns) for line in child.lines or [Line((), ())])
+        _draw_node(child, indent + ("   " if is_last else "│  "), rows)

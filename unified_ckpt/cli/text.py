@@ -1,4 +1,6 @@
-"""Sizes, counts, names and stored values in few words, for people. Pure: a stored value is described, never made."""
+"""Sizes, counts, names and stored values in few words, for people. Pure: a stored value is
+described, never made.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ _SHOWN_CHARS = 40
 _SHOWN_ITEMS = 4
 
 
-def human(nbytes: int) -> str:
+def human_size(nbytes: int) -> str:
     """`32 MiB`, `13.5 GiB`: three digits."""
     size, unit = float(nbytes), 0
     while size >= 999.5 and unit < len(_UNITS) - 1:
@@ -17,12 +19,12 @@ def human(nbytes: int) -> str:
     return f"{size:.3g} {_UNITS[unit]}"
 
 
-def count(number: int, what: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """`1 rank`, `4 ranks`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """The text, or its escapes where a terminal would obey it: names come from files."""
     return text if text.isprintable() else ascii(text)
 

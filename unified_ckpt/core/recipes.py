@@ -1,7 +1,8 @@
-"""How a tensor is made of stored ones: turned, reshaped, cut, joined, scaled. Shapes and boxes only; reads nothing.
+"""How a tensor is made of stored ones: turned, reshaped, cut, joined, scaled. Shapes and boxes
+only; reads nothing.
 
-A recipe cannot be built wrong: the functions that make its steps check shapes. What a recipe leaves out of a stored tensor, and what two
-recipes both use, is for whoever makes them to count.
+A recipe cannot be built wrong: the functions that make its steps check shapes. What a recipe leaves
+out of a stored tensor, and what two recipes both use, is for whoever makes them to count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import accumulate, islice, product
 from math import prod
 from typing import Any
 
-from unified_ckpt.core.sharding.boxes import Box, intersect, runs, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError
 
@@ -26,8 +27,10 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor that is not stored. `load` gives it, a torch tensor of this shape, each time anew or the same."""
+class External:
+    """A tensor that is not stored. `load` gives it, a torch tensor of this shape, each time anew or
+    the same.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,30 +38,30 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """Dim `d` of it is dim `dims[d]` of `of`."""
+class Permuted:
+    """Dim `d` of it is dim `dims[d]` of `operand`."""
 
-    of: Recipe
+    operand: Recipe
     dims: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.of.shape[dim] for dim in self.dims)
+        return tuple(self.operand.shape[dim] for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
     """The same elements in the same order, counted in other dims."""
 
-    of: Recipe
+    operand: Recipe
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Sliced:
     """A box of it."""
 
-    of: Recipe
+    operand: Recipe
     box: Box
 
     @property
@@ -67,18 +70,18 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Concatenated:
     """One after another along a dim that they have."""
 
-    of: tuple[Recipe, ...]
+    operands: tuple[Recipe, ...]
     dim: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.of[0].shape
+        shape = self.operands[0].shape
         return (
             *shape[: self.dim],
-            sum(one.shape[self.dim] for one in self.of),
+            sum(operand.shape[self.dim] for operand in self.operands),
             *shape[self.dim + 1 :],
         )
 
@@ -87,183 +90,195 @@ class Joined:
 class Scaled:
     """Each element times `factor`, rounded once to the dtype that is stored."""
 
-    of: Recipe
+    operand: Recipe
     factor: float
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.of.shape
+        return self.operand.shape
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class AllEqual:
     """What all of them are; whoever reads it looks whether they are."""
 
-    of: tuple[Recipe, ...]
+    operands: tuple[Recipe, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.of[0].shape
+        return self.operands[0].shape
 
 
-Recipe = Stored | Given | Turned | Reshaped | Part | Joined | Scaled | Alike
+Recipe = Stored | External | Permuted | Reshaped | Sliced | Concatenated | Scaled | AllEqual
 
 
-def turned(of: Recipe, dims: Sequence[int]) -> Recipe:
-    """`torch.permute`. FormatError unless `dims` are the dims of it, each once; negative ones count from the end."""
-    count = len(of.shape)
-    found = tuple(dim + count if dim < 0 else dim for dim in dims)
-    if sorted(found) != list(range(count)):
+def permute(recipe: Recipe, dims: Sequence[int]) -> Recipe:
+    """`torch.permute`. FormatError unless `dims` are the dims of it, each once; negative ones count
+    from the end.
+    """
+    count = len(recipe.shape)
+    positive_dims = tuple(dim + count if dim < 0 else dim for dim in dims)
+    if sorted(positive_dims) != list(range(count)):
         raise FormatError(
-            f"permute {tuple(dims)} of shape {of.shape}; needed each of its {count} dims once"
+            f"permute {tuple(dims)} of shape {recipe.shape}; needed each of its {count} dims once"
         )
-    return of if found == tuple(range(count)) else Turned(of, found)
+    return recipe if positive_dims == tuple(range(count)) else Permuted(recipe, positive_dims)
 
 
-def swapped(of: Recipe, first: int, second: int) -> Recipe:
+def transpose(recipe: Recipe, first: int, second: int) -> Recipe:
     """`torch.transpose`."""
-    one, other = _dim(of, first), _dim(of, second)
-    dims = list(range(len(of.shape)))
-    dims[one], dims[other] = other, one
-    return turned(of, dims)
+    first_dim, second_dim = _positive_dim(recipe, first), _positive_dim(recipe, second)
+    dims = list(range(len(recipe.shape)))
+    dims[first_dim], dims[second_dim] = second_dim, first_dim
+    return permute(recipe, dims)
 
 
-def reshaped(of: Recipe, shape: Sequence[int]) -> Recipe:
+def reshape(recipe: Recipe, shape: Sequence[int]) -> Recipe:
     """`torch.reshape`: one size may be -1. FormatError where the elements do not fit."""
-    known = prod(size for size in shape if size != -1)
-    total = prod(of.shape)
+    known_numel = prod(size for size in shape if size != -1)
+    total = prod(recipe.shape)
     if (
         list(shape).count(-1) > 1
         or any(size < -1 for size in shape)
-        or (-1 in shape and (known == 0 or total % known))
+        or (-1 in shape and (known_numel == 0 or total % known_numel))
     ):
         raise FormatError(
-            f"reshape {tuple(shape)} of shape {of.shape}; needed sizes for {total} elements, one of them -1 at most"
+            f"reshape {tuple(shape)} of shape {recipe.shape}; needed sizes for {total} elements, one of them -1 at most"
         )
-    found = tuple(total // known if size == -1 else size for size in shape)
-    if prod(found) != total:
+    new_shape = tuple(total // known_numel if size == -1 else size for size in shape)
+    if prod(new_shape) != total:
         raise FormatError(
-            f"reshape {tuple(shape)} of shape {of.shape}; needed a shape of {total} elements"
+            f"reshape {tuple(shape)} of shape {recipe.shape}; needed a shape of {total} elements"
         )
-    inner = of.of if isinstance(of, Reshaped) else of
-    return inner if found == inner.shape else Reshaped(inner, found)
+    inner = recipe.operand if isinstance(recipe, Reshaped) else recipe
+    return inner if new_shape == inner.shape else Reshaped(inner, new_shape)
 
 
-def cut(of: Recipe, dim: int, start: int, stop: int | None) -> Recipe:
+def slice_dim(recipe: Recipe, dim: int, start: int, stop: int | None) -> Recipe:
     """Rows [start, stop) of a dim; None: to its end. FormatError outside of it."""
-    dim = _dim(of, dim)
-    size = of.shape[dim]
-    high = size if stop is None else stop
-    if not 0 <= start <= high <= size:
+    dim = _positive_dim(recipe, dim)
+    size = recipe.shape[dim]
+    end = size if stop is None else stop
+    if not 0 <= start <= end <= size:
         raise FormatError(
-            f"slice [{start}, {stop}) of dim {dim} of shape {of.shape}; needed a range of its {size}"
+            f"slice [{start}, {stop}) of dim {dim} of shape {recipe.shape}; needed a range of its {size}"
         )
-    if (start, high) == (0, size):
-        return of
-    box = whole(of.shape)
-    return Part(of, Box(_put(box.offsets, dim, start), _put(box.shape, dim, high - start)))
+    if (start, end) == (0, size):
+        return recipe
+    box = full_box(recipe.shape)
+    return Sliced(
+        recipe, Box(_replace_at(box.offsets, dim, start), _replace_at(box.shape, dim, end - start))
+    )
 
 
-def picked(of: Recipe, dim: int, index: int) -> Recipe:
+def select_index(recipe: Recipe, dim: int, index: int) -> Recipe:
     """`torch.select`: one row of a dim, which goes."""
-    dim = _dim(of, dim)
-    return reshaped(cut(of, dim, index, index + 1), (*of.shape[:dim], *of.shape[dim + 1 :]))
+    dim = _positive_dim(recipe, dim)
+    return reshape(
+        slice_dim(recipe, dim, index, index + 1), (*recipe.shape[:dim], *recipe.shape[dim + 1 :])
+    )
 
 
-def joined(of: Sequence[Recipe], dim: int) -> Recipe:
+def concat(recipes: Sequence[Recipe], dim: int) -> Recipe:
     """`torch.cat`. FormatError unless they have one shape but for `dim`."""
-    if len(of) == 1:
-        return of[0]
-    dim = _dim(of[0], dim)
-    rests = {
-        (*one.shape[:dim], *one.shape[dim + 1 :])
-        if len(one.shape) == len(of[0].shape)
-        else one.shape
-        for one in of
+    if len(recipes) == 1:
+        return recipes[0]
+    dim = _positive_dim(recipes[0], dim)
+    other_dims = {
+        (*recipe.shape[:dim], *recipe.shape[dim + 1 :])
+        if len(recipe.shape) == len(recipes[0].shape)
+        else recipe.shape
+        for recipe in recipes
     }
-    if len(rests) > 1:
-        shapes = ", ".join(map(str, dict.fromkeys(one.shape for one in of)))
+    if len(other_dims) > 1:
+        shapes = ", ".join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))
         raise FormatError(
             f"shapes {shapes} do not join along dim {dim}; needed one shape but for that dim"
         )
-    return Joined(tuple(of), dim)
+    return Concatenated(tuple(recipes), dim)
 
 
-def stacked(of: Sequence[Recipe], dim: int) -> Recipe:
+def stack(recipes: Sequence[Recipe], dim: int) -> Recipe:
     """`torch.stack`. FormatError unless they have one shape, and as many dims as that needs."""
-    shape = of[0].shape
-    at = dim + len(shape) + 1 if dim < 0 else dim
-    if any(one.shape != shape for one in of):
-        shapes = ", ".join(map(str, dict.fromkeys(one.shape for one in of)))
+    shape = recipes[0].shape
+    new_dim = dim + len(shape) + 1 if dim < 0 else dim
+    if any(recipe.shape != shape for recipe in recipes):
+        shapes = ", ".join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))
         raise FormatError(f"shapes {shapes} do not stack; needed one shape")
-    if not 0 <= at <= len(shape):
+    if not 0 <= new_dim <= len(shape):
         raise FormatError(f"stack of shape {shape} at dim {dim}; needed one of 0 to {len(shape)}")
-    return joined([reshaped(one, (*shape[:at], 1, *shape[at:])) for one in of], at)
+    return concat(
+        [reshape(recipe, (*shape[:new_dim], 1, *shape[new_dim:])) for recipe in recipes], new_dim
+    )
 
 
-def scaled(of: Recipe, factor: float) -> Recipe:
-    return of if factor == 1 else Scaled(of, factor)
+def scale(recipe: Recipe, factor: float) -> Recipe:
+    return recipe if factor == 1 else Scaled(recipe, factor)
 
 
-def alike(of: Sequence[Recipe]) -> Recipe:
+def all_equal(recipes: Sequence[Recipe]) -> Recipe:
     """FormatError unless they have one shape."""
-    if any(one.shape != of[0].shape for one in of):
+    if any(recipe.shape != recipes[0].shape for recipe in recipes):
         raise FormatError(
-            f"shapes {', '.join(map(str, dict.fromkeys(one.shape for one in of)))} cannot be alike; needed one shape"
+            f"shapes {', '.join(map(str, dict.fromkeys(recipe.shape for recipe in recipes)))} cannot be alike; needed one shape"
         )
-    return of[0] if len(set(of)) == 1 else Alike(tuple(of))
+    return recipes[0] if len(set(recipes)) == 1 else AllEqual(tuple(recipes))
 
 
-def shares(of: Joined, box: Box) -> Iterator[tuple[Recipe, Box, Box]]:
-    """What is in the box, of each that has a share in it: the box of that, and where it lies in `box`."""
+def split_by_operand(recipe: Concatenated, box: Box) -> Iterator[tuple[Recipe, Box, Box]]:
+    """What is in the box, of each that has a share in it: the box of that, and where it lies in
+    `box`.
+    """
     first = 0
-    for one in of.of:
-        start = tuple(first if d == of.dim else 0 for d in range(len(one.shape)))
-        first += one.shape[of.dim]
-        common = intersect(Box(start, one.shape), box)
+    for operand in recipe.operands:
+        start = tuple(first if d == recipe.dim else 0 for d in range(len(operand.shape)))
+        first += operand.shape[recipe.dim]
+        common = intersect(Box(start, operand.shape), box)
         if common is not None:
-            yield one, beside(common, start), beside(common, box.offsets)
+            yield operand, relative_to(common, start), relative_to(common, box.offsets)
 
 
-def beside(box: Box, first: Sequence[int]) -> Box:
-    """The box, counted from element `first`."""
-    return Box(tuple(a - b for a, b in zip(box.offsets, first, strict=True)), box.shape)
+def relative_to(box: Box, origin: Sequence[int]) -> Box:
+    """The box, counted from element `origin`."""
+    return Box(tuple(a - b for a, b in zip(box.offsets, origin, strict=True)), box.shape)
 
 
-def unturned(of: Turned, box: Box) -> Box:
+def unpermute_box(recipe: Permuted, box: Box) -> Box:
     """The box of `of.of` that a box of it is."""
-    back = [of.dims.index(d) for d in range(len(of.dims))]
-    return Box(tuple(box.offsets[d] for d in back), tuple(box.shape[d] for d in back))
+    inverse = [recipe.dims.index(d) for d in range(len(recipe.dims))]
+    return Box(tuple(box.offsets[d] for d in inverse), tuple(box.shape[d] for d in inverse))
 
 
-def moved(of: Part, box: Box) -> Box:
+def shift_box(recipe: Sliced, box: Box) -> Box:
     """The same for a part."""
-    return Box(tuple(a + b for a, b in zip(of.box.offsets, box.offsets, strict=True)), box.shape)
+    return Box(
+        tuple(a + b for a, b in zip(recipe.box.offsets, box.offsets, strict=True)), box.shape
+    )
 
 
-def leaves(of: Recipe) -> Iterator[Stored | Given]:
+def leaves(recipe: Recipe) -> Iterator[Stored | External]:
     """The tensors that it is made of, as often as it names them."""
-    match of:
-        case Stored() | Given():
-            yield of
-        case Joined() | Alike():
-            for one in of.of:
-                yield from leaves(one)
+    match recipe:
+        case Stored() | External():
+            yield recipe
+        case Concatenated() | AllEqual():
+            for operand in recipe.operands:
+                yield from leaves(operand)
         case _:
-            yield from leaves(of.of)
+            yield from leaves(recipe.operand)
 
 
-def is_scaled(of: Recipe) -> bool:
+def is_scaled(recipe: Recipe) -> bool:
     """Whether it calculates with its elements."""
-    match of:
-        case Stored() | Given():
+    match recipe:
+        case Stored() | External():
             return False
         case Scaled():
             return True
-        case Joined() | Alike():
-            return any(map(is_scaled, of.of))
+        case Concatenated() | AllEqual():
+            return any(map(is_scaled, recipe.operands))
         case _:
-            return is_scaled(of.of)
+            return is_scaled(recipe.operand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,55 +290,70 @@ class Run:
     count: int
 
 
-def runs_of(of: Recipe) -> tuple[Run, ...] | None:
-    """The runs of stored elements that it is, row-major, one after another; None where it is more than cut at rows and joined."""
-    found = _runs_in(of)
-    return None if found is None else tuple(_merged(found))
+def merged_runs(recipe: Recipe) -> tuple[Run, ...] | None:
+    """The runs of stored elements that it is, row-major, one after another; None where it is more
+    than cut at rows and joined.
+    """
+    all_runs = _collect_runs(recipe)
+    return None if all_runs is None else tuple(_merge_runs(all_runs))
 
 
-def _runs_in(of: Recipe) -> list[Run] | None:
-    match of:
+def _collect_runs(recipe: Recipe) -> list[Run] | None:
+    match recipe:
         case Stored():
-            return [Run(of.key, 0, prod(of.shape))]
+            return [Run(recipe.key, 0, prod(recipe.shape))]
         case Reshaped():
-            return _runs_in(of.of)
-        case Turned():
-            kept = [dim for dim in of.dims if of.of.shape[dim] != 1]
-            return _runs_in(of.of) if kept == sorted(kept) else None
-        case Part():
-            inner = _runs_in(of.of)
+            return _collect_runs(recipe.operand)
+        case Permuted():
+            long_dims = [dim for dim in recipe.dims if recipe.operand.shape[dim] != 1]
+            return _collect_runs(recipe.operand) if long_dims == sorted(long_dims) else None
+        case Sliced():
+            inner = _collect_runs(recipe.operand)
             first = list(
-                islice(runs(of.box, of.of.shape, local=whole(of.shape), local_shape=of.shape), 2)
+                islice(
+                    runs(
+                        recipe.box,
+                        recipe.operand.shape,
+                        local=full_box(recipe.shape),
+                        local_shape=recipe.shape,
+                    ),
+                    2,
+                )
             )
             return (
-                _between(inner, first[0][0] if first else 0, of.box.numel)
+                _slice_runs(inner, first[0][0] if first else 0, recipe.box.numel)
                 if inner is not None and len(first) <= 1
                 else None
             )
-        case Joined() if prod(of.shape[: of.dim]) == 1:
-            parts = [_runs_in(one) for one in of.of]
+        case Concatenated() if prod(recipe.shape[: recipe.dim]) == 1:
+            operand_runs = [_collect_runs(operand) for operand in recipe.operands]
             return (
                 None
-                if None in parts
-                else [piece for part in parts if part is not None for piece in part]
+                if None in operand_runs
+                else [
+                    run
+                    for operand_run in operand_runs
+                    if operand_run is not None
+                    for run in operand_run
+                ]
             )
         case _:
             return None
 
 
-def _between(pieces: Sequence[Run], first: int, count: int) -> list[Run]:
+def _slice_runs(source_runs: Sequence[Run], first: int, count: int) -> list[Run]:
     """Elements [first, first + count) of what the pieces make up."""
-    found = []
-    ends = list(accumulate(piece.count for piece in pieces))
-    for piece, end in zip(pieces, ends, strict=True):
-        begin = end - piece.count
+    sliced = []
+    ends = list(accumulate(run.count for run in source_runs))
+    for run, end in zip(source_runs, ends, strict=True):
+        begin = end - run.count
         low, high = max(begin, first), min(end, first + count)
         if low < high:
-            found.append(Run(piece.stored, piece.first + low - begin, high - low))
-    return found or [Run(pieces[0].stored, 0, 0)]
+            sliced.append(Run(run.stored, run.first + low - begin, high - low))
+    return sliced or [Run(source_runs[0].stored, 0, 0)]
 
 
-def _merged(pieces: Sequence[Run]) -> Iterator[Run]:
+def _merge_runs(pieces: Sequence[Run]) -> Iterator[Run]:
     """Neighbours that are neighbours in one stored tensor too are one."""
     last: Run | None = None
     for piece in pieces:
@@ -341,10 +371,12 @@ def _merged(pieces: Sequence[Run]) -> Iterator[Run]:
         yield last
 
 
-def panels(shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Boxes that a tensor is, one after another, of at most `limit` elements each, as large as may be."""
+def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """Boxes that a tensor is, one after another, of at most `limit` elements each, as large as may
+    be.
+    """
     if prod(shape) <= limit:
-        yield whole(shape)
+        yield full_box(shape)
         return
     dim = next(d for d in range(len(shape)) if prod(shape[d + 1 :]) <= limit)
     rows = max(limit // max(prod(shape[dim + 1 :]), 1), 1)
@@ -357,12 +389,12 @@ def panels(shape: Sequence[int], limit: int) -> Iterator[Box]:
             )
 
 
-def _dim(of: Recipe, dim: int) -> int:
-    count = len(of.shape)
+def _positive_dim(recipe: Recipe, dim: int) -> int:
+    count = len(recipe.shape)
     if not -count <= dim < count:
-        raise FormatError(f"dim {dim} of shape {of.shape}; needed one of its {count} dims")
+        raise FormatError(f"dim {dim} of shape {recipe.shape}; needed one of its {count} dims")
     return dim % count
 
 
-def _put(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+def _replace_at(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])

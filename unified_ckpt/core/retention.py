@@ -15,8 +15,10 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A good checkpoint. `full`: it has an optimizer, so that training can go on from it; else it is model-only."""
+class SavedStep:
+    """A good checkpoint. `full`: it has an optimizer, so that training can go on from it; else it
+    is model-only.
+    """
 
     step: int
     created_seconds: float
@@ -56,7 +58,9 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class BestN:
-    """The `n` best by a metric; of equal ones the later. Those without the metric do not take part. `n` 0: only the best of all stays."""
+    """The `n` best by a metric; of equal ones the later. Those without the metric do not take part.
+    `n` 0: only the best of all stays.
+    """
 
     metric: str
     mode: Mode
@@ -68,63 +72,67 @@ Rule = LatestN | EverySteps | EverySeconds | BestN
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """For full and for model-only checkpoints, each on their own. A kind without a rule is kept whole."""
+    """For full and for model-only checkpoints, each on their own. A kind without a rule is kept
+    whole.
+    """
 
     full: tuple[Rule, ...]
     model_only: tuple[Rule, ...]
 
 
-def kept(
-    saved: Sequence[Saved], rules: Rules, *, protected: Collection[int] = ()
+def retained(
+    saved: Sequence[SavedStep], rules: Rules, *, protected: Collection[int] = ()
 ) -> dict[int, tuple[str, ...]]:
     """step -> why it is kept, in words; the others may go. Steps are unique.
 
-    The newest, the newest full one, the best by a metric that a rule names, and `protected` ones always stay.
+    The newest, the newest full one, the best by a metric that a rule names, and `protected` ones
+    always stay.
     """
     reasons: dict[int, list[str]] = {}
 
-    def keep(steps: Collection[int], why: str) -> None:
+    def retain(steps: Collection[int], reason: str) -> None:
         for step in steps:
-            reasons.setdefault(step, []).append(why)
+            reasons.setdefault(step, []).append(reason)
 
-    ordered = sorted(saved, key=lambda one: one.step)
-    keep([one.step for one in ordered[-1:]], "newest")
-    keep([one.step for one in ordered if one.full][-1:], "newest full")
-    keep([one.step for one in ordered if one.step in protected], "in use")
-    for kind, own in ((True, rules.full), (False, rules.model_only)):
-        those = [one for one in ordered if one.full == kind]
-        if not own:
-            keep([one.step for one in those], "no rule")
-        for rule in own:
-            keep(chosen(those, rule), rule_text(rule))
+    ordered = sorted(saved, key=lambda record: record.step)
+    retain([record.step for record in ordered[-1:]], "newest")
+    retain([record.step for record in ordered if record.full][-1:], "newest full")
+    retain([record.step for record in ordered if record.step in protected], "in use")
+    for kind, kind_rules in ((True, rules.full), (False, rules.model_only)):
+        of_kind = [record for record in ordered if record.full == kind]
+        if not kind_rules:
+            retain([record.step for record in of_kind], "no rule")
+        for rule in kind_rules:
+            retain(select_steps(of_kind, rule), rule_text(rule))
     for metric, mode in dict.fromkeys(
         (r.metric, r.mode) for r in (*rules.full, *rules.model_only) if isinstance(r, BestN)
     ):
-        keep(
-            [one.step for one in ranked(ordered, metric=metric, mode=mode)[:1]], f"best by {metric}"
+        retain(
+            [record.step for record in ranked(ordered, metric=metric, mode=mode)[:1]],
+            f"best by {metric}",
         )
-    return {step: tuple(why) for step, why in sorted(reasons.items())}
+    return {step: tuple(step_reasons) for step, step_reasons in sorted(reasons.items())}
 
 
-def chosen(ordered: Sequence[Saved], rule: Rule) -> list[int]:
+def select_steps(ordered: Sequence[SavedStep], rule: Rule) -> list[int]:
     """The steps that a rule keeps, of records in the order of their steps."""
     match rule:
         case LatestN(n):
-            return [one.step for one in ordered[-n:]]
+            return [record.step for record in ordered[-n:]]
         case EverySteps(steps):
-            return [one.step for one in ordered if one.step % steps == 0]
+            return [record.step for record in ordered if record.step % steps == 0]
         case EverySeconds(seconds):
             return _spaced(ordered, seconds)
         case BestN(metric, mode, n):
-            return [one.step for one in ranked(ordered, metric=metric, mode=mode)[:n]]
+            return [record.step for record in ranked(ordered, metric=metric, mode=mode)[:n]]
 
 
-def ranked(saved: Sequence[Saved], *, metric: str, mode: Mode) -> list[Saved]:
+def ranked(saved: Sequence[SavedStep], *, metric: str, mode: Mode) -> list[SavedStep]:
     """Those that have the metric, the best first; of equal ones the later first."""
     sign = 1 if mode == "min" else -1
     return sorted(
-        (one for one in saved if metric in one.metrics),
-        key=lambda one: (sign * one.metrics[metric], -one.step),
+        (record for record in saved if metric in record.metrics),
+        key=lambda record: (sign * record.metrics[metric], -record.step),
     )
 
 
@@ -141,14 +149,19 @@ def rule_text(rule: Rule) -> str:
             return f"best {n} by {metric}"
 
 
-def _spaced(ordered: Sequence[Saved], seconds: float) -> list[int]:
+def _spaced(ordered: Sequence[SavedStep], seconds: float) -> list[int]:
     steps: list[int] = []
     last: float | None = None
-    for one in ordered:
-        # Made before one of an earlier step: the clock was ahead then, and says nothing of how far apart they are.
-        if last is None or one.created_seconds < last or one.created_seconds - last >= seconds:
-            steps.append(one.step)
-            last = one.created_seconds
+    for record in ordered:
+        # Made before one of an earlier step: the clock was ahead then, and says nothing of how far
+        # apart they are.
+        if (
+            last is None
+            or record.created_seconds < last
+            or record.created_seconds - last >= seconds
+        ):
+            steps.append(record.step)
+            last = record.created_seconds
     return steps
 
 

@@ -1,5 +1,6 @@
-"""Writing a folder of torch.distributed.checkpoint: every entry a file of `torch.save` in one `.distcp` file, and `.metadata`, a pickle of
-torch's own classes, last."""
+"""Writing a folder of torch.distributed.checkpoint: every entry a file of `torch.save` in one
+`.distcp` file, and `.metadata`, a pickle of torch's own classes, last.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
-from unified_ckpt.exports.torch_archive import Tensor, write_archive
+from unified_ckpt.exports.torch_archive import StreamedTensor, write_archive
 from unified_ckpt.sources.detect.names import DCP_METADATA
 
-_FILE = "__0_0.distcp"
+_DATA_FILE = "__0_0.distcp"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """A tensor or a plain value, and where it stands in the state dict."""
 
     path: tuple[str | int, ...]
@@ -41,28 +42,30 @@ class Entry:
         return ".".join(map(str, self.path))
 
 
-def write_entries(folder: str, entries: Sequence[Entry], flush: Callable[[Any], None]) -> None:
+def write_entries(folder: str, entries: Sequence[StateEntry], flush: Callable[[Any], None]) -> None:
     """A tensor that several entries have is written once. FormatError where two have one key."""
-    twice = sorted(key for key, count in Counter(one.key for one in entries).items() if count > 1)
-    if twice:
+    duplicates = sorted(
+        key for key, count in Counter(entry.key for entry in entries).items() if count > 1
+    )
+    if duplicates:
         raise FormatError(
-            listed("several entries have one name in torch.distributed.checkpoint", twice)
+            format_list("several entries have one name in torch.distributed.checkpoint", duplicates)
         )
     written: dict[int, _StorageInfo] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    with open(os.path.join(folder, _FILE), "xb") as file:
-        for one in entries:
-            shared = isinstance(one.value, Tensor) and id(one.value) in written
-            if not shared:
+    with open(os.path.join(folder, _DATA_FILE), "xb") as file:
+        for entry in entries:
+            is_written = isinstance(entry.value, StreamedTensor) and id(entry.value) in written
+            if not is_written:
                 start = file.tell()
-                write_archive(file, one.value)
+                write_archive(file, entry.value)
                 file.seek(0, os.SEEK_END)
-                written[id(one.value)] = _StorageInfo(_FILE, start, file.tell() - start)
-            storage[_index(one)] = written[id(one.value)]
+                written[id(entry.value)] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
+            storage[_metadata_index(entry)] = written[id(entry.value)]
         flush(file)
     metadata = Metadata(
-        state_dict_metadata={one.key: _described(one.value) for one in entries},
-        planner_data={one.key: one.path for one in entries},
+        state_dict_metadata={entry.key: _storage_metadata(entry.value) for entry in entries},
+        planner_data={entry.key: entry.path for entry in entries},
         storage_data=storage,
         version=CURRENT_DCP_VERSION,
     )
@@ -71,16 +74,16 @@ def write_entries(folder: str, entries: Sequence[Entry], flush: Callable[[Any], 
         flush(file)
 
 
-def _index(one: Entry) -> MetadataIndex:
+def _metadata_index(entry: StateEntry) -> MetadataIndex:
     return (
-        MetadataIndex(one.key, [0] * len(one.value.shape), 0)
-        if isinstance(one.value, Tensor)
-        else MetadataIndex(one.key)
+        MetadataIndex(entry.key, [0] * len(entry.value.shape), 0)
+        if isinstance(entry.value, StreamedTensor)
+        else MetadataIndex(entry.key)
     )
 
 
-def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(value, Tensor):
+def _storage_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, StreamedTensor):
         return BytesStorageMetadata()
     shape = torch.Size(value.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)

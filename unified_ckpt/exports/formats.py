@@ -1,8 +1,10 @@
-"""Formats of others that a source is written in: a file of `torch.save`, a folder of torch.distributed.checkpoint. By one process, in
-bounded memory: bytes are copied through, some at a time.
+"""Formats of others that a source is written in: a file of `torch.save`, a folder of
+torch.distributed.checkpoint. By one process, in bounded memory: bytes are copied through, some at a
+time.
 
-How data could be lost: a crash leaves half of it under the name that was asked for; a tensor is left out. So the name is given last, by one
-rename, to a name that was free, after what was written has been opened and has every tensor of the source.
+How data could be lost: a crash leaves half of it under the name that was asked for; a tensor is
+left out. So the name is given last, by one rename, to a name that was free, after what was written
+has been opened and has every tensor of the source.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from functools import partial
 from secrets import token_hex
 from typing import Any
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.source.protocol import Catalog, Location, Said, Source
+from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
-from unified_ckpt.exports.dcp import Entry, write_entries
+from unified_ckpt.exports.dcp import StateEntry, write_entries
 from unified_ckpt.exports.paddle import write_paddle
-from unified_ckpt.exports.torch_archive import Tensor, write_archive
+from unified_ckpt.exports.torch_archive import StreamedTensor, write_archive
 from unified_ckpt.format.names import staging_name
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.storage.write_calls import ALONE
+from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.sources.pytorch.dcp import open_dcp
@@ -38,8 +40,10 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How to write. `config`: where the model's config.json is, for formats whose names need it. `progress`: called with bytes done."""
+class ExportArgs:
+    """How to write. `config`: where the model's config.json is, for formats whose names need it.
+    `progress`: called with bytes done.
+    """
 
     fsync: bool = True
     max_file_bytes: int = 5_000_000_000
@@ -47,66 +51,70 @@ class Asked:
     progress: Progress = lambda _: None
 
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, StreamedTensor]
 
 
-def write_torch(source: Source, path: str, asked: Asked) -> None:
-    """One file with {"model": {name: tensor}, "optimizer": what `load_state_dict` takes, each further part, "step", "extra"}.
+def write_torch(source: Source, path: str, args: ExportArgs) -> None:
+    """One file with {"model": {name: tensor}, "optimizer": what `load_state_dict` takes, each
+    further part, "step", "extra"}.
 
-    Parameters are counted in the order of their groups, as torch's optimizers do; their names are each group's "param_names".
+    Parameters are counted in the order of their groups, as torch's optimizers do; their names are
+    each group's "param_names".
     """
     if MODEL not in source.parts:
-        has = ", ".join(source.parts)
+        part_names = ", ".join(source.parts)
         raise FormatError(
-            f"a file of torch.save is read by the model in it; the parts to write are {has}; needed the model, or --to dcp"
+            f"a file of torch.save is read by the model in it; the parts to write are {part_names}; needed the model, or --to dcp"
         )
     with open(path, "xb") as file:
-        write_archive(file, _state_dict(source, asked.progress))
-        _flush(file, asked.fsync)
+        write_archive(file, _state_dict(source, args.progress))
+        _flush(file, args.fsync)
     with closing(open_torch_file(path, SourceOptions())) as opened:
-        _check(source, opened, [MODEL])
+        _check_written(source, opened, [MODEL])
 
 
-def write_dcp(source: Source, path: str, asked: Asked) -> None:
-    """A folder that `dcp.load` reads: "model", "optimizer" as `get_state_dict` gives it, each further part, "step", "extra"."""
+def write_dcp(source: Source, path: str, args: ExportArgs) -> None:
+    """A folder that `dcp.load` reads: "model", "optimizer" as `get_state_dict` gives it, each
+    further part, "step", "extra".
+    """
     os.mkdir(path)
-    write_entries(path, _entries(source, asked.progress), partial(_flush, fsync=asked.fsync))
+    write_entries(path, _state_entries(source, args.progress), partial(_flush, fsync=args.fsync))
     with closing(open_dcp(path, SourceOptions())) as opened:
-        _check(source, opened, source.parts)
+        _check_written(source, opened, source.parts)
 
 
-def _write_paddle(source: Source, path: str, asked: Asked) -> None:
+def _write_paddle(source: Source, path: str, args: ExportArgs) -> None:
     write_paddle(
-        source, path, SourceOptions(config=asked.config), max_file_bytes=asked.max_file_bytes
+        source, path, SourceOptions(config=args.config), max_file_bytes=args.max_file_bytes
     )
 
 
-EXPORTS: Mapping[str, Callable[[Source, str, Asked], None]] = {
+EXPORTS: Mapping[str, Callable[[Source, str, ExportArgs], None]] = {
     "torch": write_torch,
     "dcp": write_dcp,
     "paddle": _write_paddle,
 }
 
 
-def export(source: Source, to: str, path: str, asked: Asked) -> None:
-    """`path`: absolute. StorageError where something but an empty folder has the name, or it cannot be written; nothing is then there that
-    was not.
+def export(source: Source, target_format: str, path: str, args: ExportArgs) -> None:
+    """`path`: absolute. StorageError where something but an empty folder has the name, or it cannot
+    be written; nothing is then there that was not.
     """
     folder, name = os.path.split(path)
-    storage, target = LocalStorage(folder), commit.Target(name, "error")
-    commit.check_way(storage, target)
-    commit.check_target(storage, target)
+    storage, target = LocalStorage(folder), commit.PublishTarget(name, "error")
+    commit.check_existing_entries(storage, target)
+    commit.resolve_if_exists(storage, target)
     staging = staging_name(name, token_hex(8))
-    begun = storage.path(staging)
+    staging_path = storage.path(staging)
     try:
-        EXPORTS[to](source, begun, asked)
-        if not commit.give_free_name(storage, staging, name):
+        EXPORTS[target_format](source, staging_path, args)
+        if not commit.rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: came while it was written; needed a free name")
     except OSError as error:
-        _remove(begun)
+        _remove(staging_path)
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
     except BaseException:
-        _remove(begun)
+        _remove(staging_path)
         raise
 
 
@@ -123,142 +131,150 @@ def _flush(file: Any, fsync: bool) -> None:
         os.fsync(file.fileno())
 
 
-def _check(source: Source, written: Source, parts: Any) -> None:
+def _check_written(source: Source, written: Source, parts: Any) -> None:
     """IntegrityError where what was written has not every tensor of the source, as it is."""
-    wrong = []
+    problems = []
     for part in parts:
-        theirs = written.specs(part, written.names(part)) if part in written.parts else {}
+        written_specs = written.specs(part, written.names(part)) if part in written.parts else {}
         specs = source.specs(part, source.names(part)) if part in source.parts else {}
-        known = set(theirs) | set(written.aliases(part)) | set(source.aliases(part))
-        wrong += [
-            f"{part}:{name}: {spec} was written as {theirs.get(name)}"
+        known_names = set(written_specs) | set(written.aliases(part)) | set(source.aliases(part))
+        problems += [
+            f"{part}:{name}: {spec} was written as {written_specs.get(name)}"
             for name, spec in specs.items()
-            if theirs.get(name, spec) != spec
+            if written_specs.get(name, spec) != spec
         ]
-        wrong += [f"{part}:{name}" for name in specs.keys() - known]
-    if wrong:
+        problems += [f"{part}:{name}" for name in specs.keys() - known_names]
+    if problems:
         raise IntegrityError(
-            listed("written were other tensors than the source has; this is a bug", wrong)
+            format_list("written were other tensors than the source has; this is a bug", problems)
         )
 
 
-def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Tensor]:
+def _tensors(source: Source, part: str, progress: Progress) -> dict[str, StreamedTensor]:
     """Those of a part, with the other names of tied ones."""
     if part not in source.parts:
         return {}
     specs = source.specs(part, source.names(part))
     catalog = source.catalog([(part, name) for name in specs])
-    found = {
-        name: Tensor(
+    tensors = {
+        name: StreamedTensor(
             TORCH_DTYPES[spec.dtype],
             spec.shape,
-            partial(_pieces, catalog, catalog.locations[part, name], spec.nbytes, progress),
+            partial(_chunks, catalog, catalog.locations[part, name], spec.nbytes, progress),
         )
         for name, spec in specs.items()
     }
     if part == OPTIMIZER:  # a parameter has its state once
-        return found
-    return found | {alias: found[name] for alias, name in source.aliases(part).items()}
+        return tensors
+    return tensors | {alias: tensors[name] for alias, name in source.aliases(part).items()}
 
 
-def _pieces(
+def _chunks(
     catalog: Catalog, location: Location, nbytes: int, progress: Progress
 ) -> Iterator[memoryview]:
     for start in range(0, nbytes, _CHUNK_NBYTES):
-        held = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - start)))
-        catalog.storage.read_at(location.file, location.start + start, held)
-        yield from (held[at : at + ALONE.nbytes] for at in range(0, len(held), ALONE.nbytes))
-        progress(len(held))
+        buffer = memoryview(bytearray(min(_CHUNK_NBYTES, nbytes - start)))
+        catalog.storage.read_at(location.file, location.start + start, buffer)
+        yield from (
+            buffer[offset : offset + BULK.call_nbytes]
+            for offset in range(0, len(buffer), BULK.call_nbytes)
+        )
+        progress(len(buffer))
 
 
 def _state_dict(source: Source, progress: Progress) -> dict[str, Any]:
-    said = source.said()
-    told: dict[str, Any] = {
+    metadata = source.metadata()
+    state_dict: dict[str, Any] = {
         part: _tensors(source, part, progress) for part in source.parts if part != OPTIMIZER
     }
-    if MODEL in told:
-        told[MODEL] |= said.modules
-    if OPTIMIZER in source.parts or said.groups:
-        told[OPTIMIZER] = _optimizer(said, _tensors(source, OPTIMIZER, progress))
-    beside = _beside(source, said)
-    twice = sorted(told.keys() & beside.keys())
-    if twice:
+    if MODEL in state_dict:
+        state_dict[MODEL] |= metadata.modules
+    if OPTIMIZER in source.parts or metadata.groups:
+        state_dict[OPTIMIZER] = _optimizer(metadata, _tensors(source, OPTIMIZER, progress))
+    other_entries = _other_entries(source, metadata)
+    duplicates = sorted(state_dict.keys() & other_entries.keys())
+    if duplicates:
         raise FormatError(
-            listed("parts have names that torch's file needs for other things", twice)
+            format_list("parts have names that torch's file needs for other things", duplicates)
         )
-    return told | beside
+    return state_dict | other_entries
 
 
-def _beside(source: Source, said: Said) -> dict[str, Any]:
+def _other_entries(source: Source, metadata: SourceMetadata) -> dict[str, Any]:
     """What is not tensors, and there."""
-    told = {
-        "step": said.step,
-        "extra": said.extra,
-        "rank_extra": [source.rank_extra(rank) for rank in range(said.rank_extras)] or None,
+    entries = {
+        "step": metadata.step,
+        "extra": metadata.extra,
+        "rank_extra": [source.rank_extra(rank) for rank in range(metadata.rank_extras)] or None,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in entries.items() if value is not None}
 
 
-def _optimizer(said: Said, tensors: Tensors) -> dict[str, Any]:
+def _optimizer(metadata: SourceMetadata, tensors: Tensors) -> dict[str, Any]:
     """By position; by name where no group says in which order."""
-    states = _states(said, tensors)
-    if not said.groups:
+    states = _states(metadata, tensors)
+    if not metadata.groups:
         return states
-    place = {
+    positions = {
         fqn: number
-        for number, fqn in enumerate(fqn for group in said.groups for fqn in group["names"])
+        for number, fqn in enumerate(fqn for group in metadata.groups for fqn in group["names"])
     }
     groups = [
         {
             **group["options"],
-            "params": [place[fqn] for fqn in group["names"]],
+            "params": [positions[fqn] for fqn in group["names"]],
             "param_names": list(group["names"]),
         }
-        for group in said.groups
+        for group in metadata.groups
     ]
-    stray = sorted(states.keys() - place.keys())
-    if stray:
+    unexpected = sorted(states.keys() - positions.keys())
+    if unexpected:
         raise FormatError(
-            listed("optimizer state is of parameters that are in no param group", stray)
+            format_list("optimizer state is of parameters that are in no param group", unexpected)
         )
     return {
-        "state": {place[fqn]: states[fqn] for fqn in place if fqn in states},
+        "state": {positions[fqn]: states[fqn] for fqn in positions if fqn in states},
         "param_groups": groups,
     }
 
 
-def _states(said: Said, tensors: Tensors) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _states(metadata: SourceMetadata, tensors: Tensors) -> dict[str, dict[str, Any]]:
+    states_by_fqn: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         fqn, _, state = name.rpartition("/")
-        found.setdefault(fqn, {})[state] = tensor
-    for fqn, state_of in said.scalars.items():
-        found.setdefault(fqn, {}).update(state_of)
-    return found
+        states_by_fqn.setdefault(fqn, {})[state] = tensor
+    for fqn, scalar_states in metadata.scalars.items():
+        states_by_fqn.setdefault(fqn, {}).update(scalar_states)
+    return states_by_fqn
 
 
-def _entries(source: Source, progress: Progress) -> list[Entry]:
-    said = source.said()
-    found = [
-        Entry((part, name), tensor)
+def _state_entries(source: Source, progress: Progress) -> list[StateEntry]:
+    metadata = source.metadata()
+    entries = [
+        StateEntry((part, name), tensor)
         for part in source.parts
         if part != OPTIMIZER
         for name, tensor in _tensors(source, part, progress).items()
     ]
-    found += [
-        Entry((MODEL, name), value) for name, value in said.modules.items() if MODEL in source.parts
+    entries += [
+        StateEntry((MODEL, name), value)
+        for name, value in metadata.modules.items()
+        if MODEL in source.parts
     ]
-    for fqn, states in _states(said, _tensors(source, OPTIMIZER, progress)).items():
-        found += [Entry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()]
-    for number, group in enumerate(said.groups):
-        options = {**group["options"], "params": list(group["names"])}
-        found += [
-            Entry((OPTIMIZER, "param_groups", number, key), value) for key, value in options.items()
+    for fqn, states in _states(metadata, _tensors(source, OPTIMIZER, progress)).items():
+        entries += [
+            StateEntry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()
         ]
-    beside = _beside(source, said)
-    extra = beside.pop("extra", None)
+    for number, group in enumerate(metadata.groups):
+        options = {**group["options"], "params": list(group["names"])}
+        entries += [
+            StateEntry((OPTIMIZER, "param_groups", number, key), value)
+            for key, value in options.items()
+        ]
+    other_entries = _other_entries(source, metadata)
+    extra = other_entries.pop("extra", None)
     if isinstance(extra, dict) and extra and all(isinstance(key, str) for key in extra):
-        found += [Entry(("extra", key), value) for key, value in extra.items()]
+        entries += [StateEntry(("extra", key), value) for key, value in extra.items()]
     elif extra is not None:
-        beside["extra"] = extra
-    return found + [Entry((key,), value) for key, value in beside.items()]
+        other_entries["extra"] = extra
+    return entries + [StateEntry((key,), value) for key, value in other_entries.items()]

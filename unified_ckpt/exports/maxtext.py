@@ -1,4 +1,6 @@
-"""A model under Hugging Face's names as MaxText has it: its names and shapes, layers stacked or not. No byte moves before it is read."""
+"""A model under Hugging Face's names as MaxText has it: its names and shapes, layers stacked or
+not. No byte moves before it is read.
+"""
 
 from __future__ import annotations
 
@@ -9,210 +11,256 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.sources.orbax.arrays import cells
-from unified_ckpt.sources.orbax.maxtext_names import Link, links, sizes_of
+from unified_ckpt.sources.orbax.arrays import chunk_boxes
+from unified_ckpt.sources.orbax.maxtext_names import TensorLink, parse_sizes, tensor_links
 from unified_ckpt.sources.orbax.maxtext_transforms import (
-    MOMENTS,
-    axes_of,
-    box_of_ours,
-    spread,
-    to_theirs,
-    turn_of,
+    MOMENT_POWERS,
+    hf_box,
+    split_axes,
+    stacked_box,
+    to_maxtext,
+    transform_for,
 )
 from unified_ckpt.views.shards import (
-    KEPT_NBYTES,
-    Assembled,
-    Assembly,
-    Fragment,
-    assembly,
+    CACHE_NBYTES,
+    ShardedSource,
+    ShardedTensor,
+    TensorShard,
+    sharded_tensor,
     whole_tensor,
 )
 
-_MASTER = "master_weights"
-_STATES = (*MOMENTS, "step")
+_MASTER_WEIGHTS = "master_weights"
+_STATES = (*MOMENT_POWERS, "step")
 
 
-def maxtext_view(source: Source, config: Mapping[str, Any], *, stacked: bool = True) -> Assembled:
-    """`config`: the model's Hugging Face configuration. Names are MaxText's below `params`, those of moments have the state after a slash,
-    as everywhere here; `step` stands once for each of MaxText's tensors. Closing the view closes the source.
+def maxtext_view(
+    source: Source, config: Mapping[str, Any], *, stacked: bool = True
+) -> ShardedSource:
+    """`config`: the model's Hugging Face configuration. Names are MaxText's below `params`, those
+    of moments have the state after a slash, as everywhere here; `step` stands once for each of
+    MaxText's tensors. Closing the view closes the source.
 
-    IncompleteError for tensors that the model has and the source lacks, FormatError for those that MaxText has no name for, or of other
-    shapes. Parts other than the model, its master weights and the optimizer are not in the view.
+    IncompleteError for tensors that the model has and the source lacks, FormatError for those that
+    MaxText has no name for, or of other shapes. Parts other than the model, its master weights and
+    the optimizer are not in the view.
     """
-    sizes = sizes_of(config, where=source.format)
-    of: dict[str, list[Link]] = {}
-    for link in links(sizes, stacked=stacked):
-        of.setdefault(link.theirs, []).append(link)
-    _check(source, [link for found in of.values() for link in found])
-    tensors: dict[Key, Assembly] = {}
-    for part in [one for one in (MODEL, _MASTER, OPTIMIZER) if one in source.parts]:
+    sizes = parse_sizes(config, label=source.format)
+    links_by_tensor: dict[str, list[TensorLink]] = {}
+    for link in tensor_links(sizes, stacked=stacked):
+        links_by_tensor.setdefault(link.maxtext_name, []).append(link)
+    _check_tensors(source, [link for links in links_by_tensor.values() for link in links])
+    tensors: dict[Key, ShardedTensor] = {}
+    for part in [
+        part_name for part_name in (MODEL, _MASTER_WEIGHTS, OPTIMIZER) if part_name in source.parts
+    ]:
         specs = source.specs(part, source.names(part))
-        for theirs, found in of.items():
+        for maxtext_name, links in links_by_tensor.items():
             for state in _STATES if part == OPTIMIZER else (None,):
-                named = {_named(link.ours, state): link for link in found}
-                there = [name for name in named if name in specs]
-                if there:
-                    key = part, _named(theirs, state)
-                    tensors[key] = _joined(
-                        source, part, {name: named[name] for name in there}, specs, state
+                links_by_name = {_state_name(link.hf_name, state): link for link in links}
+                present = [name for name in links_by_name if name in specs]
+                if present:
+                    key = part, _state_name(maxtext_name, state)
+                    tensors[key] = _maxtext_tensor(
+                        source, part, {name: links_by_name[name] for name in present}, specs, state
                     )
-    said = source.said()
-    for theirs, count in _counts(said, of).items():
-        if (OPTIMIZER, f"{theirs}/step") in tensors:
+    metadata = source.metadata()
+    for maxtext_name, count in _step_counts(metadata, links_by_tensor).items():
+        if (OPTIMIZER, f"{maxtext_name}/step") in tensors:
             raise FormatError(
-                f"MaxText: {theirs} is made of parameters of which some have a tensor for step, others a number; needed one kind"
+                f"MaxText: {maxtext_name} is made of parameters of which some have a tensor for step, others a number; needed one kind"
             )
-        tensors[OPTIMIZER, f"{theirs}/step"] = whole_tensor(torch.tensor(count), OPTIMIZER)
-    theirs_of = {link.ours: theirs for theirs, found in of.items() for link in found}
-    return Assembled(
-        "MaxText", tensors, format="maxtext", said=_said(said, theirs_of), close=source.close
+        tensors[OPTIMIZER, f"{maxtext_name}/step"] = whole_tensor(torch.tensor(count), OPTIMIZER)
+    maxtext_name_of = {
+        link.hf_name: maxtext_name
+        for maxtext_name, links in links_by_tensor.items()
+        for link in links
+    }
+    return ShardedSource(
+        "MaxText",
+        tensors,
+        format="maxtext",
+        metadata=_renamed_metadata(metadata, maxtext_name_of),
+        close=source.close,
     )
 
 
-def _counts(said: Said, of: Mapping[str, Sequence[Link]]) -> dict[str, float]:
-    """Steps that are numbers and no tensors, by MaxText's name. FormatError for other state that is no tensor, and where steps differ."""
-    ours = {link.ours for found in of.values() for link in found}
-    other = [
+def _step_counts(
+    metadata: SourceMetadata, links_by_tensor: Mapping[str, Sequence[TensorLink]]
+) -> dict[str, float]:
+    """Steps that are numbers and no tensors, by MaxText's name. FormatError for other state that is
+    no tensor, and where steps differ.
+    """
+    hf_names = {link.hf_name for links in links_by_tensor.values() for link in links}
+    unsupported = [
         f"{OPTIMIZER}:{name}/{key}"
-        for name, state in said.scalars.items()
+        for name, state in metadata.scalars.items()
         for key, value in state.items()
-        if name not in ours or key != "step" or not isinstance(value, int | float)
+        if name not in hf_names or key != "step" or not isinstance(value, int | float)
     ]
-    if other:
-        raise FormatError(listed("MaxText: has no name for", other))
+    if unsupported:
+        raise FormatError(format_list("MaxText: has no name for", unsupported))
     counts: dict[str, float] = {}
-    for theirs, found in of.items():
+    for maxtext_name, links in links_by_tensor.items():
         steps = {
-            float(said.scalars[link.ours]["step"]) for link in found if said.scalars.get(link.ours)
+            float(metadata.scalars[link.hf_name]["step"])
+            for link in links
+            if metadata.scalars.get(link.hf_name)
         }
         if len(steps) > 1:
             raise FormatError(
-                f"MaxText: {theirs} is made of parameters that have steps {sorted(steps)}; needed one"
+                f"MaxText: {maxtext_name} is made of parameters that have steps {sorted(steps)}; needed one"
             )
         if steps:
-            counts[theirs] = steps.pop()
+            counts[maxtext_name] = steps.pop()
     return counts
 
 
-def _named(name: str, state: str | None) -> str:
+def _state_name(name: str, state: str | None) -> str:
     return name if state is None else f"{name}/{state}"
 
 
-def _check(source: Source, wanted: Iterable[Link]) -> None:
-    """Every tensor of the model is there with its shape, and no part has one that is not of the model."""
-    shapes = {link.ours: link.turn.ours for link in wanted}
+def _check_tensors(source: Source, all_links: Iterable[TensorLink]) -> None:
+    """Every tensor of the model is there with its shape, and no part has one that is not of the
+    model.
+    """
+    shapes = {link.hf_name: link.transform.hf_shape for link in all_links}
     specs = source.specs(MODEL, source.names(MODEL))
-    lost = [f"{name} {shape}" for name, shape in shapes.items() if name not in specs]
-    found = {name: (specs[name].shape, shape) for name, shape in shapes.items() if name in specs}
-    wrong = [
-        f"{name} has shape {theirs}, needed {ours}"
-        for name, (theirs, ours) in found.items()
-        if theirs != ours
+    missing = [f"{name} {shape}" for name, shape in shapes.items() if name not in specs]
+    shape_pairs = {
+        name: (specs[name].shape, shape) for name, shape in shapes.items() if name in specs
+    }
+    mismatched = [
+        f"{name} has shape {stored_shape}, needed {expected_shape}"
+        for name, (stored_shape, expected_shape) in shape_pairs.items()
+        if stored_shape != expected_shape
     ]
-    known = {
+    known_names = {
         MODEL: set(shapes),
-        _MASTER: set(shapes),
+        _MASTER_WEIGHTS: set(shapes),
         OPTIMIZER: {f"{name}/{state}" for name in shapes for state in _STATES},
     }
-    other = [
+    unsupported = [
         f"{part}:{name}"
-        for part, names in known.items()
+        for part, names in known_names.items()
         for name in sorted(set(source.names(part)) - names)
     ]
-    if lost:
+    if missing:
         raise IncompleteError(
-            listed("MaxText: the model has tensors that the checkpoint lacks", lost)
+            format_list("MaxText: the model has tensors that the checkpoint lacks", missing)
         )
-    if wrong:
+    if mismatched:
         raise FormatError(
-            listed("MaxText: tensors have other shapes than the configuration says", wrong)
+            format_list(
+                "MaxText: tensors have other shapes than the configuration says", mismatched
+            )
         )
-    if other:
-        raise FormatError(listed("MaxText: has no name for", other))
+    if unsupported:
+        raise FormatError(format_list("MaxText: has no name for", unsupported))
 
 
-def _joined(
+def _maxtext_tensor(
     source: Source,
     part: str,
-    named: Mapping[str, Link],
+    links_by_name: Mapping[str, TensorLink],
     specs: Mapping[str, TensorSpec],
     state: str | None,
-) -> Assembly:
+) -> ShardedTensor:
     """One of MaxText's tensors of ours, by name."""
-    dtypes = {specs[name].dtype for name in named}
+    dtypes = {specs[name].dtype for name in links_by_name}
     if len(dtypes) > 1:
         raise FormatError(
-            f"{part}:{next(iter(named))}: tensors that are stacked have dtypes {', '.join(sorted(dtypes))}; needed one"
+            f"{part}:{next(iter(links_by_name))}: tensors that are stacked have dtypes {', '.join(sorted(dtypes))}; needed one"
         )
     dtype = TORCH_DTYPES[dtypes.pop()]
     if state == "step":
-        return assembly(
-            dtype, (), [Fragment(whole(()), partial(_step, source, part, list(named), dtype), part)]
+        return sharded_tensor(
+            dtype,
+            (),
+            [
+                TensorShard(
+                    full_box(()),
+                    partial(_common_step, source, part, list(links_by_name), dtype),
+                    part,
+                )
+            ],
         )
     nbytes = (
-        KEPT_NBYTES // 2 // len(named)
+        CACHE_NBYTES // 2 // len(links_by_name)
     )  # a row of MaxText's tensor has parts of all layers: these are kept together
-    found = []
-    for name, link in named.items():
-        turn = turn_of(link.turn, state)
-        for piece in cells(
-            turn.theirs, turn.theirs, dtype.itemsize, axes=axes_of(turn)[::-1], nbytes=nbytes
+    shards = []
+    for name, link in links_by_name.items():
+        transform = transform_for(link.transform, state)
+        for box in chunk_boxes(
+            transform.maxtext_shape,
+            transform.maxtext_shape,
+            dtype.itemsize,
+            axes=split_axes(transform)[::-1],
+            nbytes=nbytes,
         ):
-            load = partial(_load, source, part, name, link, state, piece, dtype)
-            found.append(Fragment(spread(piece, link.at), load, f"{part}:{name}", keep=True))
+            load = partial(_load_box, source, part, name, link, state, box, dtype)
+            shards.append(
+                TensorShard(stacked_box(box, link.indices), load, f"{part}:{name}", cache=True)
+            )
     try:
-        return assembly(dtype, next(iter(named.values())).shape, found)
+        return sharded_tensor(dtype, next(iter(links_by_name.values())).shape, shards)
     except CheckpointError as error:
-        raise type(error)(f"{part}:{next(iter(named))}: {error}") from error
+        raise type(error)(f"{part}:{next(iter(links_by_name))}: {error}") from error
 
 
-def _load(
+def _load_box(
     source: Source,
     part: str,
     name: str,
-    link: Link,
+    link: TensorLink,
     state: str | None,
-    piece: Box,
+    maxtext_box: Box,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    turn = turn_of(link.turn, state)
-    box = box_of_ours(turn, piece)
-    return to_theirs(_read(source, part, name, box, dtype), turn, piece.shape).reshape(
-        spread(piece, link.at).shape
-    )
+    transform = transform_for(link.transform, state)
+    source_box = hf_box(transform, maxtext_box)
+    return to_maxtext(
+        _read_box(source, part, name, source_box, dtype), transform, maxtext_box.shape
+    ).reshape(stacked_box(maxtext_box, link.indices).shape)
 
 
-def _read(source: Source, part: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+def _read_box(source: Source, part: str, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(source.read(part, name, box)), dtype=dtype).reshape(box.shape)
 
 
-def _step(source: Source, part: str, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+def _common_step(
+    source: Source, part: str, names: Sequence[str], dtype: torch.dtype
+) -> torch.Tensor:
     """MaxText has one count. FormatError where ours differ."""
-    found = torch.stack([_read(source, part, name, whole(()), dtype) for name in names])
-    if not bool((found == found[0]).all()):
+    steps = torch.stack([_read_box(source, part, name, full_box(()), dtype) for name in names])
+    if not bool((steps == steps[0]).all()):
         raise FormatError(
-            f"{part}: {names[0]} and others of one of MaxText's tensors have steps {sorted(set(found.tolist()))}; needed one"
+            f"{part}: {names[0]} and others of one of MaxText's tensors have steps {sorted(set(steps.tolist()))}; needed one"
         )
-    return found[0]
+    return steps[0]
 
 
-def _said(said: Said, theirs_of: Mapping[str, str]) -> Said:
+def _renamed_metadata(
+    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str]
+) -> SourceMetadata:
     """Param groups by MaxText's names."""
     groups = [
         {
             **group,
             "names": list(
-                dict.fromkeys(theirs_of[name] for name in group["names"] if name in theirs_of)
+                dict.fromkeys(
+                    maxtext_name_of[name] for name in group["names"] if name in maxtext_name_of
+                )
             ),
         }
-        for group in said.groups
+        for group in metadata.groups
     ]
-    return replace(said, groups=groups, scalars={})
+    return replace(metadata, groups=groups, scalars={})

@@ -1,7 +1,9 @@
-"""Any source as a PaddleNLP Unified Checkpoint: its names, its orientation, its optimizer states, its indices. One process writes.
+"""Any source as a PaddleNLP Unified Checkpoint: its names, its orientation, its optimizer states,
+its indices. One process writes.
 
-How state could be lost: a tensor has no place in PaddleNLP's format, or is turned the wrong way. All is planned before the first byte; the
-folder that was written is read back and compared with the source, and only then gets its name.
+How state could be lost: a tensor has no place in PaddleNLP's format, or is turned the wrong way.
+All is planned before the first byte; the folder that was written is read back and compared with the
+source, and only then gets its name.
 """
 
 from __future__ import annotations
@@ -19,95 +21,97 @@ from uuid import uuid4
 import torch
 
 from unified_ckpt.core.planning.file_layout import split_files
-from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.diff import compare
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.storage.write_calls import ALONE
+from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, dense
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_contiguous
 from unified_ckpt.sources.detect.paddle import PEFT
-from unified_ckpt.sources.paddle.beta_powers import power_after
-from unified_ckpt.sources.paddle.files import BF16
+from unified_ckpt.sources.paddle.beta_powers import beta_power
+from unified_ckpt.sources.paddle.files import BFLOAT16_AS_UINT16
 from unified_ckpt.sources.paddle.names import (
-    Model,
+    ModelConfig,
     check_shape,
-    is_turned,
-    layer_of,
-    model_of,
+    is_transposed,
+    layer_kind,
     paddle_name,
+    parse_config,
 )
-from unified_ckpt.sources.paddle.source import config_at, open_paddle
-from unified_ckpt.sources.paddle.tensors import BETAS, POWERS, STATES
+from unified_ckpt.sources.paddle.source import open_paddle, read_optional_config
+from unified_ckpt.sources.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
 
 _TILE_NBYTES = 32 << 20
-_DTYPES = {"BF16": BF16, "F16": "F16", "F32": "F32"}
-_FOR_TORCH = {theirs: ours for ours, theirs in STATES.items()}
+_DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
+_PADDLE_STATES = {theirs: ours for ours, theirs in STATE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Out:
-    """A tensor to write: from a stored one, `turned` or as it is, or `power`, one number."""
+class _OutputTensor:
+    """A tensor to write: from a stored one, `transposed` or as it is, or `power`, one number."""
 
     name: str
     spec: TensorSpec  # as PaddleNLP has it
     stored: Key | None = None
-    turned: bool = False
+    transposed: bool = False
     power: float = 0.0
 
 
 def write_paddle(
     source: Source, folder: str, options: SourceOptions, *, max_file_bytes: int
 ) -> None:
-    """Writes model, master weights and optimizer to a new folder. `options.config`: the model's config.json, or a folder that has it.
+    """Writes model, master weights and optimizer to a new folder. `options.config`: the model's
+    config.json, or a folder that has it.
 
-    FormatError for what PaddleNLP's format has no place for, StorageError where something is at `folder`: nothing is written then.
-    IntegrityError where what was written is not what the source has.
+    FormatError for what PaddleNLP's format has no place for, StorageError where something is at
+    `folder`: nothing is written then. IntegrityError where what was written is not what the source
+    has.
     """
-    config = config_at(options.config) if options.config else None
+    config = read_optional_config(options.config) if options.config else None
     if config is None:
         raise FormatError(
             "PaddleNLP's names and orientation follow from the model's config.json; needed options.config"
         )
     if os.path.lexists(folder):
         raise StorageError(f"{folder}: exists; needed a free name")
-    model = model_of(config)
-    stems = _stems(source)
-    outs = {stem: _planned(source, part, model) for part, stem in stems.items()}
+    model = parse_config(config)
+    stems = _file_stems(source)
+    outputs_by_stem = {stem: _plan_part(source, part, model) for part, stem in stems.items()}
     parent, name = os.path.split(os.path.abspath(folder))
     os.makedirs(parent, exist_ok=True)
     staging = names.staging_name(name, uuid4().hex)
-    with LocalStorage(parent, how=ALONE) as storage:
+    with LocalStorage(parent, write_policy=BULK) as storage:
         storage.make_folder(staging)
         try:
-            for stem, found in outs.items():
+            for stem, outputs in outputs_by_stem.items():
                 weight_map = _write_files(
-                    source, storage, staging, stem, found, max_file_bytes=max_file_bytes
+                    source, storage, staging, stem, outputs, max_file_bytes=max_file_bytes
                 )
-                _put_json(
+                _write_json(
                     storage,
                     staging,
                     names.index_name(stem),
-                    _index(stem, found, weight_map, masters=MASTER in stems),
+                    _index(stem, outputs, weight_map, masters=MASTER in stems),
                 )
-            _put_json(
+            _write_json(
                 storage,
                 staging,
                 "config.json",
                 _config(config, source, adapter=stems[MODEL] == PEFT),
             )
-            trained = source.said().extra
-            if isinstance(trained, dict) and isinstance(trained.get("trainer_state"), dict):
-                _put_json(storage, staging, "trainer_state.json", trained["trainer_state"])
-            _prove(source, storage.path(staging), stems, model)
+            extra = source.metadata().extra
+            if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
+                _write_json(storage, staging, "trainer_state.json", extra["trainer_state"])
+            _verify(source, storage.path(staging), stems, model)
             storage.sync_folder(staging)
             storage.rename(staging, name)
             storage.sync_folder("")
@@ -116,12 +120,12 @@ def write_paddle(
             raise
 
 
-def _stems(source: Source) -> dict[str, str]:
+def _file_stems(source: Source) -> dict[str, str]:
     """Part -> how its files are called. FormatError for a part that PaddleNLP has not."""
-    stray = sorted(set(source.parts) - {MODEL, MASTER, OPTIMIZER})
-    if stray or MODEL not in source.parts:
+    unsupported = sorted(set(source.parts) - {MODEL, MASTER, OPTIMIZER})
+    if unsupported or MODEL not in source.parts:
         raise FormatError(
-            listed(
+            format_list(
                 "PaddleNLP's format has model, master_weights and optimizer, and the first of these; the source has",
                 list(source.parts),
             )
@@ -139,84 +143,105 @@ def _stems(source: Source) -> dict[str, str]:
 # ---- what to write
 
 
-def _planned(source: Source, part: str, model: Model) -> list[_Out]:
-    """The tensors of a part in their natural order, those that are tied under both names. FormatError listing what has no place."""
+def _plan_part(source: Source, part: str, model: ModelConfig) -> list[_OutputTensor]:
+    """The tensors of a part in their natural order, those that are tied under both names.
+    FormatError listing what has no place.
+    """
     stored = {**{name: name for name in source.names(part)}, **source.aliases(part)}
     specs = source.specs(part, set(stored.values()))
-    said = source.said()
-    others = said.extra.get(BETAS) if isinstance(said.extra, dict) else None
+    metadata = source.metadata()
+    default_betas = metadata.extra.get(BETAS) if isinstance(metadata.extra, dict) else None
     betas = {
-        name: group["options"].get("betas", others)
-        for group in said.groups
+        name: group["options"].get("betas", default_betas)
+        for group in metadata.groups
         for name in group["names"]
     }
-    found: list[_Out] = []
-    wrong = (
-        [f"{name}: has {', '.join(one)} that is no tensor" for name, one in said.scalars.items()]
+    outputs: list[_OutputTensor] = []
+    problems = (
+        [
+            f"{name}: has {', '.join(stored_name)} that is no tensor"
+            for name, stored_name in metadata.scalars.items()
+        ]
         if part == OPTIMIZER
         else []
     )
-    for name, one in stored.items():
+    for name, stored_name in stored.items():
         try:
             if part == OPTIMIZER:
-                found += _state(
-                    source, name, one, specs[one], betas.get(one.rpartition("/")[0]), model
+                outputs += _state_tensors(
+                    source,
+                    name,
+                    stored_name,
+                    specs[stored_name],
+                    betas.get(stored_name.rpartition("/")[0]),
+                    model,
                 )
             else:
-                found.append(_tensor(name, "", (part, one), specs[one], model))
+                outputs.append(
+                    _weight_tensor(name, "", (part, stored_name), specs[stored_name], model)
+                )
         except CheckpointError as error:
-            wrong.append(f"{part}:{name}: {error}")
-    if wrong:
-        raise FormatError(listed("PaddleNLP's format has no place for", wrong))
-    return sorted(found, key=lambda out: _natural(out.name))
+            problems.append(f"{part}:{name}: {error}")
+    if problems:
+        raise FormatError(format_list("PaddleNLP's format has no place for", problems))
+    return sorted(outputs, key=lambda out: _natural_key(out.name))
 
 
-def _tensor(name: str, kind: str, stored: Key, spec: TensorSpec, model: Model) -> _Out:
-    known = _DTYPES if stored[0] == MODEL else ("F32",)
-    theirs = paddle_name(name, model)
-    turned = is_turned(theirs, spec.shape, layer_of(theirs), tied=model.tied)
-    shape = spec.shape[::-1] if turned else spec.shape
-    check_shape(theirs, shape, model)
-    if spec.dtype not in known:
-        raise FormatError(f"has dtype {spec.dtype}; needed {', '.join(known)}")
-    return _Out(theirs + kind, TensorSpec(_DTYPES[spec.dtype], shape), stored, turned)
+def _weight_tensor(
+    name: str, suffix: str, stored: Key, spec: TensorSpec, model: ModelConfig
+) -> _OutputTensor:
+    dtypes = _DTYPES if stored[0] == MODEL else ("F32",)
+    new_name = paddle_name(name, model)
+    transposed = is_transposed(new_name, spec.shape, layer_kind(new_name), tied=model.tied)
+    shape = spec.shape[::-1] if transposed else spec.shape
+    check_shape(new_name, shape, model)
+    if spec.dtype not in dtypes:
+        raise FormatError(f"has dtype {spec.dtype}; needed {', '.join(dtypes)}")
+    return _OutputTensor(
+        new_name + suffix, TensorSpec(_DTYPES[spec.dtype], shape), stored, transposed
+    )
 
 
-def _state(
-    source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: Model
-) -> list[_Out]:
+def _state_tensors(
+    source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: ModelConfig
+) -> list[_OutputTensor]:
     """One state of a parameter; the step count as powers of the betas."""
-    owner, _, kind = name.rpartition("/")
-    if kind in _FOR_TORCH:
-        return [_tensor(owner, f"/{_FOR_TORCH[kind]}", (OPTIMIZER, stored), spec, model)]
-    if kind != "step":
+    owner, _, state = name.rpartition("/")
+    if state in _PADDLE_STATES:
+        return [
+            _weight_tensor(owner, f"/{_PADDLE_STATES[state]}", (OPTIMIZER, stored), spec, model)
+        ]
+    if state != "step":
         raise FormatError(
-            f"is optimizer state that Paddle has not; needed {', '.join(_FOR_TORCH)}, step"
+            f"is optimizer state that Paddle has not; needed {', '.join(_PADDLE_STATES)}, step"
         )
     if (
         not isinstance(betas, tuple | list)
-        or len(betas) != len(POWERS)
+        or len(betas) != len(POWER_STATES)
         or not all(isinstance(beta, float | None) for beta in betas)
     ):
         raise FormatError(
             "Paddle keeps powers of the betas for the step; needed the betas in its param group"
         )
-    held = torch.frombuffer(
-        bytearray(source.read(OPTIMIZER, stored, whole(spec.shape))), dtype=TORCH_DTYPES[spec.dtype]
+    step_tensor = torch.frombuffer(
+        bytearray(source.read(OPTIMIZER, stored, full_box(spec.shape))),
+        dtype=TORCH_DTYPES[spec.dtype],
     )
-    steps = int(held[0])
+    steps = int(step_tensor[0])
     return [
-        _Out(
+        _OutputTensor(
             f"{paddle_name(owner, model)}/{power}",
             TensorSpec("F32", (1,)),
-            power=power_after(beta, steps),
+            power=beta_power(beta, steps),
         )
-        for power, beta in zip(POWERS, betas, strict=True)
+        for power, beta in zip(POWER_STATES, betas, strict=True)
     ]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    return [
+        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
+    ]
 
 
 # ---- writing
@@ -227,61 +252,67 @@ def _write_files(
     storage: LocalStorage,
     staging: str,
     stem: str,
-    outs: Sequence[_Out],
+    outputs: Sequence[_OutputTensor],
     *,
     max_file_bytes: int,
 ) -> dict[str, str]:
     """The numbered files of a part; gives their weight map."""
     weight_map: dict[str, str] = {}
-    ranges = split_files([out.spec.nbytes for out in outs], max_file_bytes=max_file_bytes)
+    ranges = split_files([output.spec.nbytes for output in outputs], max_file_bytes=max_file_bytes)
     for number, positions in enumerate(ranges, 1):
-        file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"  # a number even where it is one, as PaddleNLP has it
-        here = {outs[position].name: outs[position] for position in positions}
-        items = file_order((name, out.spec.dtype, out.spec.shape) for name, out in here.items())
-        head, entries = encode_header(items, metadata={"format": "np"})
+        # a number even where it is one, as PaddleNLP has it
+        file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"
+        file_outputs = {outputs[position].name: outputs[position] for position in positions}
+        items = file_order(
+            (name, output.spec.dtype, output.spec.shape) for name, output in file_outputs.items()
+        )
+        header_bytes, entries = encode_header(items, metadata={"format": "np"})
         path = f"{staging}/{file}"
-        storage.write_at(path, 0, [memoryview(head)])
+        storage.write_at(path, 0, [memoryview(header_bytes)])
         for name, entry in entries.items():
-            at = entry.start
-            for tile in _tiles(source, here[name]):
-                storage.write_at(path, at, [tile])
-                at += len(tile)
+            offset = entry.start
+            for chunk in _row_chunks(source, file_outputs[name]):
+                storage.write_at(path, offset, [chunk])
+                offset += len(chunk)
         storage.sync(path)
-        weight_map |= dict.fromkeys(here, file)
+        weight_map |= dict.fromkeys(file_outputs, file)
     return weight_map
 
 
-def _tiles(source: Source, out: _Out) -> Iterator[memoryview]:
+def _row_chunks(source: Source, output: _OutputTensor) -> Iterator[memoryview]:
     """A tensor's bytes in Paddle's orientation, some rows at a time."""
-    if out.stored is None:
-        yield as_bytes(torch.tensor([out.power], dtype=torch.float32, device="cpu"))
+    if output.stored is None:
+        yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
         return
     catalog, spec = (
-        source.catalog([out.stored]),
-        source.specs(out.stored[0], [out.stored[1]])[out.stored[1]],
+        source.catalog([output.stored]),
+        source.specs(output.stored[0], [output.stored[1]])[output.stored[1]],
     )
-    shape = out.spec.shape
-    line = itemsize(spec.dtype) * prod(shape[1:])
-    step = max(1, _TILE_NBYTES // max(1, line))
-    for first in range(0, shape[0] if shape else 1, step):
+    shape = output.spec.shape
+    row_nbytes = itemsize(spec.dtype) * prod(shape[1:])
+    rows_per_chunk = max(1, _TILE_NBYTES // max(1, row_nbytes))
+    for first_row in range(0, shape[0] if shape else 1, rows_per_chunk):
         rows = (
-            Box((first, *(0,) * (len(shape) - 1)), (min(step, shape[0] - first), *shape[1:]))
+            Box(
+                (first_row, *(0,) * (len(shape) - 1)),
+                (min(rows_per_chunk, shape[0] - first_row), *shape[1:]),
+            )
             if shape
-            else whole(())
+            else full_box(())
         )
-        box = Box(rows.offsets[::-1], rows.shape[::-1]) if out.turned else rows
-        held = bytearray(read_box(catalog.storage, catalog.locations[out.stored], spec, box))
-        if not held:
+        box = Box(rows.offsets[::-1], rows.shape[::-1]) if output.transposed else rows
+        data = bytearray(read_box(catalog.storage, catalog.locations[output.stored], spec, box))
+        if not data:
             continue
-        tensor = torch.frombuffer(held, dtype=TORCH_DTYPES[spec.dtype]).view(box.shape)
-        yield as_bytes(dense(tensor.t()) if out.turned else tensor)
+        tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(box.shape)
+        yield as_bytes(as_contiguous(tensor.t()) if output.transposed else tensor)
 
 
 def _index(
-    stem: str, outs: Sequence[_Out], weight_map: Mapping[str, str], *, masters: bool
+    stem: str, outputs: Sequence[_OutputTensor], weight_map: Mapping[str, str], *, masters: bool
 ) -> dict[str, Any]:
     index = {
-        "metadata": {"total_size": sum(out.spec.nbytes for out in outs)},
+        "metadata": {"total_size": sum(output.spec.nbytes for output in outputs)},
         "weight_map": dict(weight_map),
     }
     if stem == OPTIMIZER:
@@ -290,32 +321,35 @@ def _index(
 
 
 def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict[str, Any]:
-    """As PaddleNLP has it: weights of no rank alone, the dtype of what is stored; an adapter's says the base model's."""
-    kept = {key: value for key, value in config.items() if key != "tensor_parallel_degree"}
+    """As PaddleNLP has it: weights of no rank alone, the dtype of what is stored; an adapter's says
+    the base model's.
+    """
+    fields = {key: value for key, value in config.items() if key != "tensor_parallel_degree"}
     dtypes = {spec.dtype for spec in source.specs(MODEL, source.names(MODEL)).values()}
     if adapter or len(dtypes) > 1:
-        return kept
-    stored = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+        return fields
+    dtype_names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     return {
-        **{key: value for key, value in kept.items() if key != "torch_dtype"},
-        "dtype": stored[dtypes.pop()],
+        **{key: value for key, value in fields.items() if key != "torch_dtype"},
+        "dtype": dtype_names[dtypes.pop()],
     }
 
 
-def _put_json(storage: LocalStorage, staging: str, file: str, value: Mapping[str, Any]) -> None:
+def _write_json(storage: LocalStorage, staging: str, file: str, value: Mapping[str, Any]) -> None:
     storage.put(f"{staging}/{file}", json.dumps(value, indent=4).encode(), fsync=True)
 
 
-def _prove(source: Source, written: str, stems: Mapping[str, str], model: Model) -> None:
+def _verify(source: Source, written: str, stems: Mapping[str, str], model: ModelConfig) -> None:
     """Reads all of it back, as the checkpoint that it is now. IntegrityError for what differs."""
-    named_alike = all(paddle_name(name, model) == name for name in source.names(MODEL))
-    made = open_paddle(written, SourceOptions(names="own" if named_alike else "auto"))
-    report = compare(source, made, parts=list(stems))
-    made.close()
+    same_names = all(paddle_name(name, model) == name for name in source.names(MODEL))
+    written_source = open_paddle(written, SourceOptions(names="own" if same_names else "auto"))
+    report = diff_sources(source, written_source, parts=list(stems))
+    written_source.close()
     if report.differences:
-        wrong = [
-            f"{one.part}:{one.name}: {one.elements or 'all'} elements" for one in report.differences
+        problems = [
+            f"{difference.part}:{difference.name}: {difference.elements or 'all'} elements"
+            for difference in report.differences
         ]
         raise IntegrityError(
-            listed(f"{written}: what was written is not what the source has", wrong)
+            format_list(f"{written}: what was written is not what the source has", problems)
         )

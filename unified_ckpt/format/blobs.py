@@ -45,24 +45,29 @@ _NUMPY_TO_FILE = {
     "|b1": "BOOL",
     "<c8": "C64",
 }
-# Bool, numbers, dates and fixed-width text: their bytes are their value. Object and record arrays are not.
+# Bool, numbers, dates and fixed-width text: their bytes are their value. Object and record arrays
+# are not.
 _NUMPY_KINDS = frozenset("biufcmMSU")
 
 
-def loaded(module: str) -> Any:
-    """The module if the process has imported it already, else None: then no value can be of its types."""
+def if_imported(module: str) -> Any:
+    """The module if the process has imported it already, else None: then no value can be of its
+    types.
+    """
     return sys.modules.get(module)
 
 
 def describe(value: Any) -> dict[str, Any] | None:
-    """What `restore` must know of a tensor, an array or a byte string, beside its bytes; None for any other value.
+    """What `restore` must know of a tensor, an array or a byte string, beside its bytes; None for
+    any other value.
 
-    Raises FormatError for one whose bytes are not its value (object arrays, sparse, quantized or meta tensors).
+    Raises FormatError for one whose bytes are not its value (object arrays, sparse, quantized or
+    meta tensors).
     """
     kind = type(value)
     if kind is bytes or kind is bytearray:
         return {"$type": kind.__name__}
-    numpy, torch = loaded("numpy"), loaded("torch")
+    numpy, torch = if_imported("numpy"), if_imported("torch")
     if numpy is not None and kind is numpy.ndarray:
         check_numpy_dtype(value.dtype)
         return {"$type": "numpy.ndarray", "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -86,27 +91,29 @@ def describe(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def raw(blob: Any) -> memoryview:
+def raw_bytes(blob: Any) -> memoryview:
     """Row-major bytes of a blob. Shares memory with a contiguous CPU value, and copies any other."""
     if isinstance(blob, bytes | bytearray | memoryview):
         return memoryview(blob)
-    torch = loaded("torch")
+    torch = if_imported("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = flat.as_strided(
             (flat.numel(),), (1,)
         )  # one element is contiguous whatever its stride, and `view` looks at that
         return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-    numpy = loaded("numpy")
+    numpy = if_imported("numpy")
     flat = numpy.ascontiguousarray(blob).reshape(-1)
     return memoryview(flat.view(numpy.uint8)) if flat.nbytes else memoryview(b"")
 
 
 def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
-    """The safetensors dtype and shape that suit a blob; U8 of its bytes where safetensors has no such dtype."""
+    """The safetensors dtype and shape that suit a blob; U8 of its bytes where safetensors has no
+    such dtype.
+    """
     if isinstance(blob, bytes | bytearray | memoryview):
         return "U8", (len(blob),)
-    torch = loaded("torch")
+    torch = if_imported("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         dtype = _TORCH_TO_FILE.get(torch_name(blob.dtype))
     else:
@@ -115,9 +122,11 @@ def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def restore(node: dict[str, Any], blob: Any) -> Any:
-    """The value that `describe` described, from its raw bytes (copied), or from the tensor or array itself (returned as it is).
+    """The value that `describe` described, from its raw bytes (copied), or from the tensor or array
+    itself (returned as it is).
 
-    Tensors come back on the CPU. Raises FormatError, ValueError or TypeError when node and blob do not fit.
+    Tensors come back on the CPU. Raises FormatError, ValueError or TypeError when node and blob do
+    not fit.
     """
     kind = node["$type"]
     if kind in ("bytes", "bytearray"):
@@ -138,9 +147,9 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
             if is_raw
             else blob
         )
-    found = describe(value) or {"$type": type(value).__name__}
-    if any(found.get(field) != node[field] for field in ("$type", "dtype", "shape")):
-        raise FormatError(f"found {found}, needed {node}")
+    described = describe(value) or {"$type": type(value).__name__}
+    if any(described.get(field) != node[field] for field in ("$type", "dtype", "shape")):
+        raise FormatError(f"found {described}, needed {node}")
     return value
 
 
@@ -193,8 +202,8 @@ def _tensor(stored: Buffer, name: str, shape: list[int], *, requires_grad: bool)
     _check_nbytes(stored, dtype.itemsize, shape)
     if not len(stored):
         return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device="cpu")
-    own = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(dtype).reshape(shape)
-    return own.requires_grad_(requires_grad)
+    tensor = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(dtype).reshape(shape)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _check_nbytes(stored: Buffer, itemsize: int, shape: list[int]) -> None:

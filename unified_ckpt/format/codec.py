@@ -1,7 +1,8 @@
-"""Python values as tagged JSON that gives back equal values of equal types, or refuses them by path. Never pickle.
+"""Python values as tagged JSON that gives back equal values of equal types, or refuses them by
+path. Never pickle.
 
-Plain JSON stands for itself; all else is an object `{"$type": tag, ...}`. Knows no files: bytes too large for JSON are handed to
-the caller as blobs.
+Plain JSON stands for itself; all else is an object `{"$type": tag, ...}`. Knows no files: bytes too
+large for JSON are handed to the caller as blobs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset
 MAPPINGS = (dict, Counter, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _CONTAINERS = frozenset({list, dict, Counter, OrderedDict, defaultdict, *_SEQUENCES.values()})
-_INVALID = (
+_DECODE_ERRORS = (
     LookupError,
     TypeError,
     ValueError,
@@ -46,17 +47,19 @@ _INVALID = (
 
 
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
-    """A tree that `json.dumps` takes, and the blobs that it names: tensors, arrays and long byte strings, not copied.
+    """A tree that `json.dumps` takes, and the blobs that it names: tensors, arrays and long byte
+    strings, not copied.
 
-    Blob names are paths under `path`. Raises FormatError naming the path of what cannot be given back as it is: functions, objects,
-    subclasses, cycles.
+    Blob names are paths under `path`. Raises FormatError naming the path of what cannot be given
+    back as it is: functions, objects, subclasses, cycles.
     """
     encoder = _Encoder()
     return encoder.encode(value, (path,)), encoder.blobs
 
 
 def decode(tree: Any, blobs: Mapping[str, Any], *, path: str = "extra") -> Any:
-    """The value that was encoded. A blob may be the object itself or its raw row-major bytes; tensors made from bytes are on the CPU.
+    """The value that was encoded. A blob may be the object itself or its raw row-major bytes;
+    tensors made from bytes are on the CPU.
 
     Raises FormatError naming the path of what `encode` cannot have written.
     """
@@ -66,25 +69,25 @@ def decode(tree: Any, blobs: Mapping[str, Any], *, path: str = "extra") -> Any:
 def pack(value: Any, path: str = "rank_extra") -> bytes:
     """The value with its blobs as one byte string: magic, u64 length of the JSON, JSON, blobs."""
     tree, blobs = encode(value, path)
-    parts = {name: blob_format.raw(blob) for name, blob in blobs.items()}
-    head = json.dumps(
+    parts = {name: blob_format.raw_bytes(blob) for name, blob in blobs.items()}
+    header = json.dumps(
         {"tree": tree, "blobs": {name: part.nbytes for name, part in parts.items()}},
         separators=(",", ":"),
     ).encode()
-    return b"".join([_MAGIC, struct.pack("<Q", len(head)), head, *parts.values()])
+    return b"".join([_MAGIC, struct.pack("<Q", len(header)), header, *parts.values()])
 
 
 def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
     """What `pack` was given. Raises FormatError for any other bytes."""
     view = memoryview(packed)
-    first = len(_MAGIC) + 8
-    if len(view) < first or view[: len(_MAGIC)] != _MAGIC:
+    header_start = len(_MAGIC) + 8
+    if len(view) < header_start or view[: len(_MAGIC)] != _MAGIC:
         raise FormatError(f"{path}: not a packed value: the first bytes are not {_MAGIC!r}")
-    start = first + int.from_bytes(view[len(_MAGIC) : first], "little")
+    offset = header_start + int.from_bytes(view[len(_MAGIC) : header_start], "little")
     try:
-        head = parse_json(view[first:start], file=f"{path}: head of the packed value")
-        tree, sizes = head["tree"], head["blobs"].items()
-    except (*_INVALID, RecursionError) as error:
+        header = parse_json(view[header_start:offset], file=f"{path}: head of the packed value")
+        tree, sizes = header["tree"], header["blobs"].items()
+    except (*_DECODE_ERRORS, RecursionError) as error:
         raise FormatError(f"{path}: head of the packed value is not valid: {error}") from None
     blobs = {}
     for name, nbytes in sizes:
@@ -92,10 +95,10 @@ def unpack(packed: blob_format.Buffer, path: str = "rank_extra") -> Any:
             raise FormatError(
                 f"{path}: blob {name!r} has the size {nbytes!r}; needed an integer from 0"
             )
-        blobs[name] = view[start : start + nbytes]
-        start += nbytes
-    if start != len(view):
-        raise FormatError(f"{path}: packed value has {len(view)} bytes, its head needs {start}")
+        blobs[name] = view[offset : offset + nbytes]
+        offset += nbytes
+    if offset != len(view):
+        raise FormatError(f"{path}: packed value has {len(view)} bytes, its head needs {offset}")
     return decode(tree, blobs, path=path)
 
 
@@ -104,7 +107,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.blobs: dict[str, Any] = {}
-        self._open: set[int] = set()
+        self._open_ids: set[int] = set()
 
     def encode(self, value: Any, path: Path) -> Any:
         if type(value) in _CONTAINERS or _is_size(value):
@@ -124,7 +127,7 @@ class _Encoder:
         return leaf
 
     def _container(self, value: Any, path: Path) -> Any:
-        if id(value) in self._open:
+        if id(value) in self._open_ids:
             raise FormatError(
                 f"{path_text(path)}: found {_kind_text(type(value))} that holds itself; needed a tree"
             )
@@ -132,11 +135,11 @@ class _Encoder:
             raise FormatError(
                 f"{path_text(path)}: nested deeper than {MAX_DEPTH} levels; needed a flatter value"
             )
-        self._open.add(id(value))
+        self._open_ids.add(id(value))
         node = (
             self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
         )
-        self._open.remove(id(value))
+        self._open_ids.remove(id(value))
         return node
 
     def _mapping(self, value: dict[Any, Any], path: Path) -> Any:
@@ -190,13 +193,13 @@ class _Encoder:
     def _blob(self, node: dict[str, Any], value: Any, path: Path) -> dict[str, Any]:
         if isinstance(value, bytes | bytearray) and len(value) <= INLINE_NBYTES:
             return {**node, "base64": base64.b64encode(value).decode()}
-        plain = "/".join(
+        path_name = "/".join(
             key if isinstance(key, str) and scalars.is_unicode(key) else ascii(key) for key in path
         )
-        name, count = plain, 1
+        name, count = path_name, 1
         while name in self.blobs:  # {"a/b": x, "a": {"b": y}}
             count += 1
-            name = f"{plain}~{count}"
+            name = f"{path_name}~{count}"
         self.blobs[name] = value
         return {**node, "blob": name}
 
@@ -217,7 +220,7 @@ class _Decoder:
         tag = node[_TAG]
         try:
             return self._tagged(str(tag), node, path)
-        except _INVALID as error:
+        except _DECODE_ERRORS as error:
             raise FormatError(
                 f"{path_text(path)}: {tag} is not valid: {type(error).__name__}: {error}"
             ) from None
@@ -237,18 +240,18 @@ class _Decoder:
             )
         items = [
             self.decode(item, (*path, position))
-            for position, item in enumerate(_list(node["items"]))
+            for position, item in enumerate(_require_list(node["items"]))
         ]
         if tag == "torch.Size":
             import torch
 
             return torch.Size(items)
-        made = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
-        if len(made) != len(items):
+        container = deque(items, node["maxlen"]) if tag == "deque" else _SEQUENCES[tag](items)
+        if len(container) != len(items):
             raise FormatError(
-                f"{path_text(path)}: {tag} holds {len(items)} items of which {len(made)} are distinct or fit"
+                f"{path_text(path)}: {tag} holds {len(items)} items of which {len(container)} are distinct or fit"
             )
-        return made
+        return container
 
     def _leaf(self, tag: str, node: dict[str, Any]) -> Any:
         if tag not in ("bytes", "bytearray", "numpy.ndarray", "torch.Tensor"):
@@ -262,10 +265,10 @@ class _Decoder:
 
     def _mapping(self, tag: str, node: dict[str, Any], path: Path) -> Any:
         items = {}
-        pairs = _list(node["items"])
+        pairs = _require_list(node["items"])
         for position, (key, item) in enumerate(pairs):
-            found = self.decode(key, (*path, position))
-            items[found] = self.decode(item, (*path, found))
+            decoded_key = self.decode(key, (*path, position))
+            items[decoded_key] = self.decode(item, (*path, decoded_key))
         if len(items) != len(pairs):
             raise FormatError(
                 f"{path_text(path)}: {tag} has {len(pairs)} items and {len(items)} keys; needed distinct keys"
@@ -300,11 +303,11 @@ def _kind_text(kind: type) -> str:
 
 
 def _is_size(value: Any) -> bool:
-    torch = blob_format.loaded("torch")
+    torch = blob_format.if_imported("torch")
     return torch is not None and type(value) is torch.Size
 
 
-def _list(value: Any) -> list[Any]:
+def _require_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"found {type(value).__name__}, needed a list")
     return value

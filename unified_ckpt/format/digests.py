@@ -1,6 +1,8 @@
-"""CRCs of fixed blocks of a tensor's row-major bytes, and how those of parts of a block combine. Knows bytes, not tensors.
+"""CRCs of fixed blocks of a tensor's row-major bytes, and how those of parts of a block combine.
+Knows bytes, not tensors.
 
-A block's CRC does not depend on who wrote which piece of it, so checkpoints of different layouts compare without reading.
+A block's CRC does not depend on who wrote which piece of it, so checkpoints of different layouts
+compare without reading.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _RECORD = struct.Struct("<5Q")  # tensor index, block, start, stop, crc
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockCrc:
     """CRC of bytes [start, stop) of a tensor, all within one block."""
 
     block: int
@@ -43,7 +45,7 @@ def combine(crc1: int, crc2: int, nbytes2: int) -> int:
     return int(combine_crc64nvme(crc1, crc2, nbytes2))
 
 
-def combine_stream(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def combine_all(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """(crc, nbytes) of byte strings one after the other, from the (crc, nbytes) of each."""
     total_crc, total_nbytes = 0, 0
     for part_crc, nbytes in parts:
@@ -57,32 +59,34 @@ def block_count(nbytes: int, *, block_nbytes: int = BLOCK_NBYTES) -> int:
     return -(-nbytes // block_nbytes)
 
 
-def pieces(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> list[Piece]:
+def block_crcs(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) -> list[BlockCrc]:
     """CRCs of a contiguous buffer that begins at byte `start` of its tensor, cut at block borders."""
     view = memoryview(buffer)
     if not view.nbytes:
         return []
     view = view.cast("B")
-    found = []
+    crcs = []
     position, stop = start, start + len(view)
     if start // block_nbytes == (stop - 1) // block_nbytes:
-        return [Piece(start // block_nbytes, start, stop, int(crc64nvme(view)))]
+        return [BlockCrc(start // block_nbytes, start, stop, int(crc64nvme(view)))]
     while position < stop:
         block = position // block_nbytes
         piece_stop = min(stop, (block + 1) * block_nbytes)
-        found.append(
-            Piece(block, position, piece_stop, crc(view[position - start : piece_stop - start]))
+        crcs.append(
+            BlockCrc(block, position, piece_stop, crc(view[position - start : piece_stop - start]))
         )
         position = piece_stop
-    return found
+    return crcs
 
 
-def join(
-    parts: Iterable[Piece], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
+def combine_blocks(
+    parts: Iterable[BlockCrc], *, nbytes: int, block_nbytes: int = BLOCK_NBYTES
 ) -> tuple[dict[int, int], list[int]]:
-    """CRCs by block of a tensor of `nbytes`, from pieces in any order, and the blocks that the pieces cover only in part.
+    """CRCs by block of a tensor of `nbytes`, from pieces in any order, and the blocks that the
+    pieces cover only in part.
 
-    Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie outside their block.
+    Blocks without a piece are in neither. Raises IntegrityError for pieces that overlap or lie
+    outside their block.
     """
     parts = list(parts)
     if (
@@ -91,46 +95,45 @@ def join(
         and parts[0].stop == nbytes <= block_nbytes
     ):
         return {0: parts[0].crc}, []  # most tensors of a model of many
-    by_block: dict[int, list[Piece]] = {}
-    for piece in parts:
-        border = piece.block * block_nbytes
-        if not border <= piece.start < piece.stop <= min(border + block_nbytes, nbytes):
+    by_block: dict[int, list[BlockCrc]] = {}
+    for part in parts:
+        border = part.block * block_nbytes
+        if not border <= part.start < part.stop <= min(border + block_nbytes, nbytes):
             raise IntegrityError(
-                f"digest of bytes [{piece.start}, {piece.stop}) lies outside block {piece.block} of {nbytes} bytes"
+                f"digest of bytes [{part.start}, {part.stop}) lies outside block {part.block} of {nbytes} bytes"
             )
-        by_block.setdefault(piece.block, []).append(piece)
-    whole: dict[int, int] = {}
+        by_block.setdefault(part.block, []).append(part)
+    complete: dict[int, int] = {}
     partial: list[int] = []
-    for block, members in sorted(by_block.items()):
-        members.sort(key=lambda piece: piece.start)
-        for left, right in pairwise(members):
+    for block, block_parts in sorted(by_block.items()):
+        block_parts.sort(key=lambda part: part.start)
+        for left, right in pairwise(block_parts):
             if right.start < left.stop:
                 raise IntegrityError(
                     f"two digests of block {block} overlap: [{left.start}, {left.stop}) and [{right.start}, {right.stop})"
                 )
-        found, found_nbytes = combine_stream(
-            (piece.crc, piece.stop - piece.start) for piece in members
+        combined, combined_nbytes = combine_all(
+            (part.crc, part.stop - part.start) for part in block_parts
         )
         # Without overlaps, as many bytes as the block has are all of its bytes.
-        if found_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
-            whole[block] = found
+        if combined_nbytes == min(block_nbytes, nbytes - block * block_nbytes):
+            complete[block] = combined
         else:
             partial.append(block)
-    return whole, partial
+    return complete, partial
 
 
-def pack(parts: Iterable[tuple[int, Piece]]) -> bytes:
+def serialize(parts: Iterable[tuple[int, BlockCrc]]) -> bytes:
     """(tensor index, piece) pairs as 40 bytes each, to send to another rank."""
     return b"".join(
-        _RECORD.pack(tensor, piece.block, piece.start, piece.stop, piece.crc)
-        for tensor, piece in parts
+        _RECORD.pack(tensor, part.block, part.start, part.stop, part.crc) for tensor, part in parts
     )
 
 
-def unpack(packed: Buffer) -> list[tuple[int, Piece]]:
-    """What `pack` was given. Raises FormatError if the length does not fit."""
-    if len(packed) % _RECORD.size:
+def deserialize(serialized: Buffer) -> list[tuple[int, BlockCrc]]:
+    """What `serialize` was given. Raises FormatError if the length does not fit."""
+    if len(serialized) % _RECORD.size:
         raise FormatError(
-            f"packed digests have {len(packed)} bytes; needed a multiple of {_RECORD.size}"
+            f"packed digests have {len(serialized)} bytes; needed a multiple of {_RECORD.size}"
         )
-    return [(tensor, Piece(*fields)) for tensor, *fields in _RECORD.iter_unpack(packed)]
+    return [(tensor, BlockCrc(*fields)) for tensor, *fields in _RECORD.iter_unpack(serialized)]

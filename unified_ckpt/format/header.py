@@ -1,4 +1,5 @@
-"""The header of a safetensors file: which tensor lies in which bytes. Knows nothing of values, and reads no file.
+"""The header of a safetensors file: which tensor lies in which bytes. Knows nothing of values, and
+reads no file.
 
 Source of the format and of its byte order: `safetensors/src/tensor.rs` of huggingface/safetensors.
 """
@@ -30,8 +31,8 @@ _MAX_NUMEL = (
 )  # counting zeros as ones: strides and bytes of an empty tensor are computed, too
 
 _INTEGER = "(?:0|[1-9][0-9]{0,17})"
-_PLAIN_METADATA = '{"__metadata__":{"format":"pt"},'
-_PLAIN_ITEM = re.compile(
+_CANONICAL_METADATA = '{"__metadata__":{"format":"pt"},'
+_CANONICAL_ITEM = re.compile(
     rf'"([^"\\\x00-\x1f]*)":{{"dtype":"([A-Z0-9_]+)","shape":\[((?:{_INTEGER}(?:,{_INTEGER})*)?)\],"data_offsets":\[({_INTEGER}),({_INTEGER})\]}}'
     r"(?:,|}\Z)"
 )
@@ -50,7 +51,9 @@ class Entry:
 
 
 def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
-    """Items in the order in which the safetensors library lays them out. Raises FormatError for an unknown dtype."""
+    """Items in the order in which the safetensors library lays them out. Raises FormatError for an
+    unknown dtype.
+    """
     # Code points and UTF-8 bytes sort alike, so str order is Rust's.
     try:
         return sorted(items, key=lambda item: (DTYPE_ORDER[item[1]], item[0]))
@@ -63,13 +66,17 @@ def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
 def encode_header(
     items: Iterable[TensorItem], *, metadata: Mapping[str, str] = PT_METADATA
 ) -> tuple[bytes, dict[str, Entry]]:
-    """Header bytes (prefix, JSON, padding) and the entries of tensors that follow each other in the order given.
+    """Header bytes (prefix, JSON, padding) and the entries of tensors that follow each other in the
+    order given.
 
-    Equal to the bytes that the safetensors library writes when `items` come from `file_order`. Raises FormatError for a name that
-    is reserved, taken or no valid Unicode, and for a shape or dtype that no file can hold.
+    Equal to the bytes that the safetensors library writes when `items` come from `file_order`.
+    Raises FormatError for a name that is reserved, taken or no valid Unicode, and for a shape or
+    dtype that no file can hold.
     """
-    sized: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # names are many, shapes are few
-    placed: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    spec_cache: dict[
+        tuple[str, tuple[int, ...]], tuple[int, str]
+    ] = {}  # names are many, shapes are few
+    spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     texts = (
         [f'"{_METADATA}":' + json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))]
         if metadata
@@ -77,20 +84,20 @@ def encode_header(
     )
     offset = 0
     for name, dtype, shape in items:
-        if name in placed or name == _METADATA:
+        if name in spans or name == _METADATA:
             raise FormatError(
-                f"tensor name {name!r} is {'given twice' if name in placed else 'reserved'}; needed a name of its own"
+                f"tensor name {name!r} is {'given twice' if name in spans else 'reserved'}; needed a name of its own"
             )
-        known = sized.get((dtype, shape))
-        if known is None:
-            known = (
+        encoded_spec = spec_cache.get((dtype, shape))
+        if encoded_spec is None:
+            encoded_spec = (
                 _checked_nbytes(name, dtype, shape),
                 f'{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[',
             )
-            sized[dtype, shape] = known
-        nbytes_here, text = known
-        stop = offset + nbytes_here
-        placed[name] = dtype, shape, offset, stop
+            spec_cache[dtype, shape] = encoded_spec
+        tensor_nbytes, text = encoded_spec
+        stop = offset + tensor_nbytes
+        spans[name] = dtype, shape, offset, stop
         texts.append(f"{encode_basestring(name)}:{text}{offset},{stop}]}}")
         offset = stop
     try:
@@ -102,16 +109,18 @@ def encode_header(
         raise FormatError(
             f"header has {len(body)} bytes; needed {MAX_HEADER_NBYTES} or fewer; spread the tensors over more files"
         )
-    first = PREFIX_NBYTES + len(body)
+    data_start = PREFIX_NBYTES + len(body)
     entries = {
-        name: Entry(dtype, shape, first + start, first + stop)
-        for name, (dtype, shape, start, stop) in placed.items()
+        name: Entry(dtype, shape, data_start + start, data_start + stop)
+        for name, (dtype, shape, start, stop) in spans.items()
     }
     return len(body).to_bytes(PREFIX_NBYTES, "little") + body, entries
 
 
 def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, file: str) -> int:
-    """Bytes of prefix and JSON together, from a file's first 8 bytes or more. Raises FormatError if no such header can be."""
+    """Bytes of prefix and JSON together, from a file's first 8 bytes or more. Raises FormatError if
+    no such header can be.
+    """
     if len(first8) < PREFIX_NBYTES:
         raise FormatError(
             f"{file}: file has {len(first8)} bytes; needed at least {PREFIX_NBYTES} for a safetensors file"
@@ -131,30 +140,34 @@ def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, fil
 def parse_header(
     head: bytes | bytearray | memoryview, *, file_size: int, file: str
 ) -> dict[str, Entry]:
-    """Entries of a file by name, in the order of their bytes; together they cover the file to its last byte.
+    """Entries of a file by name, in the order of their bytes; together they cover the file to its
+    last byte.
 
-    `head` is the file's first `header_nbytes(...)` bytes or more. Raises FormatError naming `file` and the tensor for anything that
-    is not so, IntegrityError if the header is fine and the file is shorter than it says.
+    `head` is the file's first `header_nbytes(...)` bytes or more. Raises FormatError naming `file`
+    and the tensor for anything that is not so, IntegrityError if the header is fine and the file is
+    shorter than it says.
     """
-    first = header_nbytes(head, file_size=file_size, file=file)
-    if len(head) < first:
-        raise FormatError(f"{file}: found {len(head)} bytes of a header of {first}")
-    body = bytes(head[PREFIX_NBYTES:first])
-    plain = _parse_plain(body, first, file_size)
-    if plain is not None:
-        return plain
+    data_start = header_nbytes(head, file_size=file_size, file=file)
+    if len(head) < data_start:
+        raise FormatError(f"{file}: found {len(head)} bytes of a header of {data_start}")
+    body = bytes(head[PREFIX_NBYTES:data_start])
+    canonical = _parse_canonical(body, data_start, file_size)
+    if canonical is not None:
+        return canonical
     tensors = _parse_json(body, file)
     _check_metadata(tensors.pop(_METADATA, {}), file)
-    entries = {name: _parse_entry(name, fields, first, file) for name, fields in tensors.items()}
+    entries = {
+        name: _parse_entry(name, fields, data_start, file) for name, fields in tensors.items()
+    }
     in_order = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    end, before = first, "the header"
+    end, previous = data_start, "the header"
     for name, entry in in_order.items():
         if entry.start != end:
-            what = "overlaps" if entry.start < end else "leaves a gap after"
+            problem = "overlaps" if entry.start < end else "leaves a gap after"
             raise FormatError(
-                f"{file}: tensor {name!r} {what} {before}: starts at byte {entry.start}, needed {end}"
+                f"{file}: tensor {name!r} {problem} {previous}: starts at byte {entry.start}, needed {end}"
             )
-        end, before = entry.stop, f"tensor {name!r}"
+        end, previous = entry.stop, f"tensor {name!r}"
     if file_size < end:
         raise IntegrityError(f"{file}: file is truncated: {file_size} bytes, header needs {end}")
     if file_size > end:
@@ -164,8 +177,9 @@ def parse_header(
     return in_order
 
 
-def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | None:
-    """The entries of a header as this module and the safetensors library write it, in less than half of the time.
+def _parse_canonical(body: bytes, data_start: int, file_size: int) -> dict[str, Entry] | None:
+    """The entries of a header as this module and the safetensors library write it, in less than
+    half of the time.
 
     None of any other, right or wrong: what is said of that is not said here.
     """
@@ -173,20 +187,20 @@ def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | 
         text = body.decode().rstrip(" ")
     except UnicodeDecodeError:
         return None
-    position = len(_PLAIN_METADATA) if text.startswith(_PLAIN_METADATA) else 1
-    sized: dict[
+    position = len(_CANONICAL_METADATA) if text.startswith(_CANONICAL_METADATA) else 1
+    shape_cache: dict[
         tuple[str, str], tuple[tuple[int, ...], int] | None
     ] = {}  # names are many, shapes are few
     entries: dict[str, Entry] = {}
     end = count = 0
-    while (item := _PLAIN_ITEM.match(text, position)) is not None:
+    while (item := _CANONICAL_ITEM.match(text, position)) is not None:
         name, dtype, dims, low, high = item.groups()
-        if (dtype, dims) not in sized:
-            sized[dtype, dims] = _plain_shape(dtype, dims)
-        known, start, stop = sized[dtype, dims], int(low), int(high)
-        if known is None or start != end or stop != start + known[1]:
+        if (dtype, dims) not in shape_cache:
+            shape_cache[dtype, dims] = _canonical_shape(dtype, dims)
+        sized_shape, start, stop = shape_cache[dtype, dims], int(low), int(high)
+        if sized_shape is None or start != end or stop != start + sized_shape[1]:
             return None
-        entries[name] = Entry(dtype, known[0], first + start, first + stop)
+        entries[name] = Entry(dtype, sized_shape[0], data_start + start, data_start + stop)
         position, end, count = item.end(), stop, count + 1
     if (
         not text.endswith("}}")
@@ -196,12 +210,12 @@ def _parse_plain(body: bytes, first: int, file_size: int) -> dict[str, Entry] | 
         or _METADATA in entries
     ):
         return None
-    if first + end != file_size:
+    if data_start + end != file_size:
         return None
     return entries
 
 
-def _plain_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
+def _canonical_shape(dtype: str, dims: str) -> tuple[tuple[int, ...], int] | None:
     """A shape and its bytes; None where that is for the long way to say."""
     shape = tuple(map(int, dims.split(","))) if dims else ()
     try:
@@ -234,10 +248,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _parse_json(body: bytes, file: str) -> dict[str, Any]:
-    found = parse_json(body, file=f"{file}: header")
-    if not isinstance(found, dict):
-        raise FormatError(f"{file}: header is a JSON {type(found).__name__}; needed an object")
-    return found
+    header = parse_json(body, file=f"{file}: header")
+    if not isinstance(header, dict):
+        raise FormatError(f"{file}: header is a JSON {type(header).__name__}; needed an object")
+    return header
 
 
 def _check_metadata(metadata: Any, file: str) -> None:
@@ -247,37 +261,37 @@ def _check_metadata(metadata: Any, file: str) -> None:
         raise FormatError(f"{file}: {_METADATA} of the header is not an object of strings")
 
 
-def _parse_entry(name: str, fields: Any, first: int, file: str) -> Entry:
-    where = f"{file}: tensor {name!r}"
+def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
+    tensor = f"{file}: tensor {name!r}"
     if not name.isascii():
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise FormatError(f"{where}: name is no valid Unicode") from None
+            raise FormatError(f"{tensor}: name is no valid Unicode") from None
     if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise FormatError(f"{where}: needed an object with dtype, shape and data_offsets")
+        raise FormatError(f"{tensor}: needed an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise FormatError(f"{where}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
+        raise FormatError(f"{tensor}: unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
     if not isinstance(shape, list) or not _is_shape(shape):
         raise FormatError(
-            f"{where}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
+            f"{tensor}: shape is {str(shape)[:200]}; needed at most {_MAX_DIMS} integers from 0, of a product below 2**59"
         )
     match offsets:
         case [start, stop] if _is_size(start) and _is_size(stop):
             pass
         case _:
             raise FormatError(
-                f"{where}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1"
+                f"{tensor}: data_offsets are {str(offsets)[:200]}; needed two integers from 0 to 2**63 - 1"
             )
     if start > stop:
-        raise FormatError(f"{where}: data_offsets are {offsets}; needed start <= stop")
+        raise FormatError(f"{tensor}: data_offsets are {offsets}; needed start <= stop")
     try:
         needed = nbytes(dtype, shape)
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
+        raise FormatError(f"{tensor}: {error}") from None
     if stop - start != needed:
         raise FormatError(
-            f"{where}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}"
+            f"{tensor}: {dtype} of shape {tuple(shape)} needs {needed} bytes; data_offsets give {stop - start}"
         )
-    return Entry(dtype, tuple(shape), first + start, first + stop)
+    return Entry(dtype, tuple(shape), data_start + start, data_start + stop)

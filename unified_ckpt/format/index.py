@@ -1,4 +1,6 @@
-"""The index of a part: which file holds which tensor, as Hugging Face writes it. Knows names only, reads no file."""
+"""The index of a part: which file holds which tensor, as Hugging Face writes it. Knows names only,
+reads no file.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,22 @@ from unified_ckpt.format.json_text import parse_json
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """`total_size` in bytes of tensors, or None where the writer left it out; `weight_map` tensor name -> file name."""
+    """`total_size` in bytes of tensors, or None where the writer left it out; `weight_map` tensor
+    name -> file name.
+    """
 
     total_size: int | None
     weight_map: dict[str, str]
 
 
 def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
-    """The JSON that transformers writes, byte for byte. Raises FormatError for a file name that `parse_index` would refuse."""
+    """The JSON that transformers writes, byte for byte. Raises FormatError for a file name that
+    `parse_index` would refuse.
+    """
     for file in set(weight_map.values()):
         check_file_name(file)
-    # By hand, for `json.dumps` with an indent takes as long as all else that a save does for a small tensor.
+    # By hand, for `json.dumps` with an indent takes as long as all else that a save does for a
+    # small tensor.
     files = {file: encode_basestring_ascii(file) for file in set(weight_map.values())}
     lines = ",\n".join(
         f"    {encode_basestring_ascii(name)}: {files[weight_map[name]]}"
@@ -34,10 +41,10 @@ def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
 
 def parse_index(encoded: bytes, *, file: str) -> Index:
     """Raises FormatError naming `file` for anything but an index whose files lie beside it."""
-    found = parse_json(encoded, file=file, constants=True)
-    if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
+    content = parse_json(encoded, file=file, constants=True)
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise FormatError(f"{file}: no weight_map; needed an object {{tensor name: file name}}")
-    weight_map = found["weight_map"]
+    weight_map = content["weight_map"]
     for name, value in weight_map.items():
         if not isinstance(value, str):
             raise FormatError(f"{file}: tensor {name!r} has the file {value!r}; needed a string")
@@ -46,23 +53,24 @@ def parse_index(encoded: bytes, *, file: str) -> Index:
             check_file_name(value)
         except FormatError as error:
             raise FormatError(f"{file}: {error}") from None
-    return Index(_total_size(found.get("metadata")), weight_map)
+    return Index(_total_size(content.get("metadata")), weight_map)
 
 
-def is_left_over(
-    weight_map: Mapping[str, str], *, single: str, there: Collection[str], where: str
+def is_stale(
+    weight_map: Mapping[str, str], *, single: str, file_names: Collection[str], folder: str
 ) -> bool:
-    """Whether an index is of an older save, whose files are gone: beside it is `single`, which readers take first. `there`: names of files.
+    """Whether an index is of an older save, whose files are gone: beside it is `single`, which
+    readers take first. `file_names`: names of files.
 
     FormatError where files of both are there: transformers reads `single`, others go by the index.
     """
     others = set(weight_map.values()) - {single}
-    if single not in there or not others:
+    if single not in file_names or not others:
         return False
-    kept = sorted(others & set(there))
-    if kept:
+    remaining = sorted(others & set(file_names))
+    if remaining:
         raise FormatError(
-            f"{where}: has {single} and, of an index, {kept[0]}: two saves in one folder; needed one, remove the other's files"
+            f"{folder}: has {single} and, of an index, {remaining[0]}: two saves in one folder; needed one, remove the other's files"
         )
     return True
 
@@ -81,9 +89,11 @@ def check_file_name(name: str) -> None:
 
 def _total_size(metadata: object) -> int | None:
     # Only a hint for people: other writers leave it out, or write a float.
-    found = metadata.get("total_size") if isinstance(metadata, dict) else None
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return (
-        int(found)
-        if isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 2**63
+        int(total_size)
+        if isinstance(total_size, int | float)
+        and not isinstance(total_size, bool)
+        and 0 <= total_size < 2**63
         else None
     )

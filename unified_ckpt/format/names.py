@@ -10,7 +10,8 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
-PROBE = "probe"  # in the folder under construction: by it the other ranks see that it is the same folder
+# in the folder under construction: by it the other ranks see that it is the same folder
+MARKER = "probe"
 REPLICAS = "replicas"  # a folder: what this machine keeps of others', by their numbers
 
 # Files of the folder that a part of this name would overwrite.
@@ -18,15 +19,17 @@ _RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra"})
 _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
 # No "-": the first one after the id then ends the id, whatever the folder is called.
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
-_BEFORE = re.compile(r".+-before-[0-9]+(?:\.[^.]*)?")
+_BACKUP = re.compile(r".+-before-[0-9]+(?:\.[^.]*)?")
 _STAGING = ".unified-"
-_REMOVED = "gone_"  # begins what stands for the id: ids of saves are hexadecimal
+_TRASH = "gone_"  # begins what stands for the id: ids of saves are hexadecimal
 _REPLACED = ".replaced-"
-MENDING = ".mending-"  # begins the name of a file that a repair has not finished
+REPAIR_TMP = ".mending-"  # begins the name of a file that a repair has not finished
 
 
 def check_part_name(part: str) -> None:
-    """Raises FormatError unless `part` can be the stem of file names and clashes with no file of ours."""
+    """Raises FormatError unless `part` can be the stem of file names and clashes with no file of
+    ours.
+    """
     if not _PART.fullmatch(part):
         raise FormatError(
             f"part name {part!r} is not valid; needed 1 to 64 ASCII letters, digits or _"
@@ -51,12 +54,16 @@ def index_name(part: str) -> str:
 
 
 def replica_name(number: int) -> str:
-    """The folder in which a copy of what folder `number` of a save holds lies, within that of another machine."""
+    """The folder in which a copy of what folder `number` of a save holds lies, within that of
+    another machine.
+    """
     return f"{REPLICAS}/{number}"
 
 
 def file_name(part: str, *, number: int, count: int) -> str:
-    """Name of file `number` (from 1) of a part of `count` files. Raises FormatError for a number outside 1..count."""
+    """Name of file `number` (from 1) of a part of `count` files. Raises FormatError for a number
+    outside 1..count.
+    """
     if not 1 <= number <= count:
         raise FormatError(f"part {part!r} has no file {number}; needed 1 to {count}")
     return (
@@ -70,15 +77,17 @@ def staging_name(name: str, save_id: str) -> str:
     return f"{_STAGING}{save_id}-{name}"
 
 
-def removed_name(name: str, save_id: str) -> str:
-    """The sibling in which the folder `name` is taken apart: to others it is one under construction. Raises FormatError for a bad id."""
+def trash_name(name: str, save_id: str) -> str:
+    """The sibling in which the folder `name` is taken apart: to others it is one under
+    construction. Raises FormatError for a bad id.
+    """
     check_save_id(save_id)
-    return staging_name(name, f"{_REMOVED}{save_id}"[:64])
+    return staging_name(name, f"{_TRASH}{save_id}"[:64])
 
 
-def is_removed(entry: str) -> bool:
+def is_trash(entry: str) -> bool:
     """Whether a directory entry is what is left of a folder that was to be removed."""
-    return is_staging(entry) and entry.startswith(f"{_STAGING}{_REMOVED}")
+    return is_staging(entry) and entry.startswith(f"{_STAGING}{_TRASH}")
 
 
 def replaced_name(name: str, save_id: str) -> str:
@@ -87,23 +96,25 @@ def replaced_name(name: str, save_id: str) -> str:
     return f"{_REPLACED}{save_id}-{name}"
 
 
-def before_name(name: str, number: int, *, is_file: bool) -> str:
-    """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A file keeps its suffix."""
+def backup_name(name: str, number: int, *, is_file: bool) -> str:
+    """The sibling to which a user's file or folder `name` is renamed where a save needs its name. A
+    file keeps its suffix.
+    """
     stem, dot, suffix = (
         name.rpartition(".") if is_file and "." in name.strip(".") else (name, "", "")
     )
     return f"{stem}-before-{number}{dot}{suffix}"
 
 
-def is_before(entry: str) -> bool:
-    """Whether a directory entry has a name that `before_name` gives."""
-    return bool(_BEFORE.fullmatch(entry))
+def is_backup(entry: str) -> bool:
+    """Whether a directory entry has a name that `backup_name` gives."""
+    return bool(_BACKUP.fullmatch(entry))
 
 
 def original_name(entry: str) -> str:
-    """The name that a folder had before `before_name` gave it this one; empty for other names."""
-    base, found, number = entry.rpartition("-before-")
-    return base if found and number.isascii() and number.isdecimal() else ""
+    """The name that a folder had before `backup_name` gave it this one; empty for other names."""
+    base, separator, number = entry.rpartition("-before-")
+    return base if separator and number.isascii() and number.isdecimal() else ""
 
 
 def is_staging(entry: str) -> bool:
@@ -113,15 +124,15 @@ def is_staging(entry: str) -> bool:
 
 def is_staging_of(entry: str, name: str) -> bool:
     """Whether a directory entry is a folder under construction that is to be called `name`."""
-    return is_staging(entry) and _wanted(entry, _STAGING) == name
+    return is_staging(entry) and _target_name(entry, _STAGING) == name
 
 
 def is_replaced(entry: str, name: str) -> bool:
     """Whether a directory entry is an old folder `name`, moved aside."""
-    return _is_sibling(entry, _REPLACED) and _wanted(entry, _REPLACED) == name
+    return _is_sibling(entry, _REPLACED) and _target_name(entry, _REPLACED) == name
 
 
-def _wanted(entry: str, prefix: str) -> str:
+def _target_name(entry: str, prefix: str) -> str:
     return entry.removeprefix(prefix).partition("-")[2]
 
 

@@ -1,4 +1,6 @@
-"""One good byte string out of several that are damaged in different places, proved by its CRC. Knows bytes only."""
+"""One good byte string out of several that are damaged in different places, proved by its CRC.
+Knows bytes only.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +10,64 @@ from math import prod
 
 from unified_ckpt.format import digests
 
-# Bytes that are taken from one copy or another together, and whether neighbours in which the copies differ are: pages first, which are
+# Bytes that are taken from one copy or another together, and whether neighbours in which the copies
+# differ are: pages first, which are
 # what disks lose.
-_GRAINS = ((4096, True), (64, True), (8, True), (8, False))
+_GRANULARITIES = ((4096, True), (64, True), (8, True), (8, False))
 _MAX_TRIES = 4096  # a CRC of 64 bits that fits after so many by chance: once in 2**52
 
 
-def mosaic(copies: Sequence[bytes], crc: int) -> bytes | None:
-    """The bytes that have this CRC, each from a copy that has them at its place; None where no choice among the copies has it.
+def reconstruct(copies: Sequence[bytes], crc: int) -> bytes | None:
+    """The bytes that have this CRC, each from a copy that has them at its place; None where no
+    choice among the copies has it.
 
     The copies are of one length. Where they differ, all choices are tried, up to a few thousand.
     """
     distinct = list(dict.fromkeys(copies))
-    for one in distinct:
-        if digests.crc(one) == crc:
-            return one
-    found = (
-        (_choose(distinct, crc, grain=grain, joined=joined) for grain, joined in _GRAINS)
+    for copy in distinct:
+        if digests.crc(copy) == crc:
+            return copy
+    candidates = (
+        (
+            _try_granularity(distinct, crc, grain=grain, joined=joined)
+            for grain, joined in _GRANULARITIES
+        )
         if len(distinct) > 1
         else ()
     )
-    return next((one for one in found if one is not None), None)
+    return next((copy for copy in candidates if copy is not None), None)
 
 
-def _choose(distinct: Sequence[bytes], crc: int, *, grain: int, joined: bool) -> bytes | None:
-    pieces = _pieces(distinct, grain=grain, joined=joined)
-    choices = [list(dict.fromkeys(one[start:stop] for one in distinct)) for start, stop in pieces]
-    if prod(len(of) for of in choices) > _MAX_TRIES:
+def _try_granularity(
+    distinct: Sequence[bytes], crc: int, *, grain: int, joined: bool
+) -> bytes | None:
+    ranges = _split_by_difference(distinct, grain=grain, joined=joined)
+    choices = [list(dict.fromkeys(copy[start:stop] for copy in distinct)) for start, stop in ranges]
+    if prod(len(options) for options in choices) > _MAX_TRIES:
         return None
-    digested = [[(digests.crc(piece), len(piece)) for piece in of] for of in choices]
-    for picked in product(*(range(len(of)) for of in choices)):
-        if digests.combine_stream(of[i] for of, i in zip(digested, picked, strict=True))[0] == crc:
-            return b"".join(of[i] for of, i in zip(choices, picked, strict=True))
+    digested = [[(digests.crc(option), len(option)) for option in options] for options in choices]
+    for indices in product(*(range(len(options)) for options in choices)):
+        if (
+            digests.combine_all(options[i] for options, i in zip(digested, indices, strict=True))[0]
+            == crc
+        ):
+            return b"".join(options[i] for options, i in zip(choices, indices, strict=True))
     return None
 
 
-def _pieces(copies: Sequence[bytes], *, grain: int, joined: bool) -> list[tuple[int, int]]:
+def _split_by_difference(
+    copies: Sequence[bytes], *, grain: int, joined: bool
+) -> list[tuple[int, int]]:
     """Ranges in which all copies are alike, and between them ranges in which they are not."""
     first, others = copies[0], copies[1:]
-    found: list[tuple[int, int]] = []
-    before: bool | None = None
+    ranges: list[tuple[int, int]] = []
+    was_equal: bool | None = None
     for start in range(0, len(first), grain):
         stop = min(start + grain, len(first))
-        alike = all(one[start:stop] == first[start:stop] for one in others)
-        if alike == before and (alike or joined):
-            found[-1] = found[-1][0], stop
+        is_equal = all(other[start:stop] == first[start:stop] for other in others)
+        if is_equal == was_equal and (is_equal or joined):
+            ranges[-1] = ranges[-1][0], stop
         else:
-            found.append((start, stop))
-        before = alike
-    return found
+            ranges.append((start, stop))
+        was_equal = is_equal
+    return ranges

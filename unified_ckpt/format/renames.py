@@ -1,7 +1,9 @@
-"""Rename rules in a small TOML or JSON file: which stored tensors become which. Patterns and steps; knows no shapes.
+"""Rename rules in a small TOML or JSON file: which stored tensors become which. Patterns and steps;
+knows no shapes.
 
-A pattern is a glob in which `{name}` stands for text without dots and `*` for any text, or a regular expression. What they stand for may be
-named in `to`: `{name}`, or `{1}` for the first `*` or group.
+A pattern is a glob in which `{name}` stands for text without dots and `*` for any text, or a
+regular expression. What they stand for may be named in `to`: `{name}`, or `{1}` for the first `*`
+or group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.json_text import parse_json
 
-_HOLE = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _STAR = "_star"  # the name of a group that a `*` of a glob is, before its number
 _TOKEN = re.compile(r"\{(\w+)\}|(\*)|(\?)")
 
@@ -26,7 +28,9 @@ class _Strict(BaseModel):
 
 
 class Step(_Strict):
-    """One change of a tensor: exactly one of these. `slice`: (dim, first row, row after the last, or none of it)."""
+    """One change of a tensor: exactly one of these. `slice`: (dim, first row, row after the last,
+    or none of it).
+    """
 
     permute: tuple[int, ...] | None = None
     transpose: tuple[int, int] | None = None
@@ -35,7 +39,7 @@ class Step(_Strict):
     scale: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Step:
+    def _check_one_change(self) -> Step:
         if len(self.model_fields_set) != 1:
             raise ValueError(
                 f"a step has {', '.join(sorted(self.model_fields_set)) or 'nothing'}; needed exactly one change"
@@ -46,7 +50,9 @@ class Step(_Strict):
 
 
 class Over(_Strict):
-    """A dim that stands for a number in names: row `k` is the tensor with the number `start + k * step`."""
+    """A dim that stands for a number in names: row `k` is the tensor with the number `start + k *
+    step`.
+    """
 
     over: str
     dim: int = 0
@@ -69,12 +75,14 @@ class Target(_Strict):
 
 
 class Rule(_Strict):
-    """What becomes of the tensors that match, in this order: `steps` of each; `concat` along a dim of what several patterns match; `stack`
-    of those that differ in a number; `unstack` or `split`; the steps of each target. `pad`: dims along which the tensor that a load fills
-    may be larger; without `to`, for each tensor that matches, under its own name.
+    """What becomes of the tensors that match, in this order: `steps` of each; `concat` along a dim
+    of what several patterns match; `stack` of those that differ in a number; `unstack` or `split`;
+    the steps of each target. `pad`: dims along which the tensor that a load fills may be larger;
+    without `to`, for each tensor that matches, under its own name.
 
-    `parts`: only in these; optimizer state follows the parameters of the model unless "optimizer" is one of them, then the pattern is for
-    "<parameter>/<state>". `partial`: elements may be left out, or used twice. `optional`: it may match nothing.
+    `parts`: only in these; optimizer state follows the parameters of the model unless "optimizer"
+    is one of them, then the pattern is for "<parameter>/<state>". `partial`: elements may be left
+    out, or used twice. `optional`: it may match nothing.
     """
 
     match: tuple[str, ...] = ()
@@ -93,22 +101,22 @@ class Rule(_Strict):
 
     @field_validator("match", "regex", "parts", mode="before")
     @classmethod
-    def _listed(cls, value: object) -> object:
+    def _as_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
 
     @field_validator("pad", mode="before")
     @classmethod
-    def _dims(cls, value: object) -> object:
+    def _dims_as_list(cls, value: object) -> object:
         return [value] if type(value) is int else value  # not of True: that names no dim
 
     @field_validator("to", mode="before")
     @classmethod
-    def _targets(cls, value: object) -> object:
-        listed = value if isinstance(value, list | tuple) else [value]
-        return [{"name": one} if isinstance(one, str) else one for one in listed]
+    def _targets_as_list(cls, value: object) -> object:
+        targets = value if isinstance(value, list | tuple) else [value]
+        return [{"name": target} if isinstance(target, str) else target for target in targets]
 
     @model_validator(mode="after")
-    def _fits(self) -> Rule:
+    def _check_rule(self) -> Rule:
         patterns = self.match or self.regex
         if bool(self.match) == bool(self.regex):
             raise ValueError("needed either match or regex")
@@ -143,7 +151,7 @@ class Rule(_Strict):
         if self.unstack is not None and (self.split is not None or self.stack is not None):
             raise ValueError("unstack goes with neither split nor stack; needed one of them")
         for target in self.to:
-            self._check_holes(target.name)
+            self._check_placeholders(target.name)
         return self
 
     @property
@@ -151,77 +159,85 @@ class Rule(_Strict):
         """Whether its tensors keep their names and their elements."""
         return bool(self.pad) and not self.to
 
-    def _check_holes(self, name: str) -> None:
-        asked = set(_HOLE.findall(name))
-        known = set.intersection(*(_captures(pattern) for pattern in self.patterns()))
+    def _check_placeholders(self, name: str) -> None:
+        used = set(_PLACEHOLDER.findall(name))
+        available = set.intersection(*(_capture_names(pattern) for pattern in self.patterns()))
         if self.stack is not None:
-            if self.stack.over not in known:
+            if self.stack.over not in available:
                 raise ValueError(
                     f"stack over {self.stack.over!r}: the pattern does not have it; needed {{{self.stack.over}}} there"
                 )
-            known = known - {self.stack.over}
+            available = available - {self.stack.over}
         if self.unstack is not None:
-            if self.unstack.over in known:
+            if self.unstack.over in available:
                 raise ValueError(
                     f"unstack over {self.unstack.over!r}: the pattern has it too; needed another name"
                 )
-            if self.unstack.over not in asked:
+            if self.unstack.over not in used:
                 raise ValueError(
                     f"unstack over {self.unstack.over!r}: {name!r} does not have it; needed {{{self.unstack.over}}} there"
                 )
-            known = known | {self.unstack.over}
-        if asked - known:
+            available = available | {self.unstack.over}
+        if used - available:
             raise ValueError(
-                f"{name!r} asks for {', '.join(sorted(asked - known))}; known are {', '.join(sorted(known)) or 'none'}"
+                f"{name!r} asks for {', '.join(sorted(used - available))}; known are {', '.join(sorted(available)) or 'none'}"
             )
 
     def patterns(self) -> list[re.Pattern[str]]:
-        return [_glob(one) for one in self.match] or [_compiled(one, one) for one in self.regex]
+        return [_compile_glob(pattern) for pattern in self.match] or [
+            _compile(pattern, pattern) for pattern in self.regex
+        ]
 
 
 class Renames(_Strict):
-    """All rules of a source. The first rule that matches a tensor has it; `unmatched`: what becomes of those that none does."""
+    """All rules of a source. The first rule that matches a tensor has it; `unmatched`: what becomes
+    of those that none does.
+    """
 
     rules: tuple[Rule, ...] = ()
     unmatched: Literal["keep", "drop", "error"] = "keep"
 
 
 def parse_renames(body: bytes, *, file: str) -> Renames:
-    """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in `check_renames`."""
+    """The rules of a file, whose name says whether it is TOML or JSON. FormatError as in
+    `check_renames`.
+    """
     try:
         content = (
             parse_json(body, file=file) if file.endswith(".json") else tomllib.loads(body.decode())
         )
     except ValueError as error:
         raise FormatError(f"{file}: is no TOML: {error}") from error
-    return check_renames(content, where=file)
+    return check_renames(content, file=file)
 
 
-def check_renames(content: object, *, where: str) -> Renames:
-    """The rules of the tables of a file, or of equal Python objects. FormatError naming the rule and the key that is wrong."""
+def check_renames(content: object, *, file: str) -> Renames:
+    """The rules of the tables of a file, or of equal Python objects. FormatError naming the rule
+    and the key that is wrong.
+    """
     try:
         return Renames.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(step) for step in first["loc"])
         raise FormatError(
-            f"{where}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}"
+            f"{file}: {path or 'rules'}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
 
 
-def captures(found: re.Match[str]) -> dict[str, str]:
+def captures(match: re.Match[str]) -> dict[str, str]:
     """What a pattern stands for in a name: by name, and by number from 1."""
-    named = {name.removeprefix(_STAR): value or "" for name, value in found.groupdict().items()}
-    numbered = {str(number): value or "" for number, value in enumerate(found.groups(), 1)}
-    return named if any(name.startswith(_STAR) for name in found.groupdict()) else numbered | named
+    named = {name.removeprefix(_STAR): value or "" for name, value in match.groupdict().items()}
+    numbered = {str(number): value or "" for number, value in enumerate(match.groups(), 1)}
+    return named if any(name.startswith(_STAR) for name in match.groupdict()) else numbered | named
 
 
-def filled(name: str, values: Mapping[str, str]) -> str:
+def substitute(name: str, values: Mapping[str, str]) -> str:
     """A target's name with what its holes stand for; a hole that is not told stays."""
-    return _HOLE.sub(lambda hole: values.get(hole[1], hole[0]), name)
+    return _PLACEHOLDER.sub(lambda hole: values.get(hole[1], hole[0]), name)
 
 
-def _captures(pattern: re.Pattern[str]) -> set[str]:
+def _capture_names(pattern: re.Pattern[str]) -> set[str]:
     named = {name.removeprefix(_STAR) for name in pattern.groupindex}
     return named | (
         set()
@@ -230,19 +246,19 @@ def _captures(pattern: re.Pattern[str]) -> set[str]:
     )
 
 
-def _glob(text: str) -> re.Pattern[str]:
-    return _compiled("".join(_translated(text)), text)
+def _compile_glob(text: str) -> re.Pattern[str]:
+    return _compile("".join(_translate_glob(text)), text)
 
 
-def _translated(text: str) -> Iterator[str]:
-    last, stars, seen = 0, 0, set[str]()
+def _translate_glob(text: str) -> Iterator[str]:
+    last, stars, used_names = 0, 0, set[str]()
     for token in _TOKEN.finditer(text):
         yield re.escape(text[last : token.start()])
         last = token.end()
         name, star, _ = token.groups()
         if name is not None:
-            yield f"(?P={name})" if name in seen else f"(?P<{name}>[^.]+)"
-            seen.add(name)
+            yield f"(?P={name})" if name in used_names else f"(?P<{name}>[^.]+)"
+            used_names.add(name)
         elif star:
             stars += 1
             yield f"(?P<{_STAR}{stars}>.*)"
@@ -251,8 +267,8 @@ def _translated(text: str) -> Iterator[str]:
     yield re.escape(text[last:])
 
 
-def _compiled(pattern: str, told: str) -> re.Pattern[str]:
+def _compile(pattern: str, source: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{told!r} is no pattern: {error}") from error
+        raise ValueError(f"{source!r} is no pattern: {error}") from error

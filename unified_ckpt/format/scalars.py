@@ -1,4 +1,5 @@
-"""Values without children as one JSON value: what JSON has no word for becomes `{"$type": tag, "value": …}`.
+"""Values without children as one JSON value: what JSON has no word for becomes `{"$type": tag,
+"value": …}`.
 
 Types are compared exactly: a subclass is another type, and is not known here.
 """
@@ -36,7 +37,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(tag: str, value: Any) -> Any:
-    """The value that `encode` tagged, or NotImplemented for another tag. Raises FormatError, TypeError, ValueError and the like."""
+    """The value that `encode` tagged, or NotImplemented for another tag. Raises FormatError,
+    TypeError, ValueError and the like.
+    """
     return _DECODE[tag](value) if tag in _DECODE else NotImplemented
 
 
@@ -94,7 +97,7 @@ def _encode_datetime(value: datetime) -> Any:
 
 
 def _encode_foreign(value: Any) -> Any:
-    numpy, torch = blobs.loaded("numpy"), blobs.loaded("torch")
+    numpy, torch = blobs.if_imported("numpy"), blobs.if_imported("torch")
     kind = type(value)
     if numpy is not None and isinstance(value, numpy.dtype):
         blobs.check_numpy_dtype(value)
@@ -150,12 +153,12 @@ def _path(value: list[str]) -> pathlib.PurePath:
     name, text = value
     if name not in _PATHS:
         raise ValueError(f"unknown path class {name!r}")
-    made: pathlib.PurePath
+    path: pathlib.PurePath
     try:
-        made = getattr(pathlib, name)(text)
+        path = getattr(pathlib, name)(text)
     except NotImplementedError:  # a path of another system has no file system here
-        made = getattr(pathlib, f"Pure{name}")(text)
-    return made
+        path = getattr(pathlib, f"Pure{name}")(text)
+    return path
 
 
 def _base64(stored: bytes) -> str:

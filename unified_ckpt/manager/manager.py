@@ -1,4 +1,5 @@
-"""Many checkpoints over a run's life: when to save, what to keep, what to do when it fails, and where to start from.
+"""Many checkpoints over a run's life: when to save, what to keep, what to do when it fails, and
+where to start from.
 
 Every rank makes one manager and calls the same of its methods in the same order.
 """
@@ -29,25 +30,25 @@ from unified_ckpt.errors import (
     StorageError,
 )
 from unified_ckpt.manager import restore as origin
-from unified_ckpt.manager.restore import Origin
+from unified_ckpt.manager.restore import RestorePoint
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.metrics import Metrics
-from unified_ckpt.manager.save_scheduler import Saves, Wanted
-from unified_ckpt.manager.steps.rotate import keep
-from unified_ckpt.manager.steps.scan import Bad, Scan, StepRecord, scan, step_name
-from unified_ckpt.manager.stopping.stop_signals import Notices
-from unified_ckpt.manager.tiers.cluster_listing import Survey, record
-from unified_ckpt.manager.tiers.tiers import Place, Tiers
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, unless_chosen
+from unified_ckpt.manager.save_scheduler import SaveJob, SaveScheduler
+from unified_ckpt.manager.steps.rotate import rotate_after_save
+from unified_ckpt.manager.steps.scan import BadStep, Scan, StepRecord, scan, step_name
+from unified_ckpt.manager.stopping.stop_signals import StopSignals
+from unified_ckpt.manager.tiers.cluster_listing import ClusterScan, decode_record
+from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.comm.topology import first_ranks
-from unified_ckpt.runtime.storage.locks import reading
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable
+from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _LOG = logging.getLogger("unified_ckpt")
-_OF_PARAMETERS = (
+_PARAMETER_TARGETS = (
     "model",
     "optimizer",
     "master_weights",
@@ -55,16 +56,19 @@ _OF_PARAMETERS = (
     "layout",
     "strict",
 )  # the optimizer: masters that it has
-# What a load of a step may fail with where an older one may serve. Of an own step a FormatError is the caller's: the step was looked at.
-_OF_OWN = (IntegrityError, IncompleteError, StorageError, NotFoundError)
-_OF_FOREIGN = (IntegrityError, IncompleteError, FormatError)
+# What a load of a step may fail with where an older one may serve. Of an own step a FormatError is
+# the caller's: the step was looked at.
+_OWN_STEP_ERRORS = (IntegrityError, IncompleteError, StorageError, NotFoundError)
+_FOREIGN_STEP_ERRORS = (IntegrityError, IncompleteError, FormatError)
 
 
 class CheckpointManager:
-    """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the signals and a `Checkpointer`.
+    """Checkpoints as `<prefix><step>` folders under a local root. A context manager: it owns the
+    signals and a `Checkpointer`.
 
-    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that an earlier life has left complete stays, but
-    for the last save, which replaces it; unless `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
+    `options`: when to save, what to keep; `save_options` and `load_options`: how. A step that an
+    earlier life has left complete stays, but for the last save, which replaces it; unless
+    `save_options` sets another `if_exists`. `group`, `machine`: as in `Checkpointer`.
     """
 
     def __init__(
@@ -75,33 +79,38 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
         group: dist.ProcessGroup | None = None,
-        machine: str | None = None,
+        node: str | None = None,
     ) -> None:
-        self.root = os.path.realpath(writable(os.fspath(root)))
+        self.root = os.path.realpath(writable_path(os.fspath(root)))
         self.options, self._load_options = (
-            origin.resolved(options or ManagerOptions()),
+            origin.resolve_paths(options or ManagerOptions()),
             load_options or LoadOptions(),
         )
-        self._save_options = unless_chosen(save_options or SaveOptions(), if_exists="keep_complete")
-        self._checkpointer = Checkpointer(self.root, group=group, machine=machine)
-        self._tiers: Tiers | None = None
+        self._save_options = with_default_if_exists(
+            save_options or SaveOptions(), if_exists="keep_complete"
+        )
+        self._checkpointer = Checkpointer(self.root, group=group, node=node)
+        self._tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:
-            timeout, own = self._save_options.timeout_seconds, self._checkpointer
-            machines = partial(own._find_machines, f"two tiers of {self.root}", timeout)
-            self._tiers = Tiers(
+            timeout, checkpointer = self._save_options.timeout_seconds, self._checkpointer
+            nodes = partial(checkpointer._resolve_nodes, f"two tiers of {self.root}", timeout)
+            self._tiers = TieredStorage(
                 self.root,
                 self.options,
-                ranks=own._ranks,
-                machines=machines,
+                ranks=checkpointer._get_comm,
+                nodes=nodes,
                 timeout_seconds=timeout,
             )
-        self._saves = Saves(
-            self._checkpointer, self.options, tiers=self._tiers, committed=self._committed
+        self._scheduler = SaveScheduler(
+            self._checkpointer, self.options, tiers=self._tiers, on_commit=self._on_commit
         )
-        self._asked: tuple[int, tuple[str, ...]] | None = None
-        self._bad: frozenset[Bad] = frozenset()  # what restores have found
-        self._notices, self._metrics = Notices(self.options), Metrics(best=self.options.best_metric)
-        self._warned = when.saves_on_its_own(self.options) or not self.options.enabled
+        self._last_reasons: tuple[int, tuple[str, ...]] | None = None
+        self._bad_steps: frozenset[BadStep] = frozenset()  # what restores have found
+        self._stop_signals, self._metrics = (
+            StopSignals(self.options),
+            Metrics(best_metric=self.options.best_metric),
+        )
+        self._warned = when.saves_automatically(self.options) or not self.options.enabled
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -116,15 +125,15 @@ class CheckpointManager:
             self.close()
             return
         try:
-            self._close(alone=True)
-        except Exception as late:
+            self._close(this_rank_only=True)
+        except Exception as failure:
             _LOG.warning(
-                "%s: the save in flight failed: %s", self.root, late
+                "%s: the save in flight failed: %s", self.root, failure
             )  # the error under way is the one to raise
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step. Waits for nobody; the same on every rank."""
-        return bool(self._due(step))
+        return bool(self._save_reasons(step))
 
     def save(
         self,
@@ -132,176 +141,210 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
-        **what: Any,
+        **arguments: Any,
     ) -> SaveReport | PendingSave | None:
-        """Saves if it is time to, or with `force`. Call it on every rank after every step, with the arguments of `Checkpointer.save`.
+        """Saves if it is time to, or with `force`. Call it on every rank after every step, with the
+        arguments of `Checkpointer.save`.
 
-        None where it is not time, the step is saved already, the save failed and may, or, with a warning, where the step of an earlier
-        life stays; a save in the background says that when it ends. Raises what is wrong with the arguments at
-        once, and a failure of the storage or of a rank after `raise_after` saves that failed in a row.
+        None where it is not time, the step is saved already, the save failed and may, or, with a
+        warning, where the step of an earlier life stays; a save in the background says that when it
+        ends. Raises what is wrong with the arguments at once, and a failure of the storage or of a
+        rank after `raise_after` saves that failed in a row.
         """
-        reasons = self._due(step)
+        reasons = self._save_reasons(step)
         if not self.options.enabled or not (reasons or force):
-            self._warn_never()
+            self._warn_no_trigger()
             return None
-        wanted = self._wanted(step, metrics, what, due=force or reasons != (when.LOCAL,))
+        job = self._save_job(
+            step, metrics, arguments, for_root=force or reasons != (when.LOCAL_INTERVAL,)
+        )
         if self.options.asynchronous and not self.should_stop:
-            return self._saves.background(wanted, retried=reasons == ("retry",))
-        return self._saves.foreground(wanted, final=self.should_stop)
+            return self._scheduler.save_async(job, retried=reasons == ("retry",))
+        return self._scheduler.save_sync(job, is_last=self.should_stop)
 
     def finish(
-        self, step: int, *, metrics: Mapping[str, float] | None = None, **what: Any
+        self, step: int, *, metrics: Mapping[str, float] | None = None, **arguments: Any
     ) -> SaveReport | None:
-        """After the last step: saves it, with `on_completion` and unless it is saved, and waits. Raises where that fails.
+        """After the last step: saves it, with `on_completion` and unless it is saved, and waits.
+        Raises where that fails.
 
-        The same step of an earlier life is replaced, with a warning: there will be no later save, and this state is nowhere else.
+        The same step of an earlier life is replaced, with a warning: there will be no later save,
+        and this state is nowhere else.
         """
         if not (self.options.enabled and self.options.on_completion):
             self.wait()
             return None
-        report = self._saves.foreground(self._wanted(step, metrics, what, due=True), final=True)
-        self._drain()
+        report = self._scheduler.save_sync(
+            self._save_job(step, metrics, arguments, for_root=True), is_last=True
+        )
+        self._flush()
         return report
 
     def request_stop(self) -> None:
-        """The scheduler's notice: all ranks save at a step on which they agree, and `should_stop`. One rank is enough; any thread."""
-        if not self._notices.watching:
+        """The scheduler's notice: all ranks save at a step on which they agree, and `should_stop`.
+        One rank is enough; any thread.
+        """
+        if not self._stop_signals.watching:
             raise CheckpointError(
                 "request_stop: this manager does not stop runs; needed ManagerOptions(enabled=True, on_preemption=True)"
             )
-        self._notices.requested = "request"
+        self._stop_signals.requested = "request"
 
     @property
     def should_stop(self) -> bool:
-        """True on every rank from the step on that was agreed after SIGTERM, SIGINT or `request_stop`; that step's `save` saves."""
-        return self._notices.stopped
+        """True on every rank from the step on that was agreed after SIGTERM, SIGINT or
+        `request_stop`; that step's `save` saves.
+        """
+        return self._stop_signals.stopped
 
     def restore(
         self, step: int | None = None, *, allow_fresh: bool = False, **targets: Any
     ) -> LoadReport | None:
-        """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that has the parts asked for, or from `step`.
-        Of `model` and `master_weights` either will do, and with strict=False any of the parts where no step has them all.
+        """Fills the targets of `Checkpointer.load` from the newest valid step of both tiers that
+        has the parts asked for, or from `step`. Of `model` and `master_weights` either will do, and
+        with strict=False any of the parts where no step has them all.
 
-        Where there is none: from the newest that another engine wrote there, in its own naming; from `load_parameters_path` (all but the
-        optimizer, whose masters follow; the report has no step and no extra) or `load_full_state_path`; else None: start fresh. A step
-        that is not whole is passed over with a warning, and stays. IncompleteError where there are steps, none can be used and no path is
-        set; with `allow_fresh` that is a warning, and None.
+        Where there is none: from the newest that another engine wrote there, in its own naming;
+        from `load_parameters_path` (all but the optimizer, whose masters follow; the report has no
+        step and no extra) or `load_full_state_path`; else None: start fresh. A step that is not
+        whole is passed over with a warning, and stays. IncompleteError where there are steps, none
+        can be used and no path is set; with `allow_fresh` that is a warning, and None.
         """
         self.wait()
-        failed: dict[str, str] = {}
-        last: CheckpointError | None = None
+        load_failures: dict[str, str] = {}
+        last_error: CheckpointError | None = None
         while self.options.enabled:
-            with contextlib.ExitStack() as held:
-                found = self._choose(step, targets, failed, held, allow_fresh=allow_fresh)
-                self._bad |= frozenset(found.bad)
+            with contextlib.ExitStack() as locks:
+                point = self._select_restore_point(
+                    step, targets, load_failures, locks, allow_fresh=allow_fresh
+                )
+                self._bad_steps |= frozenset(point.bad)
                 if self._tiers is not None:
-                    self._tiers.bad = self._bad
-                if found.kind == "none":
+                    self._tiers.bad_steps = self._bad_steps
+                if point.kind == "none":
                     break
                 try:
-                    return self._load(found, targets)
+                    return self._load(point, targets)
                 except CheckpointError as error:
-                    passes = (
-                        _OF_OWN
-                        if found.kind == "own"
-                        else _OF_FOREIGN
-                        if found.kind == "foreign" and step is None
+                    recoverable = (
+                        _OWN_STEP_ERRORS
+                        if point.kind == "own"
+                        else _FOREIGN_STEP_ERRORS
+                        if point.kind == "foreign" and step is None
                         else ()
                     )
-                    if not isinstance(error, passes):
+                    if not isinstance(error, recoverable):
                         raise
-                    failed[found.path], last = str(error), error
-        if last is not None:
-            raise last  # what was read of it has spoiled the targets
+                    load_failures[point.path], last_error = str(error), error
+        if last_error is not None:
+            raise last_error  # what was read of it has spoiled the targets
         return None
 
     def steps(self) -> list[StepRecord]:
-        """The complete checkpoints, by step, each where it is best. This and the next two look at the disk from this rank only: where
-        machines have folders of their own they may differ from machine to machine, see `common_steps`."""
-        return list({one.step: one for one in self._scan().complete}.values())
+        """The complete checkpoints, by step, each where it is best. This and the next two look at
+        the disk from this rank only: where machines have folders of their own they may differ from
+        machine to machine, see `common_steps`.
+        """
+        return list({record.step: record for record in self._scan().complete}.values())
 
     def latest(self) -> StepRecord | None:
         """The newest complete one."""
         return next(reversed(self.steps()), None)
 
     def best(self, among: Sequence[StepRecord] | None = None) -> StepRecord | None:
-        """The best complete one by `best_metric`, of `steps()` or those given; of equal ones the later."""
+        """The best complete one by `best_metric`, of `steps()` or those given; of equal ones the
+        later.
+        """
         if self.options.best_metric is None:
             raise CheckpointError("best: by which metric? needed ManagerOptions(best_metric=…)")
-        found = {one.step: one for one in (self.steps() if among is None else among)}
-        order = ranked(
-            [one.saved for one in found.values()],
+        by_step = {record.step: record for record in (self.steps() if among is None else among)}
+        ranking = ranked(
+            [record.retention_entry for record in by_step.values()],
             metric=self.options.best_metric,
             mode=self.options.best_mode,
         )
-        return found[order[0].step] if order else None
+        return by_step[ranking[0].step] if ranking else None
 
     def common_steps(self) -> list[StepRecord]:
-        """Collective. `steps` as `restore` knows them, the same on every rank: those of which the machines have a complete copy between
-        them. `path`: by which this machine has it, or gets it in a load. Opens every checkpoint where there are several machines."""
+        """Collective. `steps` as `restore` knows them, the same on every rank: those of which the
+        machines have a complete copy between them. `path`: by which this machine has it, or gets it
+        in a load. Opens every checkpoint where there are several machines.
+        """
 
-        def told(survey: Survey | None) -> bytes:
-            every = self._look(survey)
-            good = [
-                one
-                for one in every.complete
-                if survey is None or not survey.damage(one, otherwise=origin.damage)
+        def encode_steps(cluster: ClusterScan | None) -> bytes:
+            scanned = self._scan_all(cluster)
+            loadable = [
+                step_record
+                for step_record in scanned.complete
+                if cluster is None
+                or not cluster.diagnose(step_record, diagnose_root=origin.diagnose)
             ]
-            found = {one.step: one for one in good}.values()
-            return json.dumps([[asdict(one), self._is_local(one.path)] for one in found]).encode()
+            unique = {step_record.step: step_record for step_record in loadable}.values()
+            return json.dumps(
+                [[asdict(step_record), self._is_local(step_record.path)] for step_record in unique]
+            ).encode()
 
-        body = self._told_to_all("steps", told, timeout_seconds=self._save_options.timeout_seconds)
+        body = self._broadcast_from_rank0(
+            "steps", encode_steps, timeout_seconds=self._save_options.timeout_seconds
+        )
         return [
-            replace(one, path=self._here(one.path, local=local))
-            for one, local in ((record(r), local) for r, local in json.loads(body))
+            replace(step_record, path=self._node_path(step_record.path, local=local))
+            for step_record, local in (
+                (decode_record(fields), local) for fields, local in json.loads(body)
+            )
         ]
 
     def wait(self) -> None:
-        """Returns once no save is in flight, and no copy to the root. Raises the error of the one that was.
+        """Returns once no save is in flight, and no copy to the root. Raises the error of the one
+        that was.
 
-        StorageError also for a copy that has got on by no byte for the `timeout_seconds` of `save_options`; it may still go on.
+        StorageError also for a copy that has got on by no byte for the `timeout_seconds` of
+        `save_options`; it may still go on.
         """
-        self._saves.collect(strict=True)
-        self._drain()
+        self._scheduler.collect(strict=True)
+        self._flush()
 
     def close(self) -> None:
-        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy that hangs is given up.
+        """Waits as `wait` does, gives back signals and buffers. Raises what `wait` raises; a copy
+        that hangs is given up.
 
-        A SIGTERM or a first SIGINT that comes meanwhile does what it does elsewhere, but at the end.
+        A SIGTERM or a first SIGINT that comes meanwhile does what it does elsewhere, but at the
+        end.
         """
-        self._close(alone=False)
+        self._close(this_rank_only=False)
 
-    def _close(self, *, alone: bool) -> None:
-        """`alone`: other ranks may not do the same."""
-        self._notices.end()
+    def _close(self, *, this_rank_only: bool) -> None:
+        """`this_rank_only`: other ranks may not do the same."""
+        self._stop_signals.defer()
         try:
-            self._end(alone=alone)
+            self._finish_saves(this_rank_only=this_rank_only)
         finally:
             try:
                 if self._tiers is not None:
                     self._tiers.stop()
                 self._checkpointer.close()
             finally:
-                self._notices.close()  # last: a signal while it waits does not cut off the save
+                # last: a signal while it waits does not cut off the save
+                self._stop_signals.close()
 
-    def _end(self, *, alone: bool) -> None:
+    def _finish_saves(self, *, this_rank_only: bool) -> None:
         try:
-            self._saves.collect(strict=True)
+            self._scheduler.collect(strict=True)
         except Exception:
             try:
-                self._drain(
-                    alone=True
+                self._flush(
+                    this_rank_only=True
                 )  # a save that failed is no reason to give up the copy of a good one
-            except CheckpointError as late:
-                _LOG.warning("%s: a copy failed too: %s", self.root, late)
+            except CheckpointError as failure:
+                _LOG.warning("%s: a copy failed too: %s", self.root, failure)
             raise
-        self._drain(alone=alone)
+        self._flush(this_rank_only=this_rank_only)
 
-    def _drain(self, *, alone: bool = False) -> None:
-        if self._tiers is not None and alone:
-            self._tiers.finish_alone()
+    def _flush(self, *, this_rank_only: bool = False) -> None:
+        if self._tiers is not None and this_rank_only:
+            self._tiers.flush_this_rank()
         elif self._tiers is not None:
-            self._tiers.drain()
+            self._tiers.flush()
 
     def _scan(self) -> Scan:
         return (
@@ -310,168 +353,206 @@ class CheckpointManager:
             else self._tiers.scan()
         )
 
-    def _warn_never(self) -> None:
+    def _warn_no_trigger(self) -> None:
         """Once, on rank 0, where a save is left out and no option ever asks for one."""
-        if not self._warned and self._checkpointer._ranks().rank == 0:
+        if not self._warned and self._checkpointer._get_comm().rank == 0:
             text = "%s: no option says when to save, so only finish, a stop and save(force=True) do; set interval_steps, for one"
             _LOG.warning(text, self.root)
         self._warned = True
 
-    def _due(self, step: int) -> tuple[str, ...]:
+    def _save_reasons(self, step: int) -> tuple[str, ...]:
         """Why to save at this step. Asked again about it, it says the same again."""
-        if self._asked is None or self._asked[0] != step:
-            begun = self._saves.begun
-            reasons = when.due(
-                self.options, step, last_step=begun, first=self._asked is None and begun is None
+        if self._last_reasons is None or self._last_reasons[0] != step:
+            last_begun = self._scheduler.last_begun
+            reasons = when.due_reasons(
+                self.options,
+                step,
+                last_step=last_begun,
+                first=self._last_reasons is None and last_begun is None,
             )
             if self.options.enabled:
-                reasons += self._notices.at(
-                    step, self._checkpointer._ranks(), self._saves.clock_says
+                reasons += self._stop_signals.save_reasons(
+                    step, self._checkpointer._get_comm(), self._scheduler.clock_reason
                 )
-            self._asked = (step, reasons)
-        return self._asked[1]
+            self._last_reasons = (step, reasons)
+        return self._last_reasons[1]
 
-    def _wanted(
-        self, step: int, metrics: Mapping[str, float] | None, what: Mapping[str, Any], *, due: bool
-    ) -> Wanted:
-        """A save, with the arguments that are not the caller's. A step that was found damaged is replaced."""
-        given = what.get("options")
+    def _save_job(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        arguments: Mapping[str, Any],
+        *,
+        for_root: bool,
+    ) -> SaveJob:
+        """A save, with the arguments that are not the caller's. A step that was found damaged is
+        replaced.
+        """
+        requested = arguments.get("options")
         options = (
-            self._save_options if given is None else unless_chosen(given, if_exists="keep_complete")
+            self._save_options
+            if requested is None
+            else with_default_if_exists(requested, if_exists="keep_complete")
         )
-        if any(one.step == step for one in self._bad):
+        if any(bad.step == step for bad in self._bad_steps):
             options = options.model_copy(update={"if_exists": "replace"})
-        measured = self._metrics.stored(metrics, step=step, rank=self._checkpointer._ranks().rank)
-        how = {**what, "step": step, "metrics": measured, "options": options}
-        return Wanted(step, step_name(step, self.options.step_prefix), how, due)
+        stored_metrics = self._metrics.storable(
+            metrics, step=step, rank=self._checkpointer._get_comm().rank
+        )
+        save_arguments = {**arguments, "step": step, "metrics": stored_metrics, "options": options}
+        return SaveJob(step, step_name(step, self.options.step_prefix), save_arguments, for_root)
 
-    def _choose(
+    def _select_restore_point(
         self,
         step: int | None,
         targets: Mapping[str, Any],
-        failed: Mapping[str, str],
-        held: contextlib.ExitStack,
+        load_failures: Mapping[str, str],
+        locks: contextlib.ExitStack,
         *,
         allow_fresh: bool,
-    ) -> Origin:
-        """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed while `held` is open."""
+    ) -> RestorePoint:
+        """Collective. Rank 0 looks, tells where to load from, and keeps that from being removed
+        while `locks` is open.
+        """
         options = targets.get("options") or self._load_options
-        request = origin.Request(
-            step, origin.needs(targets, options), targets.get("strict", True), allow_fresh, options
+        request = origin.RestoreRequest(
+            step,
+            origin.required_parts(targets, options),
+            targets.get("strict", True),
+            allow_fresh,
+            options,
         )
 
-        def told(survey: Survey | None) -> bytes:
-            found = origin.choose(
-                self._look(survey),
+        def encode_selection(cluster: ClusterScan | None) -> bytes:
+            point = origin.select(
+                self._scan_all(cluster),
                 self.options,
                 request,
                 root=self.root,
-                failed=failed,
-                survey=survey,
+                load_failures=load_failures,
+                cluster=cluster,
             )
-            if found.path:
+            if point.path:
                 with contextlib.suppress(
                     NotFoundError
                 ):  # removed just now: the load says so on all ranks
-                    held.enter_context(reading(found.path))
-            return origin.encode(
-                replace(found, local=found.kind == "own" and self._is_local(found.path))
+                    locks.enter_context(shared_lock(point.path))
+            return origin.encode_point(
+                replace(point, local=point.kind == "own" and self._is_local(point.path))
             )
 
-        found = origin.decode(
-            self._told_to_all("restore", told, timeout_seconds=self._load_options.timeout_seconds)
+        point = origin.decode_point(
+            self._broadcast_from_rank0(
+                "restore", encode_selection, timeout_seconds=self._load_options.timeout_seconds
+            )
         )
-        if found.kind == "own":
-            return replace(found, path=self._here(found.path, local=found.local))
+        if point.kind == "own":
+            return replace(point, path=self._node_path(point.path, local=point.local))
         return (
-            replace(found, path=self._here(found.path, local=False, name=found.name))
-            if found.kind == "foreign"
-            else found
+            replace(point, path=self._node_path(point.path, local=False, name=point.name))
+            if point.kind == "foreign"
+            else point
         )
 
-    def _told_to_all(
-        self, what: str, told: Callable[[Survey | None], bytes], *, timeout_seconds: float
+    def _broadcast_from_rank0(
+        self,
+        operation: str,
+        encode: Callable[[ClusterScan | None], bytes],
+        *,
+        timeout_seconds: float,
     ) -> bytes:
-        """Collective. What `told` says on rank 0, which may ask the other machines, if there are several, by a survey."""
-        comm, own = self._checkpointer._ranks(), self._checkpointer
-        leads = first_ranks(own._find_machines(f"{what} of {self.root}", timeout_seconds))
-        meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
-        with meeting.phase("look"):
-            survey = None
-            if len(leads) > 1 and meeting.rank in leads:
-                directory = self._tiers.directory if self._tiers is not None else self.root
-                survey = Survey(
-                    meeting,
+        """Collective. What `encode` says on rank 0, which may ask the other machines, if there are
+        several, by a survey.
+        """
+        comm, checkpointer = self._checkpointer._get_comm(), self._checkpointer
+        leaders = first_ranks(
+            checkpointer._resolve_nodes(f"{operation} of {self.root}", timeout_seconds)
+        )
+        collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+        with collective.step("look"):
+            cluster = None
+            if len(leaders) > 1 and collective.rank in leaders:
+                directory = self._tiers.local_directory if self._tiers is not None else self.root
+                cluster = ClusterScan(
+                    collective,
                     comm,
-                    leads,
+                    leaders,
                     root=self.root,
                     directory=directory,
                     prefix=self.options.step_prefix,
                 )
-            if meeting.rank == 0:
-                body = told(survey)
-                if survey is not None:
-                    survey.end()
-                meeting.put("told", body)
-            elif survey is not None:
-                survey.answer()
-            return meeting.get("told")
+            if collective.rank == 0:
+                body = encode(cluster)
+                if cluster is not None:
+                    cluster.close()
+                collective.put("told", body)
+            elif cluster is not None:
+                cluster.serve()
+            return collective.get("told")
 
-    def _look(self, survey: Survey | None) -> Scan:
+    def _scan_all(self, cluster: ClusterScan | None) -> Scan:
         """Rank 0 only: all that is there."""
         return (
             self._scan()
-            if survey is None
-            else survey.look(scan(LocalStorage(self.root), self.options.step_prefix))
+            if cluster is None
+            else cluster.scan(scan(LocalStorage(self.root), self.options.step_prefix))
         )
 
     def _is_local(self, path: str) -> bool:
         return os.path.dirname(path) != self.root
 
-    def _here(self, path: str, *, local: bool, name: str = "") -> str:
-        """A step's path as this machine has it: each may have its folders by other names. On one machine, rank 0's."""
-        if not any(self._checkpointer._machines or ()):
+    def _node_path(self, path: str, *, local: bool, name: str = "") -> str:
+        """A step's path as this machine has it: each may have its folders by other names. On one
+        machine, rank 0's.
+        """
+        if not any(self._checkpointer._nodes or ()):
             return path
-        directory = self._tiers.directory if self._tiers is not None and local else self.root
+        directory = self._tiers.local_directory if self._tiers is not None and local else self.root
         return os.path.join(directory, name or os.path.split(path)[1])
 
-    def _load(self, found: Origin, targets: Mapping[str, Any]) -> LoadReport:
+    def _load(self, point: RestorePoint, targets: Mapping[str, Any]) -> LoadReport:
         options = targets.get("options") or self._load_options
-        if found.kind == "parameters":
-            wanted = {name: targets[name] for name in _OF_PARAMETERS if name in targets}
+        if point.kind == "parameters":
+            parameter_targets = {
+                name: targets[name] for name in _PARAMETER_TARGETS if name in targets
+            }
             weights = options.model_copy(
-                update={"parts": origin.weights(found.path, targets, options)}
+                update={"parts": origin.weight_parts(point.path, targets, options)}
             )
             return replace(
-                self._checkpointer.load(found.path, **wanted, options=weights),
+                self._checkpointer.load(point.path, **parameter_targets, options=weights),
                 step=None,
                 extra=None,
                 rank_extra=None,
             )
-        report = self._checkpointer.load(found.path, **{**targets, "options": options})
-        if found.kind == "foreign" and report.step is None:
-            return replace(report, step=found.step)  # the folder's name is all that says it
-        if found.kind == "own" and found.step is not None:
-            self._saves.restored(found.step, found.save_id, lasting=found.lasting)
+        report = self._checkpointer.load(point.path, **{**targets, "options": options})
+        if point.kind == "foreign" and report.step is None:
+            return replace(report, step=point.step)  # the folder's name is all that says it
+        if point.kind == "own" and point.step is not None:
+            self._scheduler.mark_restored(point.step, point.save_id, in_root=point.in_root)
         return report
 
-    def _committed(self, wanted: Wanted, place: Place) -> None:
-        """After a commit of all machines: rank 0 removes what the rules do not keep, and has copied what is due. That is no failure of the
-        save."""
+    def _on_commit(self, job: SaveJob, target: SaveTarget) -> None:
+        """After a commit of all machines: rank 0 removes what the rules do not keep, and has copied
+        what is due. That is no failure of the save.
+        """
         if self._tiers is not None:
-            self._tiers.committed(
-                place, wanted.step, due=wanted.due, options=wanted.what["options"]
+            self._tiers.on_commit(
+                target, job.step, for_root=job.for_root, options=job.arguments["options"]
             )
             return
-        _, land = self._checkpointer._lands.get(self.root, (None, None))
+        _, topology = self._checkpointer._topologies.get(self.root, (None, None))
         if (
-            land.comm if land is not None else self._checkpointer._ranks()
+            topology.comm if topology is not None else self._checkpointer._get_comm()
         ).rank == 0:  # of each machine that has a root of its own
-            rules, bad = when.rules(self.options), {one.save_id for one in self._bad}
-            keep(
+            rules, bad_ids = (
+                when.retention_rules(self.options),
+                {bad_step.save_id for bad_step in self._bad_steps},
+            )
+            rotate_after_save(
                 LocalStorage(self.root),
                 self.options.step_prefix,
                 rules,
-                protected=lambda: {wanted.step},
-                apart=bad,
+                protected=lambda: {job.step},
+                excluded=bad_ids,
             )

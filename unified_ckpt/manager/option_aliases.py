@@ -1,6 +1,8 @@
-"""Options under the names that MaxText and PaddleNLP have for them. What has no meaning here is refused by its name, with the reason.
+"""Options under the names that MaxText and PaddleNLP have for them. What has no meaning here is
+refused by its name, with the reason.
 
-Only names are taken over: what a configuration does not mention keeps this library's default, not theirs.
+Only names are taken over: what a configuration does not mention keeps this library's default, not
+theirs.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _MAXTEXT_TIERS = {
     "local_checkpoint_period": "local_interval_steps",
 }
 _TIER_SWITCH = "enable_emergency_checkpoint"
-_TIERS = "two tiers are what enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period give"
-_ORBAX = "it chooses between storage drivers of Orbax; files are safetensors here"
+_USE_LOCAL_TIER = "two tiers are what enable_emergency_checkpoint, local_checkpoint_directory and local_checkpoint_period give"
+_ORBAX_ONLY = "it chooses between storage drivers of Orbax; files are safetensors here"
 # What MaxText's base.yml says of them, which asks for nothing.
 _MAXTEXT_DEFAULTS: dict[str, object] = {
     "checkpoint_storage_concurrent_gb": 96,
@@ -40,28 +42,29 @@ _MAXTEXT_DEFAULTS: dict[str, object] = {
     "source_checkpoint_layout": "orbax",
     "checkpoint_conversion_fn": "none",
 }
-# MaxText's name -> why it has no meaning here. Refused where it is set to anything but off, or MaxText's own default.
+# MaxText's name -> why it has no meaning here. Refused where it is set to anything but off, or
+# MaxText's own default.
 _MAXTEXT_REFUSED = {
     "checkpoint_storage_concurrent_gb": "a save holds one snapshot of what the rank owns, and loads are bounded by themselves",
-    "checkpoint_storage_use_ocdbt": _ORBAX,
-    "checkpoint_storage_use_zarr3": _ORBAX,
-    "enable_orbax_v1": _ORBAX,
+    "checkpoint_storage_use_ocdbt": _ORBAX_ONLY,
+    "checkpoint_storage_use_zarr3": _ORBAX_ONLY,
+    "enable_orbax_v1": _ORBAX_ONLY,
     "checkpoint_todelete_subdir": "what the rules do not keep is removed, not moved",
     "checkpoint_todelete_full_path": "what the rules do not keep is removed, not moved",
     "source_checkpoint_layout": "the format of a path is found by looking at it",
     "checkpoint_conversion_fn": "change the state after `restore`",
     "enable_single_replica_ckpt_restoring": "each rank reads the slices that it needs, each byte once per machine",
-    "use_replicator_service": _TIERS,
-    "replicator_backup_interval_minutes": _TIERS,
-    "enable_multi_tier_checkpointing": _TIERS,
-    "multi_tier_checkpointing_backup_interval_minutes": _TIERS,
-    "multi_tier_checkpointing_backup_interval_steps": _TIERS,
-    "mtc_data_parallelism": _TIERS,
+    "use_replicator_service": _USE_LOCAL_TIER,
+    "replicator_backup_interval_minutes": _USE_LOCAL_TIER,
+    "enable_multi_tier_checkpointing": _USE_LOCAL_TIER,
+    "multi_tier_checkpointing_backup_interval_minutes": _USE_LOCAL_TIER,
+    "multi_tier_checkpointing_backup_interval_steps": _USE_LOCAL_TIER,
+    "mtc_data_parallelism": _USE_LOCAL_TIER,
     "enable_checkpoint_cloud_logger": "saves and loads are logged under the name unified_ckpt",
     "colocated_python_checkpointing": "it is of Pathways",
     "force_unroll": "tensors are stored as the model holds them",
 }
-_PADDLE = (
+_PADDLE_FLAGS = (
     "async_save",
     "skip_save_model_weight",
     "master_weight_compatible",
@@ -75,7 +78,7 @@ _PADDLE_REFUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
+class TranslatedOptions:
     """The options that a foreign configuration means."""
 
     manager: ManagerOptions
@@ -87,35 +90,39 @@ def from_maxtext(
     *,
     manager: ManagerOptions | None = None,
     save: SaveOptions | None = None,
-) -> Translated:
-    """MaxText's checkpoint flags by name, on top of the options given. FormatError for one that is unknown or has no meaning here."""
+) -> TranslatedOptions:
+    """MaxText's checkpoint flags by name, on top of the options given. FormatError for one that is
+    unknown or has no meaning here.
+    """
     changes: dict[str, object] = {}
-    file_changes: dict[str, object] = {}
+    save_changes: dict[str, object] = {}
     for name, value in flags.items():
         if name in _MAXTEXT:
             changes[_MAXTEXT[name]] = None if value in ("", "None") else value
         elif name in _MAXTEXT_SAVE:
-            file_changes[_MAXTEXT_SAVE[name]] = value
+            save_changes[_MAXTEXT_SAVE[name]] = value
         elif name in _MAXTEXT_TIERS or name == _TIER_SWITCH:
             continue  # together, below
         elif name not in _MAXTEXT_REFUSED:
-            known = ", ".join(_MAXTEXT | _MAXTEXT_SAVE | _MAXTEXT_TIERS)
+            known_names = ", ".join(_MAXTEXT | _MAXTEXT_SAVE | _MAXTEXT_TIERS)
             raise FormatError(
-                f"{name}: is no checkpoint flag of MaxText that is known here; known are {_TIER_SWITCH}, {known}"
+                f"{name}: is no checkpoint flag of MaxText that is known here; known are {_TIER_SWITCH}, {known_names}"
             )
         elif value not in (None, "", False, 0) and value != _MAXTEXT_DEFAULTS.get(name):
             raise FormatError(
                 f"{name}={value!r}: has no meaning here: {_MAXTEXT_REFUSED[name]}; leave it out"
             )
-    changes |= _tiers(flags)
-    return Translated(
-        _changed(manager or ManagerOptions(), changes),
-        _changed_save(save or SaveOptions(), file_changes),
+    changes |= _tier_options(flags)
+    return TranslatedOptions(
+        _with_changes(manager or ManagerOptions(), changes),
+        _with_save_changes(save or SaveOptions(), save_changes),
     )
 
 
-def _tiers(flags: Mapping[str, object]) -> dict[str, object]:
-    """Both flags of the local tier are needed where it is on, in MaxText's words; where it is off they say nothing, and are refused."""
+def _tier_options(flags: Mapping[str, object]) -> dict[str, object]:
+    """Both flags of the local tier are needed where it is on, in MaxText's words; where it is off
+    they say nothing, and are refused.
+    """
     values = {name: flags.get(name) for name in _MAXTEXT_TIERS}
     if not flags.get(_TIER_SWITCH):
         for name, value in values.items():
@@ -134,28 +141,30 @@ def _tiers(flags: Mapping[str, object]) -> dict[str, object]:
 
 def from_paddle(
     config: str, *, manager: ManagerOptions | None = None, save: SaveOptions | None = None
-) -> Translated:
-    """PaddleNLP's `unified_checkpoint_config`, words between spaces or commas, on top of the options given.
+) -> TranslatedOptions:
+    """PaddleNLP's `unified_checkpoint_config`, words between spaces or commas, on top of the
+    options given.
 
-    `master_weight_compatible` is how loads always are: weights and masters stand in for each other. FormatError for an unknown word.
+    `master_weight_compatible` is how loads always are: weights and masters stand in for each other.
+    FormatError for an unknown word.
     """
-    words = list(dict.fromkeys(config.replace(",", " ").split()))
-    for word in words:
-        if word in _PADDLE_REFUSED:
+    flags = list(dict.fromkeys(config.replace(",", " ").split()))
+    for flag in flags:
+        if flag in _PADDLE_REFUSED:
             raise FormatError(
-                f"unified_checkpoint_config: {word} has no meaning here: {_PADDLE_REFUSED[word]}; leave it out"
+                f"unified_checkpoint_config: {flag} has no meaning here: {_PADDLE_REFUSED[flag]}; leave it out"
             )
-        if word not in _PADDLE:
+        if flag not in _PADDLE_FLAGS:
             raise FormatError(
-                f"unified_checkpoint_config: {word!r} is unknown; known are {', '.join(_PADDLE)}"
+                f"unified_checkpoint_config: {flag!r} is unknown; known are {', '.join(_PADDLE_FLAGS)}"
             )
-    if "enable_all_options" in words and len(words) > 1:
-        others = ", ".join(word for word in words if word != "enable_all_options")
+    if "enable_all_options" in flags and len(flags) > 1:
+        others = ", ".join(flag for flag in flags if flag != "enable_all_options")
         raise FormatError(
             f"unified_checkpoint_config: enable_all_options makes PaddleNLP drop {others}; needed one or the other"
         )
-    without_model = not {"skip_save_model_weight", "enable_all_options"}.isdisjoint(words)
-    without_masters = "remove_master_weight" in words
+    without_model = not {"skip_save_model_weight", "enable_all_options"}.isdisjoint(flags)
+    without_masters = "remove_master_weight" in flags
     if without_model and without_masters:
         raise FormatError(
             "unified_checkpoint_config: skip_save_model_weight and remove_master_weight together leave no weights"
@@ -163,20 +172,22 @@ def from_paddle(
     changes: dict[str, object] = {}
     if without_model or without_masters:
         changes["parts"] = ("master_weights" if without_model else "model", "optimizer")
-    asynchronous = {"asynchronous": "async_save" in words}
-    return Translated(
-        _changed(manager or ManagerOptions(), asynchronous),
-        _changed_save(save or SaveOptions(), changes),
+    asynchronous = {"asynchronous": "async_save" in flags}
+    return TranslatedOptions(
+        _with_changes(manager or ManagerOptions(), asynchronous),
+        _with_save_changes(save or SaveOptions(), changes),
     )
 
 
-def _changed(options: ManagerOptions, changes: Mapping[str, object]) -> ManagerOptions:
-    """Checked again as a whole, since options limit each other. `lazy` is a way to save in the background: without that it is off."""
-    foreground = {"lazy": False} if options.lazy and changes.get("asynchronous") is False else {}
+def _with_changes(options: ManagerOptions, changes: Mapping[str, object]) -> ManagerOptions:
+    """Checked again as a whole, since options limit each other. `lazy` is a way to save in the
+    background: without that it is off.
+    """
+    overrides = {"lazy": False} if options.lazy and changes.get("asynchronous") is False else {}
     return ManagerOptions.model_validate(
-        {**options.model_dump(exclude_unset=True), **changes, **foreground}
+        {**options.model_dump(exclude_unset=True), **changes, **overrides}
     )
 
 
-def _changed_save(options: SaveOptions, changes: Mapping[str, object]) -> SaveOptions:
+def _with_save_changes(options: SaveOptions, changes: Mapping[str, object]) -> SaveOptions:
     return SaveOptions.model_validate({**options.model_dump(exclude_unset=True), **changes})

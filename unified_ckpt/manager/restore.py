@@ -1,4 +1,6 @@
-"""Where a run starts from: its own newest valid step, else weights or a whole state from elsewhere, else nothing. One rank chooses."""
+"""Where a run starts from: its own newest valid step, else weights or a whole state from elsewhere,
+else nothing. One rank chooses.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.coverage import choose as gathered
-from unified_ckpt.engine.nodes.inventory import take_inventory
+from unified_ckpt.engine.nodes.coverage import select_save as gathered
+from unified_ckpt.engine.nodes.inventory import read_inventory
 from unified_ckpt.errors import CheckpointError, IncompleteError, LayoutError, NotFoundError
 from unified_ckpt.manager.steps.scan import (
-    Bad,
-    Leftover,
+    BadStep,
     Scan,
+    StaleFolder,
     StepRecord,
     foreign_steps,
     step_name,
 )
-from unified_ckpt.manager.tiers.cluster_listing import Survey
+from unified_ckpt.manager.tiers.cluster_listing import ClusterScan
 from unified_ckpt.options import LoadOptions, ManagerOptions
-from unified_ckpt.runtime.storage.storage import absolute, writable
+from unified_ckpt.runtime.storage.storage import absolute_path, writable_path
 from unified_ckpt.sources.step_names import (
     StepContents,
     StepEntry,
@@ -40,226 +42,275 @@ _WEIGHTS = frozenset({"model", "master_weights"})  # either stands in for the ot
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """`kind`: the run's own step, one that another engine has left under the root, weights only, a whole state, or nothing. `bad`: what
-    the look has found. `local`: `path` is a name in the local directory of each machine. `save_id`: of an own step; `lasting`: that save is
-    in the root. `name`: another engine's step, below the root."""
+class RestorePoint:
+    """`kind`: the run's own step, one that another engine has left under the root, weights only, a
+    whole state, or nothing. `bad`: what the look has found. `local`: `path` is a name in the local
+    directory of each machine. `save_id`: of an own step; `in_root`: that save is in the root.
+    `name`: another engine's step, below the root.
+    """
 
     kind: Literal["own", "foreign", "parameters", "full", "none"]
     path: str = ""
     step: int | None = None
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[BadStep, ...] = ()
     local: bool = False
     save_id: str = ""
-    lasting: bool = False
+    in_root: bool = False
     name: str = ""
 
 
-def encode(origin: Origin) -> bytes:
-    return json.dumps(asdict(origin)).encode()
+def encode_point(point: RestorePoint) -> bytes:
+    return json.dumps(asdict(point)).encode()
 
 
-def decode(told: bytes) -> Origin:
-    found = json.loads(told)
-    return Origin(**{**found, "bad": tuple(Bad(**one) for one in found["bad"])})
+def decode_point(body: bytes) -> RestorePoint:
+    fields = json.loads(body)
+    return RestorePoint(**{**fields, "bad": tuple(BadStep(**bad) for bad in fields["bad"])})
 
 
-def needs(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[str]]:
+def required_parts(targets: Mapping[str, Any], options: LoadOptions) -> list[frozenset[str]]:
     """What a step must have for these targets of a load: a part of each set."""
-    given = {part for part in (*_WEIGHTS, "optimizer") if targets.get(part) is not None} | set(
+    requested = {part for part in (*_WEIGHTS, "optimizer") if targets.get(part) is not None} | set(
         targets.get("parts") or ()
     )
-    wanted = given if options.parts is None else given & set(options.parts)
+    selected = requested if options.parts is None else requested & set(options.parts)
     return sorted(
-        {_WEIGHTS if part in _WEIGHTS else frozenset({part}) for part in wanted}, key=sorted
+        {_WEIGHTS if part in _WEIGHTS else frozenset({part}) for part in selected}, key=sorted
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a restore asks for: `step`, or the newest with these parts (see `needs`); `strict` and `options` as of a load."""
+class RestoreRequest:
+    """What a restore asks for: `step`, or the newest with these parts (see `required_parts`);
+    `strict` and
+    `options` as of a load.
+    """
 
     step: int | None
-    needed: Sequence[frozenset[str]]
+    required: Sequence[frozenset[str]]
     strict: bool
     allow_fresh: bool
     options: LoadOptions
 
 
-def weights(path: str, targets: Mapping[str, Any], options: LoadOptions) -> tuple[str, ...]:
-    """The parts that `load_parameters_path` fills: all but the optimizer. LayoutError where no target is one of them."""
-    given = [part for part in ("model", "master_weights") if targets.get(part) is not None] + list(
-        targets.get("parts") or ()
-    )
-    wanted = tuple(part for part in given if options.parts is None or part in options.parts)
-    if not wanted:
+def weight_parts(path: str, targets: Mapping[str, Any], options: LoadOptions) -> tuple[str, ...]:
+    """The parts that `load_parameters_path` fills: all but the optimizer. LayoutError where no
+    target is one of them.
+    """
+    requested = [
+        part for part in ("model", "master_weights") if targets.get(part) is not None
+    ] + list(targets.get("parts") or ())
+    selected = tuple(part for part in requested if options.parts is None or part in options.parts)
+    if not selected:
         raise LayoutError(
             f"load_parameters_path {path}: got no model and no parts to fill, expected one of them; pass `model`"
         )
-    return wanted
+    return selected
 
 
-def choose(
-    found: Scan,
+def select(
+    scan: Scan,
     options: ManagerOptions,
-    request: Request,
+    request: RestoreRequest,
     *,
     root: str,
-    failed: Mapping[str, str],
-    survey: Survey | None,
-) -> Origin:
-    """The newest valid step of what was found that has all that is needed, or, unless strict, the newest that has some of it; else the
-    same of the steps that other engines wrote; else what the options name. Of a `step`: this one or NotFoundError.
+    load_failures: Mapping[str, str],
+    cluster: ClusterScan | None,
+) -> RestorePoint:
+    """The newest valid step of what was found that has all that is needed, or, unless strict, the
+    newest that has some of it; else the same of the steps that other engines wrote; else what the
+    options name. Of a `step`: this one or NotFoundError.
 
-    `failed`: steps that this load has tried in vain, and why. `survey`: of the other machines, if there are several. Each step that is
-    passed over is told in one warning; none is changed. IncompleteError where there are steps and none can be used, unless the options
-    name a path, or fresh starts are allowed.
+    `load_failures`: steps that this load has tried in vain, and why. `cluster`: of the other
+    machines, if there are several. Each step that is passed over is told in one warning; none is
+    changed. IncompleteError where there are steps and none can be used, unless the options name a
+    path, or fresh starts are allowed.
     """
-    needed, strict = request.needed, request.strict
-    entries, absent = (
-        (list_steps(root, prefix=options.step_prefix), {}) if survey is None else survey.entries()
+    required, strict = request.required, request.strict
+    entries, absences = (
+        (list_steps(root, prefix=options.step_prefix), {})
+        if cluster is None
+        else cluster.root_entries()
     )
 
     @cache
     def read(entry: StepEntry) -> StepContents:
-        where = absent.get(entry.path)
+        absence = absences.get(entry.path)
         return (
             read_step(entry, request.options.source)
-            if where is None
-            else StepContents(entry.number, problem=where)
+            if absence is None
+            else StepContents(entry.number, problem=absence)
         )
 
-    def look(one: StepRecord) -> str:
-        return damage(one.path) if survey is None else survey.damage(one, otherwise=damage)
+    def check(record: StepRecord) -> str:
+        return (
+            diagnose(record.path)
+            if cluster is None
+            else cluster.diagnose(record, diagnose_root=diagnose)
+        )
 
-    others = _others(foreign_steps(found, entries), read)
+    foreign = _in_resume_order(foreign_steps(scan, entries), read)
     if request.step is not None:
-        return _given(
-            found,
-            others,
+        return _select_step(
+            scan,
+            foreign,
             request.step,
             root=root,
             prefix=options.step_prefix,
-            failed=failed,
-            look=look,
+            load_failures=load_failures,
+            check=check,
         )
-    for left in found.newer_and_aside:
-        _warn(left.path, _aside(left))
-    passed = _newer_and_bad(found, others)
+    for stale in scan.newer_backups:
+        _warn_skipped(stale.path, _backup_text(stale))
+    skipped = _newer_problems(scan, foreign)
     unusable = {
-        one.path: one.why
-        for one in found.steps
-        if one.status == "misnamed" or one.ours or one.unread
+        record.path: record.problem
+        for record in scan.steps
+        if record.status == "misnamed" or record.is_unified or record.unreadable
     }
-    bad = [one for one in found.steps if one.status == "incomplete"]
-    lacks = {one.path: _lacking(one.parts, needed) for one in found.complete}
-    those = [one for one in reversed(found.complete) if not lacks[one.path]]
+    bad_records = [record for record in scan.steps if record.status == "incomplete"]
+    missing_parts = {
+        record.path: _missing_parts(record.parts, required) for record in scan.complete
+    }
+    candidates = [record for record in reversed(scan.complete) if not missing_parts[record.path]]
     if not strict:
-        those += [one for one in reversed(found.complete) if 0 < len(lacks[one.path]) < len(needed)]
-    for one in those:
-        why = failed.get(one.path) or look(one)
-        if not why:
-            _tell_chosen(one, found, lacks, passed)
-            _warn_of_newer(one.step or 0, others, read)
-            return _own(one, found, root, bad)
-        passed[one.path] = unusable[one.path] = why
-        bad.append(one)
-    lacking = {
-        one.path: _without(lacks[one.path])
-        for one in reversed(found.complete)
-        if lacks[one.path] and one not in those
+        candidates += [
+            record
+            for record in reversed(scan.complete)
+            if 0 < len(missing_parts[record.path]) < len(required)
+        ]
+    for record in candidates:
+        problem = load_failures.get(record.path) or check(record)
+        if not problem:
+            _log_selected(record, scan, missing_parts, skipped)
+            _warn_newer_foreign(record.step or 0, foreign, read)
+            return _own_point(record, scan, root, bad_records)
+        skipped[record.path] = unusable[record.path] = problem
+        bad_records.append(record)
+    missing_texts = {
+        record.path: _missing_text(missing_parts[record.path])
+        for record in reversed(scan.complete)
+        if missing_parts[record.path] and record not in candidates
     }
-    known = _bad(bad, root)
+    bad_steps = _bad_steps(bad_records, root)
     unusable = {
-        one.path: unusable[one.path] for one in reversed(found.steps) if one.path in unusable
-    } | lacking
-    chosen, why_not = _choose_foreign(others, needed, strict=strict, failed=failed, read=read)
-    if chosen is not None:
-        _tell_foreign(chosen, others, passed | dict(list(lacking.items())[:1]) | why_not)
-        return Origin("foreign", chosen.path, chosen.number, known, name=chosen.name)
+        record.path: unusable[record.path]
+        for record in reversed(scan.steps)
+        if record.path in unusable
+    } | missing_texts
+    selected, foreign_problems = _select_foreign(
+        foreign, required, strict=strict, load_failures=load_failures, read=read
+    )
+    if selected is not None:
+        _log_foreign(
+            selected, foreign, skipped | dict(list(missing_texts.items())[:1]) | foreign_problems
+        )
+        return RestorePoint(
+            "foreign", selected.path, selected.number, bad_steps, name=selected.name
+        )
     if options.load_parameters_path:
-        origin = Origin("parameters", options.load_parameters_path, bad=known)
+        point = RestorePoint("parameters", options.load_parameters_path, bad=bad_steps)
     elif options.load_full_state_path:
-        origin = Origin("full", options.load_full_state_path, bad=known)
+        point = RestorePoint("full", options.load_full_state_path, bad=bad_steps)
     else:
-        origin = Origin("none", bad=known)
-    unusable |= why_not
-    if unusable and not failed:  # else the error of the load is raised
-        _check_fresh(root, unusable, origin, allow_fresh=request.allow_fresh)
-    return origin
+        point = RestorePoint("none", bad=bad_steps)
+    unusable |= foreign_problems
+    if unusable and not load_failures:  # else the error of the load is raised
+        _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
+    return point
 
 
-def _own(one: StepRecord, found: Scan, root: str, bad: Sequence[StepRecord]) -> Origin:
-    lasting = any(
-        other.save_id == one.save_id and os.path.dirname(other.path) == root
-        for other in found.complete
+def _own_point(
+    record: StepRecord, scan: Scan, root: str, bad_records: Sequence[StepRecord]
+) -> RestorePoint:
+    in_root = any(
+        other.save_id == record.save_id and os.path.dirname(other.path) == root
+        for other in scan.complete
     )
-    return Origin(
-        "own", one.path, one.step, _bad(bad, root), save_id=one.save_id or "", lasting=lasting
+    return RestorePoint(
+        "own",
+        record.path,
+        record.step,
+        _bad_steps(bad_records, root),
+        save_id=record.save_id or "",
+        in_root=in_root,
     )
 
 
-def _bad(those: Sequence[StepRecord], root: str) -> tuple[Bad, ...]:
-    where = {(one.step, one.save_id, os.path.dirname(one.path) != root) for one in those}
+def _bad_steps(records: Sequence[StepRecord], root: str) -> tuple[BadStep, ...]:
+    keys = {
+        (record.step, record.save_id, os.path.dirname(record.path) != root) for record in records
+    }
     return tuple(
-        Bad(step, save_id, local)
-        for step, save_id, local in sorted(where, key=str)
+        BadStep(step, save_id, local)
+        for step, save_id, local in sorted(keys, key=str)
         if step is not None and save_id is not None
     )
 
 
-def _lacking(parts: Collection[str], needed: Sequence[frozenset[str]]) -> list[str]:
+def _missing_parts(parts: Collection[str], required: Sequence[frozenset[str]]) -> list[str]:
     """In words, what of the needed a step with these parts does not have."""
     return [
-        " or ".join(sorted(either, reverse=True)) for either in needed if either.isdisjoint(parts)
+        " or ".join(sorted(alternatives, reverse=True))
+        for alternatives in required
+        if alternatives.isdisjoint(parts)
     ]
 
 
-def _without(lacking: Sequence[str]) -> str:
+def _missing_text(missing: Sequence[str]) -> str:
     return (
-        f"it has no {', '.join(lacking)}; leave these targets out, or pass strict=False, to load it"
-        if lacking
+        f"it has no {', '.join(missing)}; leave these targets out, or pass strict=False, to load it"
+        if missing
         else ""
     )
 
 
-def _tell_chosen(
-    one: StepRecord, found: Scan, lacks: Mapping[str, list[str]], passed: Mapping[str, str]
+def _log_selected(
+    record: StepRecord,
+    scan: Scan,
+    missing_parts: Mapping[str, list[str]],
+    skipped: Mapping[str, str],
 ) -> None:
-    for path, why in passed.items():
-        _warn(path, why)
-    for newer in reversed(found.complete[found.complete.index(one) + 1 :]):
-        if lacks[newer.path]:
-            _LOG.info("%s is passed over: it has no %s", newer.path, ", ".join(lacks[newer.path]))
-    if lacks[one.path]:
+    for path, reason in skipped.items():
+        _warn_skipped(path, reason)
+    for newer in reversed(scan.complete[scan.complete.index(record) + 1 :]):
+        if missing_parts[newer.path]:
+            _LOG.info(
+                "%s is passed over: it has no %s", newer.path, ", ".join(missing_parts[newer.path])
+            )
+    if missing_parts[record.path]:
         _LOG.warning(
             "%s is taken for want of a better one (strict=False): it has no %s",
-            one.path,
-            ", ".join(lacks[one.path]),
+            record.path,
+            ", ".join(missing_parts[record.path]),
         )
 
 
-def _warn_of_newer(
-    step: int, others: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]
+def _warn_newer_foreign(
+    step: int, foreign: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]
 ) -> None:
-    """Of other engines' steps after this own one: the newest that could be taken, and those before it that could not."""
-    for entry in others:
+    """Of other engines' steps after this own one: the newest that could be taken, and those before
+    it that could not.
+    """
+    for entry in foreign:
         if entry.number is None or entry.number <= step:
             continue
         problem = read(entry).problem
-        taken = f"is of another format ({entry.format}); step {step} of this run is taken; restore({entry.number}) takes it"
-        _warn(entry.path, problem or taken)
+        explanation = f"is of another format ({entry.format}); step {step} of this run is taken; restore({entry.number}) takes it"
+        _warn_skipped(entry.path, problem or explanation)
         if not problem:
             break
 
 
-def _newer_and_bad(found: Scan, others: Sequence[StepEntry]) -> dict[str, str]:
+def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
     """What claims to be after the last good step, and is no step: by path, why."""
-    paths = {entry.path for entry in others}
-    return {one.path: one.why for one in found.newer_and_bad if one.path not in paths}
+    paths = {entry.path for entry in foreign}
+    return {
+        record.path: record.problem for record in scan.newer_problems if record.path not in paths
+    }
 
 
-def _others(
+def _in_resume_order(
     entries: Sequence[StepEntry], read: Callable[[StepEntry], StepContents]
 ) -> list[StepEntry]:
     """The one to resume from first. What has no number in its name is opened."""
@@ -271,42 +322,46 @@ def _others(
     )
 
 
-def _choose_foreign(
-    others: Sequence[StepEntry],
-    needed: Sequence[frozenset[str]],
+def _select_foreign(
+    foreign: Sequence[StepEntry],
+    required: Sequence[frozenset[str]],
     *,
     strict: bool,
-    failed: Mapping[str, str],
+    load_failures: Mapping[str, str],
     read: Callable[[StepEntry], StepContents],
 ) -> tuple[StepEntry | None, dict[str, str]]:
-    """The first of the others that can be opened and has what is needed; and by path, why those before it, or all, are not taken."""
+    """The first of the others that can be opened and has what is needed; and by path, why those
+    before it, or all, are not taken.
+    """
     partial: StepEntry | None = None
-    passed: dict[str, str] = {}
-    for entry in others:
+    skipped: dict[str, str] = {}
+    for entry in foreign:
         contents = read(entry)
-        problem, lacking = (
-            failed.get(entry.path) or contents.problem,
-            _lacking(contents.parts, needed),
+        problem, missing = (
+            load_failures.get(entry.path) or contents.problem,
+            _missing_parts(contents.parts, required),
         )
-        if not problem and not lacking:
-            return entry, passed
-        if not problem and not strict and len(lacking) < len(needed):
+        if not problem and not missing:
+            return entry, skipped
+        if not problem and not strict and len(missing) < len(required):
             partial = partial or entry
-        passed[entry.path] = problem or _without(lacking)
+        skipped[entry.path] = problem or _missing_text(missing)
     if partial is not None:
-        del passed[partial.path]
-    return partial, passed
+        del skipped[partial.path]
+    return partial, skipped
 
 
-def _tell_foreign(entry: StepEntry, others: Sequence[StepEntry], passed: Mapping[str, str]) -> None:
+def _log_foreign(
+    entry: StepEntry, foreign: Sequence[StepEntry], skipped: Mapping[str, str]
+) -> None:
     """What is taken, and what is passed over for it."""
-    for path, why in passed.items():
-        _warn(path, why)
-    newest = max(others, key=lambda other: -1 if other.number is None else other.number)
-    if entry.pointer and newest.path not in passed and newest.number != entry.number:
-        _warn(
-            newest.path,
-            f"{entry.pointer} names {entry.name}, which is taken; restore({newest.number}) takes it",
+    for path, reason in skipped.items():
+        _warn_skipped(path, reason)
+    latest = max(foreign, key=lambda other: -1 if other.number is None else other.number)
+    if entry.pointer and latest.path not in skipped and latest.number != entry.number:
+        _warn_skipped(
+            latest.path,
+            f"{entry.pointer} names {entry.name}, which is taken; restore({latest.number}) takes it",
         )
     _LOG.warning(
         "%s is of another format (%s): it is read as it is, what is saved next is ours",
@@ -315,16 +370,19 @@ def _tell_foreign(entry: StepEntry, others: Sequence[StepEntry], passed: Mapping
     )
 
 
-def _check_fresh(
-    root: str, unusable: Mapping[str, str], origin: Origin, *, allow_fresh: bool
+def _check_fresh_start(
+    root: str, unusable: Mapping[str, str], point: RestorePoint, *, allow_fresh: bool
 ) -> None:
-    """IncompleteError that names the steps that are there where a run would start fresh beside them; a warning where that is asked for."""
+    """IncompleteError that names the steps that are there where a run would start fresh beside
+    them; a warning where that is asked for.
+    """
     steps = [
-        f"{os.path.relpath(path, root)}: {' '.join(why.split())}" for path, why in unusable.items()
+        f"{os.path.relpath(path, root)}: {' '.join(reason.split())}"
+        for path, reason in unusable.items()
     ]
-    text = listed(f"{root}: has steps, and none can be used", steps)
-    if origin.kind != "none":
-        _LOG.warning("%s\n%s is loaded", text, origin.path)
+    text = format_list(f"{root}: has steps, and none can be used", steps)
+    if point.kind != "none":
+        _LOG.warning("%s\n%s is loaded", text, point.path)
     elif allow_fresh:
         _LOG.warning("%s\nThe run starts fresh (allow_fresh=True)", text)
     else:
@@ -333,81 +391,87 @@ def _check_fresh(
         )
 
 
-def _aside(left: Leftover) -> str:
-    return f"an interrupted replacement left the only copy of a checkpoint there; needed its name, {left.checkpoint}: rename it back"
+def _backup_text(stale: StaleFolder) -> str:
+    return f"an interrupted replacement left the only copy of a checkpoint there; needed its name, {stale.checkpoint_name}: rename it back"
 
 
-def _given(
-    found: Scan,
-    others: Sequence[StepEntry],
+def _select_step(
+    scan: Scan,
+    foreign: Sequence[StepEntry],
     step: int,
     *,
     root: str,
     prefix: str,
-    failed: Mapping[str, str],
-    look: Callable[[StepRecord], str],
-) -> Origin:
-    """The step that was asked for by its number: the next one where one of two is damaged, or the load has failed with it."""
-    those = [one for one in reversed(found.complete) if one.step == step]
-    for number, one in enumerate(those, 1):
-        why = failed.get(one.path) or (
-            look(one) if number < len(those) else ""
+    load_failures: Mapping[str, str],
+    check: Callable[[StepRecord], str],
+) -> RestorePoint:
+    """The step that was asked for by its number: the next one where one of two is damaged, or the
+    load has failed with it.
+    """
+    records = [record for record in reversed(scan.complete) if record.step == step]
+    for attempt, record in enumerate(records, 1):
+        problem = load_failures.get(record.path) or (
+            check(record) if attempt < len(records) else ""
         )  # of the last one the load says what is wrong
-        if not why:
-            return _own(one, found, root, those[: number - 1])
-        _warn(one.path, why)
-    if those:
-        return Origin("none", bad=_bad(those, root))
-    for entry in others:
-        if entry.number == step and entry.format and entry.path not in failed:
-            return Origin("foreign", entry.path, step, name=entry.name)
+        if not problem:
+            return _own_point(record, scan, root, records[: attempt - 1])
+        _warn_skipped(record.path, problem)
+    if records:
+        return RestorePoint("none", bad=_bad_steps(records, root))
+    for entry in foreign:
+        if entry.number == step and entry.format and entry.path not in load_failures:
+            return RestorePoint("foreign", entry.path, step, name=entry.name)
     name = step_name(step, prefix)
-    seen = [
-        (left.checkpoint, f"is not there: {left.path}: {_aside(left)}")
-        for left in found.leftovers
-        if left.needed
+    descriptions = [
+        (stale.checkpoint_name, f"is not there: {stale.path}: {_backup_text(stale)}")
+        for stale in scan.stale_folders
+        if stale.only_copy
     ]
-    seen += [(one.name, f"is {one.status}: {one.why}") for one in found.steps]
-    why = next((text for there, text in seen if there == name), "is not there")
-    numbers = [one.step for one in found.complete] + [
-        entry.number for entry in reversed(others) if entry.format
+    descriptions += [
+        (record.name, f"is {record.status}: {record.problem}") for record in scan.steps
     ]
-    there = ", ".join(dict.fromkeys(map(str, numbers))) or "none"
-    raise NotFoundError(f"{os.path.join(root, name)}: {why}; complete steps are: {there}")
+    problem = next((text for available, text in descriptions if available == name), "is not there")
+    steps = [record.step for record in scan.complete] + [
+        entry.number for entry in reversed(foreign) if entry.format
+    ]
+    available = ", ".join(dict.fromkeys(map(str, steps))) or "none"
+    raise NotFoundError(f"{os.path.join(root, name)}: {problem}; complete steps are: {available}")
 
 
-def damage(path: str) -> str:
+def diagnose(path: str) -> str:
     """What a look at every header finds wrong, in a sentence; empty for a good checkpoint."""
     try:
-        folder = open_path(path, hold=False)
+        folder = open_path(path, lock=False)
         try:
-            if folder.manifest is not None and folder.manifest.island is not None:
+            if folder.manifest is not None and folder.manifest.node_group is not None:
                 gathered(
-                    [take_inventory(folder, machine=0, copy=False)], where=path
+                    [read_inventory(folder, node=0, is_replica=False)], label=path
                 )  # of several machines' folders this one may have enough
             problems = verify_folder(folder, deep=False).problems
         finally:
             folder.close()
     except CheckpointError as error:
         return str(error)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}" if problems else ""
+    suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{suffix}" if problems else ""
 
 
-def _warn(path: str, why: str) -> None:
-    _LOG.warning("%s is skipped: %s", path, " ".join(why.split()))
+def _warn_skipped(path: str, reason: str) -> None:
+    _LOG.warning("%s is skipped: %s", path, " ".join(reason.split()))
 
 
-def resolved(options: ManagerOptions) -> ManagerOptions:
-    """The options with paths that no later change of the working directory moves. StorageError for a local tier that is a URL."""
-    reads = {
-        name: absolute(path)
+def resolve_paths(options: ManagerOptions) -> ManagerOptions:
+    """The options with paths that no later change of the working directory moves. StorageError for
+    a local tier that is a URL.
+    """
+    load_paths = {
+        name: absolute_path(path)
         for name in ("load_parameters_path", "load_full_state_path")
         if (path := getattr(options, name))
     }
-    tier = (
+    local = (
         {}
         if options.local_directory is None
-        else {"local_directory": writable(options.local_directory)}
+        else {"local_directory": writable_path(options.local_directory)}
     )
-    return options.model_copy(update={**reads, **tier})
+    return options.model_copy(update={**load_paths, **local})

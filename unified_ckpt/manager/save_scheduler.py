@@ -1,6 +1,8 @@
-"""One save after the other, in the foreground or in the background, and what happens when one fails.
+"""One save after the other, in the foreground or in the background, and what happens when one
+fails.
 
-Every rank goes through the same calls and sees the same errors of the engine, so all count alike: no rank raises alone.
+Every rank goes through the same calls and sees the same errors of the engine, so all count alike:
+no rank raises alone.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from unified_ckpt.engine.folder.commit import StepPath
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.manager.rules import when
-from unified_ckpt.manager.rules.retry import Failures, may_pass
-from unified_ckpt.manager.steps.scan import look
-from unified_ckpt.manager.tiers.tiers import Place, Tiers
+from unified_ckpt.manager.rules.retry import FailureCount, is_transient
+from unified_ckpt.manager.steps.scan import read_step_record
+from unified_ckpt.manager.tiers.tiers import SaveTarget, TieredStorage
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -27,38 +29,42 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A save. `due`: for the root, not only for the local tier. `what`: the arguments of `Checkpointer.save`."""
+class SaveJob:
+    """A save. `for_root`: for the root, not only for the local tier. `arguments`: the arguments of
+    `Checkpointer.save`.
+    """
 
     step: int
     name: str
-    what: dict[str, Any]
-    due: bool = True
+    arguments: dict[str, Any]
+    for_root: bool = True
 
-    def at(self, place: Place) -> dict[str, Any]:
+    def arguments_at(self, target: SaveTarget) -> dict[str, Any]:
         """The arguments, at this place."""
-        if not place.replace:
-            return self.what
+        if not target.replace:
+            return self.arguments
         return {
-            **self.what,
-            "options": self.what["options"].model_copy(update={"if_exists": "replace"}),
+            **self.arguments,
+            "options": self.arguments["options"].model_copy(update={"if_exists": "replace"}),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlight:
     """A save in the background. `retried`: it is another try of one that failed."""
 
-    wanted: Wanted
-    place: Place
+    job: SaveJob
+    target: SaveTarget
     retried: bool
-    save: PendingSave
+    pending: PendingSave
 
 
-class Saves:
-    """The saves of a run. `begun`: the last step that was begun; `good`: the last one known to be saved, or restored.
+class SaveScheduler:
+    """The saves of a run. `last_begun`: the last step that was begun; `last_good`: the last one
+    known to be saved, or restored.
 
-    `committed(wanted, place)` is called on every rank after each commit, in the background for a save in the background.
+    `committed(wanted, place)` is called on every rank after each commit, in the background for a
+    save in the background.
     """
 
     def __init__(
@@ -66,185 +72,193 @@ class Saves:
         checkpointer: Checkpointer,
         options: ManagerOptions,
         *,
-        tiers: Tiers | None,
-        committed: Callable[[Wanted, Place], object],
+        tiers: TieredStorage | None,
+        on_commit: Callable[[SaveJob, SaveTarget], object],
     ) -> None:
-        self._checkpointer, self._options, self._tiers, self._committed = (
+        self._checkpointer, self._options, self._tiers, self._on_commit = (
             checkpointer,
             options,
             tiers,
-            committed,
+            on_commit,
         )
-        self._failures = Failures()
-        self._flight: _Flight | None = None
-        self._straight = (
+        self._failures = FailureCount()
+        self._in_flight: _InFlight | None = None
+        self._direct_next = (
             False  # the next one that is due goes to the root: a local save that was due has failed
         )
-        self._began_at = time.monotonic()
-        self.begun: int | None = None
-        self.good: int | None = None
-        self._ids: set[str] = set()  # of what was restored, and of the saves since
-        self._lasting: int | None = (
+        self._last_begun_at = time.monotonic()
+        self.last_begun: int | None = None
+        self.last_good: int | None = None
+        self._own_ids: set[str] = set()  # of what was restored, and of the saves since
+        self._last_in_root: int | None = (
             None  # of the good ones the last that is in the root, or is to be copied there
         )
 
-    def restored(self, step: int, save_id: str, *, lasting: bool) -> None:
-        """`lasting`: that save is in the root."""
-        self._ids = {save_id}  # those before are of a life that this one has gone back from
-        self.begun = self.good = step
-        self._lasting = step if lasting else None
-        self._began_at = time.monotonic()
+    def mark_restored(self, step: int, save_id: str, *, in_root: bool) -> None:
+        """`in_root`: that save is in the root."""
+        self._own_ids = {save_id}  # those before are of a life that this one has gone back from
+        self.last_begun = self.last_good = step
+        self._last_in_root = step if in_root else None
+        self._last_begun_at = time.monotonic()
 
-    def foreground(self, wanted: Wanted, *, final: bool) -> SaveReport | None:
-        """Saves now. `final`: there is no later one: it goes to the root, and a failure is raised. None where it failed, is saved, or the
-        step of an earlier life stays."""
-        self.collect(final=final)
-        if self._saved(wanted) and (
-            not final or self._tiers is None or self._tiers.settle(wanted.step, wanted.name)
+    def save_sync(self, job: SaveJob, *, is_last: bool) -> SaveReport | None:
+        """Saves now. `is_last`: there is no later one: it goes to the root, and a failure is
+        raised. None where it failed, is saved, or the step of an earlier life stays.
+        """
+        self.collect(is_last=is_last)
+        if self._is_saved(job) and (
+            not is_last or self._tiers is None or self._tiers.wait_until_in_root(job.step, job.name)
         ):
             return None
-        self._begin(wanted)
-        wanted = self._replacing(wanted) if final else wanted
+        self._mark_begun(job)
+        job = self._with_replace(job) if is_last else job
 
-        def save(place: Place) -> SaveReport:
-            return self._checkpointer.save(StepPath(place.path), **wanted.at(place))
+        def start(target: SaveTarget) -> SaveReport:
+            return self._checkpointer.save(StepPath(target.path), **job.arguments_at(target))
 
-        found = self._try(wanted, save, retried=False, final=final)
-        if found is None:
+        result = self._save_with_fallback(job, start, retried=False, is_last=is_last)
+        if result is None:
             return None
-        place, report = found
-        if self._is_of_another_life(report):
-            self._tell_stays(wanted, report)
+        target, report = result
+        if self._is_previous_run(report):
+            self._warn_existing(job, report)
             return None
-        self._succeeded(wanted, report)
-        self._committed(wanted, place)
-        if final and place.local and self._tiers is not None:
-            self._tiers.drain()
+        self._mark_saved(job, report)
+        self._on_commit(job, target)
+        if is_last and target.local and self._tiers is not None:
+            self._tiers.flush()
         return report
 
-    def background(self, wanted: Wanted, *, retried: bool) -> PendingSave | None:
-        """Begins a save. None where that failed, the step is saved, or an earlier save is under way and the options say to skip."""
+    def save_async(self, job: SaveJob, *, retried: bool) -> PendingSave | None:
+        """Begins a save. None where that failed, the step is saved, or an earlier save is under way
+        and the options say to skip.
+        """
         if self._options.in_flight == "skip" and not self._checkpointer.idle():
             return None
         self.collect()
-        if self._saved(wanted):
+        if self._is_saved(job):
             return None
 
-        def after(place: Place, report: SaveReport) -> None:
-            if self._is_of_another_life(report):
-                self._tell_stays(wanted, report)
+        def after_commit(target: SaveTarget, report: SaveReport) -> None:
+            if self._is_previous_run(report):
+                self._warn_existing(job, report)
             else:
-                self._committed(wanted, place)
+                self._on_commit(job, target)
 
-        def begin(place: Place) -> PendingSave:
+        def start(target: SaveTarget) -> PendingSave:
             return self._checkpointer.save_async(
-                StepPath(place.path),
+                StepPath(target.path),
                 lazy=self._options.lazy,
-                after_commit=lambda report: after(place, report),
-                **wanted.at(place),
+                after_commit=lambda report: after_commit(target, report),
+                **job.arguments_at(target),
             )
 
-        self._begin(wanted)
-        found = self._try(wanted, begin, retried=retried, final=False)
-        if found is None:
+        self._mark_begun(job)
+        result = self._save_with_fallback(job, start, retried=retried, is_last=False)
+        if result is None:
             return None
-        place, save = found
-        self._flight = _Flight(wanted, place, retried, save)
-        return save
+        target, pending = result
+        self._in_flight = _InFlight(job, target, retried, pending)
+        return pending
 
-    def collect(self, *, strict: bool = False, final: bool = False) -> None:
-        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if it may fail. `final`: raises none, for
-        the last save follows, and may succeed."""
-        flight = self._flight
-        if flight is None:
+    def collect(self, *, strict: bool = False, is_last: bool = False) -> None:
+        """Waits for the save in flight and counts how it ended. `strict`: raises its error even if
+        it may fail. `is_last`: raises none, for the last save follows, and may succeed.
+        """
+        in_flight = self._in_flight
+        if in_flight is None:
             return
         try:
-            report = flight.save.result()
-            if not self._is_of_another_life(report):
-                self._succeeded(flight.wanted, report)
+            report = in_flight.pending.result()
+            if not self._is_previous_run(report):
+                self._mark_saved(in_flight.job, report)
         except Exception as error:
-            self._count(flight, error, strict=strict, final=final)
+            self._count_failure(in_flight, error, strict=strict, is_last=is_last)
         finally:
-            if flight.save.done():  # not where a signal has ended the wait
-                self._flight = None
+            if in_flight.pending.done():  # not where a signal has ended the wait
+                self._in_flight = None
 
-    def _count(self, flight: _Flight, error: Exception, *, strict: bool, final: bool) -> None:
-        if flight.place.local:
-            self._straight = self._straight or flight.wanted.due
-        if final:
+    def _count_failure(
+        self, in_flight: _InFlight, error: Exception, *, strict: bool, is_last: bool
+    ) -> None:
+        if in_flight.target.local:
+            self._direct_next = self._direct_next or in_flight.job.for_root
+        if is_last:
             self._warn(
                 "the save of step %d failed, the last save is tried all the same: %s",
-                flight.wanted.step,
+                in_flight.job.step,
                 error,
             )
             return
-        needed = flight.wanted.due or not flight.place.local
-        if (strict and needed) or not may_pass(error):
+        required = in_flight.job.for_root or not in_flight.target.local
+        if (strict and required) or not is_transient(error):
             raise error
-        if flight.place.local:
-            self._failed_locally(flight.wanted, error)
+        if in_flight.target.local:
+            self._warn_local_failure(in_flight.job, error)
         else:
-            self._failed(error, retried=flight.retried, attempts=1)
+            self._warn_or_raise(error, retried=in_flight.retried, attempts=1)
 
-    def clock_says(self) -> str | None:
+    def clock_reason(self) -> str | None:
         """Why a save is due by this rank's clock. Waits for nobody, and counts nothing."""
-        flight, attempts, in_flight = self._flight, self._failures.attempts, False
-        if flight is None and self._straight:
+        in_flight, attempts, running = self._in_flight, self._failures.attempts, False
+        if in_flight is None and self._direct_next:
             return "retry"
-        if flight is not None:
-            in_flight = not flight.save.done()
+        if in_flight is not None:
+            running = not in_flight.pending.done()
             try:
-                flight.save.result(0)
+                in_flight.pending.result(0)
             except TimeoutError:
                 pass
             except Exception:
-                if flight.place.local and flight.wanted.due:
+                if in_flight.target.local and in_flight.job.for_root:
                     return "retry"
-                if not flight.place.local:
-                    attempts = attempts + 1 if flight.retried else 1
+                if not in_flight.target.local:
+                    attempts = attempts + 1 if in_flight.retried else 1
             else:
                 attempts = 0
-        since = time.monotonic() - self._began_at
-        return when.due_by_clock(
-            self._options, seconds_since_last=since, in_flight=in_flight, failed=attempts
+        elapsed = time.monotonic() - self._last_begun_at
+        return when.clock_reason(
+            self._options, seconds_since_last=elapsed, in_flight=running, failures=attempts
         )
 
-    def _saved(self, wanted: Wanted) -> bool:
-        return wanted.step == self.good and (not wanted.due or wanted.step == self._lasting)
+    def _is_saved(self, job: SaveJob) -> bool:
+        return job.step == self.last_good and (not job.for_root or job.step == self._last_in_root)
 
-    def _begin(self, wanted: Wanted) -> None:
-        self.begun = wanted.step
-        if wanted.due:
-            self._began_at = time.monotonic()
+    def _mark_begun(self, job: SaveJob) -> None:
+        self.last_begun = job.step
+        if job.for_root:
+            self._last_begun_at = time.monotonic()
 
-    def _try(
-        self, wanted: Wanted, start: Callable[[Place], _Result], *, retried: bool, final: bool
-    ) -> tuple[Place, _Result] | None:
-        """Where it went and what `start` returned: in the local tier first, if there is one. None for a failure that may be."""
-        place = Place(wanted.name)
+    def _save_with_fallback(
+        self, job: SaveJob, start: Callable[[SaveTarget], _Result], *, retried: bool, is_last: bool
+    ) -> tuple[SaveTarget, _Result] | None:
+        """Where it went and what `start` returned: in the local tier first, if there is one. None
+        for a failure that may be.
+        """
+        target = SaveTarget(job.name)
         if self._tiers is not None:
-            straight = wanted.due and self._straight
-            place = self._tiers.where(
-                wanted.step, wanted.name, due=wanted.due, straight=straight, final=final
+            direct = job.for_root and self._direct_next
+            target = self._tiers.select_target(
+                job.step, job.name, for_root=job.for_root, direct=direct, is_last=is_last
             )
-        if place.local:
+        if target.local:
             try:
-                return place, start(place)
+                return target, start(target)
             except Exception as error:
-                if not may_pass(error):
+                if not is_transient(error):
                     raise
-                self._failed_locally(wanted, error)
-            if not wanted.due:
+                self._warn_local_failure(job, error)
+            if not job.for_root:
                 return None
-            place = Place(wanted.name)
+            target = SaveTarget(job.name)
         if self._tiers is not None:
-            self._tiers.straight(wanted.step)
-        self._straight = self._straight and not wanted.due
-        found = self._attempt(lambda: start(place), retried=retried, final=final)
-        return None if found is None else (place, found)
+            self._tiers.begin_direct(job.step)
+        self._direct_next = self._direct_next and not job.for_root
+        result = self._retry(lambda: start(target), retried=retried, is_last=is_last)
+        return None if result is None else (target, result)
 
-    def _attempt(
-        self, start: Callable[[], _Result], *, retried: bool, final: bool
+    def _retry(
+        self, start: Callable[[], _Result], *, retried: bool, is_last: bool
     ) -> _Result | None:
         """What `start` returns, tried again after a growing pause. None for a failure that may be."""
         attempts = 0
@@ -253,11 +267,11 @@ class Saves:
                 return start()
             except Exception as error:
                 attempts += 1
-                last = attempts > self._options.retries
-                if not may_pass(error) or (last and final):
+                last_attempt = attempts > self._options.retries
+                if not is_transient(error) or (last_attempt and is_last):
                     raise
-                if last:
-                    self._failed(error, retried=retried, attempts=attempts)
+                if last_attempt:
+                    self._warn_or_raise(error, retried=retried, attempts=attempts)
                     return None
                 self._warn(
                     "a save failed at attempt %d of %d: %s",
@@ -265,50 +279,60 @@ class Saves:
                     self._options.retries + 1,
                     error,
                 )
-            time.sleep(when.pause_seconds(self._options, attempts))
+            time.sleep(when.backoff_seconds(self._options, attempts))
 
-    def _replacing(self, wanted: Wanted) -> Wanted:
-        """The last save, which is nowhere else if it is not written: what an earlier life has left at its step gives way."""
-        options = wanted.what["options"]
+    def _with_replace(self, job: SaveJob) -> SaveJob:
+        """The last save, which is nowhere else if it is not written: what an earlier life has left
+        at its step gives way.
+        """
+        options = job.arguments["options"]
         if options.if_exists != "keep_complete":
-            return wanted
-        if self._checkpointer._ranks().rank == 0:
-            there = look(
-                LocalStorage(str(self._checkpointer._root)), wanted.name, self._options.step_prefix
+            return job
+        if self._checkpointer._get_comm().rank == 0:
+            existing = read_step_record(
+                LocalStorage(str(self._checkpointer._root)), job.name, self._options.step_prefix
             )
-            if there.status == "complete" and there.save_id not in self._ids:
+            if existing.status == "complete" and existing.save_id not in self._own_ids:
                 self._warn(
                     "%s: save %s of an earlier life is replaced by the last save of this one",
-                    there.path,
-                    there.save_id,
+                    existing.path,
+                    existing.save_id,
                 )
         return replace(
-            wanted,
-            what={**wanted.what, "options": options.model_copy(update={"if_exists": "replace"})},
+            job,
+            arguments={
+                **job.arguments,
+                "options": options.model_copy(update={"if_exists": "replace"}),
+            },
         )
 
-    def _is_of_another_life(self, report: SaveReport) -> bool:
-        return report.existed and report.id not in self._ids
+    def _is_previous_run(self, report: SaveReport) -> bool:
+        return report.existed and report.id not in self._own_ids
 
-    def _tell_stays(self, wanted: Wanted, report: SaveReport) -> None:
+    def _warn_existing(self, job: SaveJob, report: SaveReport) -> None:
         text = "step %d is not saved: %s is save %s of an earlier life, and stays; SaveOptions(if_exists='replace') replaces it"
-        self._warn(text, wanted.step, report.path, report.id)
+        self._warn(text, job.step, report.path, report.id)
 
-    def _succeeded(self, wanted: Wanted, report: SaveReport) -> None:
-        self._ids.add(report.id)
+    def _mark_saved(self, job: SaveJob, report: SaveReport) -> None:
+        self._own_ids.add(report.id)
         self._failures.clear()
-        self.good = wanted.step
-        if wanted.due:
-            self._lasting = wanted.step
+        self.last_good = job.step
+        if job.for_root:
+            self._last_in_root = job.step
 
-    def _failed_locally(self, wanted: Wanted, error: Exception) -> None:
+    def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:
         """No matter for the run, as long as the root takes what is due."""
-        then = "it is saved to the root" if wanted.due else "the training goes on without it"
+        consequence = (
+            "it is saved to the root" if job.for_root else "the training goes on without it"
+        )
         self._warn(
-            "the save of step %d to the local directory failed, %s: %s", wanted.step, then, error
+            "the save of step %d to the local directory failed, %s: %s",
+            job.step,
+            consequence,
+            error,
         )
 
-    def _failed(self, error: Exception, *, retried: bool, attempts: int) -> None:
+    def _warn_or_raise(self, error: Exception, *, retried: bool, attempts: int) -> None:
         """Warns, or raises the error."""
         options, failures = self._options, self._failures
         if failures.count(
@@ -326,5 +350,5 @@ class Saves:
         )
 
     def _warn(self, text: str, *values: object) -> None:
-        if self._checkpointer._ranks().rank == 0:
+        if self._checkpointer._get_comm().rank == 0:
             _LOG.warning(text, *values)

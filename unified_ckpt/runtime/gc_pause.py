@@ -8,41 +8,43 @@ import threading
 from types import TracebackType
 
 
-class _Paused:
-    """`with paused:`, on any threads. It goes over all objects again and again while they get more, for nothing: half of the time of
-    reading a large pickle, and now and then 0.2 s of a training that stands still. It runs again once the last who paused it is done;
-    where it did not run before the first, it does not."""
+class _GCPause:
+    """`with paused:`, on any threads. It goes over all objects again and again while they get more,
+    for nothing: half of the time of reading a large pickle, and now and then 0.2 s of a training
+    that stands still. It runs again once the last who paused it is done; where it did not run
+    before the first, it does not.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pauses = 0
-        self._ran = False
+        self._depth = 0
+        self._was_enabled = False
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._pauses:
-                self._ran = gc.isenabled()
+            if not self._depth:
+                self._was_enabled = gc.isenabled()
                 gc.disable()
-            self._pauses += 1
+            self._depth += 1
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
-            self._pauses -= 1
-            if not self._pauses and self._ran:
+            self._depth -= 1
+            if not self._depth and self._was_enabled:
                 gc.enable()
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a child: threads that have paused it are not there."""
         self._lock = threading.Lock()
-        if self._pauses and self._ran:
+        if self._depth and self._was_enabled:
             gc.enable()
-        self._pauses = 0
+        self._depth = 0
 
 
-paused = _Paused()
-os.register_at_fork(after_in_child=paused.forked)
+gc_paused = _GCPause()
+os.register_at_fork(after_in_child=gc_paused.reset_after_fork)

@@ -1,48 +1,56 @@
-"""What a caller asks to be done to a source before it is read: rules, layers stacked or not, a function of theirs; in this order."""
+"""What a caller asks to be done to a source before it is read: rules, layers stacked or not, a
+function of theirs; in this order.
+"""
 
 from __future__ import annotations
 
-from unified_ckpt.engine.source.by_position import ByPosition, Order
+from unified_ckpt.engine.source.by_position import IndexedOptimizerSource, Order
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.renames import Renames, parse_renames
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.rename_rules import renamed
+from unified_ckpt.views.rename_rules import apply_renames
 from unified_ckpt.views.stack_layers import stack_layers, unstack_layers
-from unified_ckpt.views.user_function import converted
+from unified_ckpt.views.user_function import apply_function
 
 
-def view(source: Source, options: SourceOptions) -> Source:
-    """NotFoundError, FormatError where the file or the function is not there, or does not fit the source."""
-    if not isinstance(source, ByPosition):
-        return _view(source, options)
+def apply_options(source: Source, options: SourceOptions) -> Source:
+    """NotFoundError, FormatError where the file or the function is not there, or does not fit the
+    source.
+    """
+    if not isinstance(source, IndexedOptimizerSource):
+        return _apply(source, options)
 
     def named(order: Order | None) -> Source:
-        found = _view(source.whole, options)
+        renamed_source = _apply(source.with_stored_order, options)
         if order is not None and options.optimizer_order is None:
-            ours, theirs = (
-                [list(one["names"]) for one in found.said().groups],
+            source_order, target_order = (
+                [list(own_group["names"]) for own_group in renamed_source.metadata().groups],
                 [[name for name, _ in group] for group in order],
             )
-            if ours != theirs:
+            if source_order != target_order:
                 raise FormatError(
                     "optimizer state is by position, and the optimizer to be filled has another order than the checkpoint gives under "
                     "these names; needed SourceOptions(optimizer_order=[[names of group 0, as the file has them], ...])"
                 )
-        return found
+        return renamed_source
 
-    return ByPosition(_view(source.without_optimizer(), options), named)
+    return IndexedOptimizerSource(_apply(source.without_optimizer(), options), named)
 
 
-def _view(source: Source, options: SourceOptions) -> Source:
+def _apply(source: Source, options: SourceOptions) -> Source:
     if isinstance(options.rename, str):
-        source = renamed(source, read_renames(options.rename), where=options.rename)
+        source = apply_renames(source, read_renames(options.rename), rules_path=options.rename)
     elif options.rename is not None:
-        source = renamed(source, Renames(rules=options.rename), where="SourceOptions(rename=...)")
+        source = apply_renames(
+            source, Renames(rules=options.rename), rules_path="SourceOptions(rename=...)"
+        )
     if options.layers is not None:
-        change = stack_layers if options.layers == "stacked" else unstack_layers
-        source = change(source, dim=options.layer_dim, lists=options.layer_lists)
-    return source if options.conversion_fn is None else converted(source, options.conversion_fn)
+        change_layers = stack_layers if options.layers == "stacked" else unstack_layers
+        source = change_layers(source, dim=options.layer_dim, lists=options.layer_lists)
+    return (
+        source if options.conversion_fn is None else apply_function(source, options.conversion_fn)
+    )
 
 
 def read_renames(path: str) -> Renames:

@@ -1,10 +1,11 @@
-"""A source's tensors under other names, cut up, turned and joined, as a Source. No byte moves before it is read.
+"""A source's tensors under other names, cut up, turned and joined, as a Source. No byte moves
+before it is read.
 
-What stays in order keeps its place in the files, and its digests where blocks are the same; what does not is made a panel at a time, in
-bounded memory.
+What stays in order keeps its place in the files, and its digests where blocks are the same; what
+does not is made a panel at a time, in bounded memory.
 
-How wrong bytes could be read: pieces differ in dtype, or have other shapes than was thought. So dtypes and shapes of all pieces are looked
-at before the first byte.
+How wrong bytes could be read: pieces differ in dtype, or have other shapes than was thought. So
+dtypes and shapes of all pieces are looked at before the first byte.
 """
 
 from __future__ import annotations
@@ -17,33 +18,35 @@ from typing import Any, Protocol
 import torch
 
 from unified_ckpt.core.recipes import (
-    Given,
+    External,
     Recipe,
     Run,
     Stored,
-    cut,
-    joined,
+    concat,
     leaves,
-    reshaped,
-    runs_of,
+    merged_runs,
+    reshape,
+    slice_dim,
 )
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Catalog, Location, Said, Source
+from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.format.digests import BLOCK_NBYTES
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, dense
-from unified_ckpt.views.derived_storage import Woven, mark_over, panels_of
-from unified_ckpt.views.materialize import make
-from unified_ckpt.views.shards import file_of
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, as_bytes, as_contiguous
+from unified_ckpt.views.derived_storage import DerivedStorage, chunk_storage, unique_prefix
+from unified_ckpt.views.materialize import materialize
+from unified_ckpt.views.shards import tensor_file
 
-_MAX_PIECES = 4096  # of a tensor that is read run by run
+_MAX_RUNS = 4096  # of a tensor that is read run by run
 
 
-class Formula(Protocol):
-    """How a tensor is made, before the shapes of what it is made of are known. Equal formulas make equal tensors."""
+class Expr(Protocol):
+    """How a tensor is made, before the shapes of what it is made of are known. Equal formulas make
+    equal tensors.
+    """
 
     @property
     def stored(self) -> Collection[Key]: ...
@@ -67,113 +70,119 @@ class Renamed:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ElementRange:
     """`count` elements of a stored tensor, row-major, from `first`."""
 
-    stored: str
+    name: str
     first: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RangesTensor:
     """A tensor by its shape, and the pieces that are its elements one after another."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    ranges: tuple[ElementRange, ...]
 
-    def of(self, part: str) -> Formula:
-        return _Pieces(part, self)
+    def in_part(self, part: str) -> Expr:
+        return _RangesExpr(part, self)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
+class _RangesExpr:
     part: str
-    made: Made
+    tensor: RangesTensor
 
     @property
     def stored(self) -> Collection[Key]:
-        return [(self.part, piece.stored) for piece in self.made.pieces]
+        return [(self.part, element_range.name) for element_range in self.tensor.ranges]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
-        found = []
-        for piece in self.made.pieces:
-            shape = shapes[self.part, piece.stored]
-            if piece.first + piece.count > prod(shape):
+        recipes = []
+        for element_range in self.tensor.ranges:
+            shape = shapes[self.part, element_range.name]
+            if element_range.first + element_range.count > prod(shape):
                 raise FormatError(
-                    f"{piece.stored} has {prod(shape)} elements; needed {piece.first + piece.count}"
+                    f"{element_range.name} has {prod(shape)} elements; needed {element_range.first + element_range.count}"
                 )
-            found.append(
-                cut(
-                    reshaped(Stored((self.part, piece.stored), shape), (-1,)),
+            recipes.append(
+                slice_dim(
+                    reshape(Stored((self.part, element_range.name), shape), (-1,)),
                     0,
-                    piece.first,
-                    piece.first + piece.count,
+                    element_range.first,
+                    element_range.first + element_range.count,
                 )
             )
-        return reshaped(joined(found, 0), self.made.shape)
+        return reshape(concat(recipes, 0), self.tensor.shape)
 
 
-def recut(
+def derive(
     source: Source,
-    made: Mapping[str, Made],
+    tensors: Mapping[str, RangesTensor],
     *,
     parts: Collection[str],
     unchanged: Collection[str] = (),
     refused: Collection[str] = (),
-) -> Recut:
-    """`made`: the view's tensors by name, the same in each of `parts`. `unchanged`: parts that the view has as they are; others are not in
-    it. `refused`: parts whose names the source does not tell, and nor does the view.
+) -> DerivedSource:
+    """`tensors`: the view's tensors by name, the same in each of `parts`. `unchanged`: parts that
+    the view has as they are; others are not in it. `refused`: parts whose names the source does not
+    tell, and nor does the view.
 
-    A tensor of which not all is stored has no name in the view. A stored tensor that no made one is cut from keeps its name.
+    A tensor of which not all is stored has no name in the view. A stored tensor that no made one is
+    cut from keeps its name.
     """
-    found: dict[str, dict[str, Formula]] = {}
+    exprs: dict[str, dict[str, Expr]] = {}
     for part in [part for part in source.parts if part in parts and part not in refused]:
         stored = set(source.names(part))
-        there = {
-            name: one
-            for name, one in made.items()
-            if all(piece.stored in stored for piece in one.pieces)
+        available = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if all(element_range.name in stored for element_range in tensor.ranges)
         }
-        used = {piece.stored for one in there.values() for piece in one.pieces}
-        found[part] = {name: one.of(part) for name, one in there.items()} | {
+        used = {
+            element_range.name for tensor in available.values() for element_range in tensor.ranges
+        }
+        exprs[part] = {name: tensor.in_part(part) for name, tensor in available.items()} | {
             name: Renamed((part, name)) for name in sorted(stored - used)
         }
-    renamed = {
-        one.pieces[0].stored: name
-        for name, one in made.items()
-        if len(one.pieces) == 1 and one.pieces[0].first == 0
+    new_names = {
+        tensor.ranges[0].name: name
+        for name, tensor in tensors.items()
+        if len(tensor.ranges) == 1 and tensor.ranges[0].first == 0
     }
     aliases = {
-        part: {renamed.get(a, a): renamed.get(b, b) for a, b in source.aliases(part).items()}
-        for part in found
+        part: {new_names.get(a, a): new_names.get(b, b) for a, b in source.aliases(part).items()}
+        for part in exprs
     }
     for part in [part for part in source.parts if part in unchanged]:
-        found[part] = {name: Renamed((part, name)) for name in source.names(part)}
+        exprs[part] = {name: Renamed((part, name)) for name in source.names(part)}
         aliases[part] = dict(source.aliases(part))
-    return Recut(source, found, aliases=aliases, refused=refused)
+    return DerivedSource(source, exprs, aliases=aliases, refused=refused)
 
 
-class Recut:
-    """`made`: every tensor of the view, by part and name. `said`: in the view's names, where that matters."""
+class DerivedSource:
+    """`made`: every tensor of the view, by part and name. `said`: in the view's names, where that
+    matters.
+    """
 
     def __init__(
         self,
         source: Source,
-        made: Mapping[str, Mapping[str, Formula]],
+        exprs: Mapping[str, Mapping[str, Expr]],
         *,
         aliases: Mapping[str, Mapping[str, str]],
-        said: Said | None = None,
+        metadata: SourceMetadata | None = None,
         refused: Collection[str] = (),
     ) -> None:
-        self._source, self._made, self._aliases, self._said, self._refused = (
+        self._source, self._exprs, self._aliases, self._metadata, self._refused = (
             source,
-            made,
+            exprs,
             aliases,
-            said,
+            metadata,
             refused,
         )
-        self._known: dict[Key, tuple[Recipe, TensorSpec]] = {}
+        self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
 
     @property
     def format(self) -> str:
@@ -181,87 +190,107 @@ class Recut:
 
     @property
     def parts(self) -> Sequence[str]:
-        return sorted({*self._made, *self._refused})
+        return sorted({*self._exprs, *self._refused})
 
     def names(self, part: str) -> Collection[str]:
         if part in self._refused:
             return self._source.names(part)  # which says why
-        return self._made.get(part, {}).keys()
+        return self._exprs.get(part, {}).keys()
 
     def aliases(self, part: str) -> Mapping[str, str]:
         return self._aliases.get(part, {})
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
-        found = self._recipes([(part, name) for name in names])
-        return {name: found[part, name][1] for name in names}
+        resolved = self._recipes([(part, name) for name in names])
+        return {name: resolved[part, name][1] for name in names}
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         recipe, spec = self._recipes([(part, name)])[part, name]
         if not box.numel:
             return b""
         try:
-            return bytes(as_bytes(dense(make(recipe, box, self._read, TORCH_DTYPES[spec.dtype]))))
+            return bytes(
+                as_bytes(
+                    as_contiguous(materialize(recipe, box, self._read, TORCH_DTYPES[spec.dtype]))
+                )
+            )
         except FormatError as error:
             raise FormatError(f"{part}:{name}: {error}") from error
 
-    def catalog(self, wanted: Collection[Key]) -> Catalog:
-        found = self._recipes(wanted)
-        stored = {
+    def catalog(self, keys: Collection[Key]) -> Catalog:
+        resolved = self._recipes(keys)
+        stored_shapes = {
             leaf.key: leaf.shape
-            for recipe, _ in found.values()
+            for recipe, _ in resolved.values()
             for leaf in leaves(recipe)
             if isinstance(leaf, Stored)
         }
-        inner = self._source.catalog(stored.keys())
-        mark = mark_over(inner.storage)
-        locations, spans, made = {}, {}, {}
-        for key, (recipe, spec) in found.items():
-            pieces, item = runs_of(recipe), itemsize(spec.dtype)
-            if pieces is None or len(pieces) > _MAX_PIECES:
-                made[key] = recipe, spec
-                locations[key] = Location(mark + file_of(*key), 0)
+        inner = self._source.catalog(stored_shapes.keys())
+        prefix = unique_prefix(inner.storage)
+        locations, spans, materialized = {}, {}, {}
+        for key, (recipe, spec) in resolved.items():
+            element_runs, element_nbytes = merged_runs(recipe), itemsize(spec.dtype)
+            if element_runs is None or len(element_runs) > _MAX_RUNS:
+                materialized[key] = recipe, spec
+                locations[key] = Location(prefix + tensor_file(*key), 0)
                 continue
-            places = [
-                (piece.count * item, _moved(inner.locations[piece.stored], piece.first * item))
-                for piece in pieces
+            pieces_locations = [
+                (
+                    element_run.count * element_nbytes,
+                    _shift(inner.locations[element_run.stored], element_run.first * element_nbytes),
+                )
+                for element_run in element_runs
             ]
-            locations[key] = places[0][1] if len(places) == 1 else Location(mark + file_of(*key), 0)
-            if len(places) > 1:
-                spans[mark + file_of(*key)] = places
+            locations[key] = (
+                pieces_locations[0][1]
+                if len(pieces_locations) == 1
+                else Location(prefix + tensor_file(*key), 0)
+            )
+            if len(pieces_locations) > 1:
+                spans[prefix + tensor_file(*key)] = pieces_locations
         leaf_keys = {
-            one.key
-            for recipe, _ in made.values()
-            for one in leaves(recipe)
-            if isinstance(one, Stored)
+            stored_leaf.key
+            for recipe, _ in materialized.values()
+            for stored_leaf in leaves(recipe)
+            if isinstance(stored_leaf, Stored)
         }
-        proofs = (
-            self._source.block_digests(leaf_keys) if inner.ledger is None else {}
+        digests = (
+            self._source.block_digests(leaf_keys) if inner.verification_log is None else {}
         )  # else the storage compares
         return Catalog(
-            Woven(inner.storage, mark, spans, panels_of(inner, proofs, made)),
+            DerivedStorage(
+                inner.storage, prefix, spans, chunk_storage(inner, digests, materialized)
+            ),
             locations,
-            inner.ledger,
+            inner.verification_log,
         )
 
-    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Of tensors whose blocks are all blocks that are stored."""
         blocks = {
-            key: _blocks(recipe, spec) for key, (recipe, spec) in self._recipes(wanted).items()
+            key: _stored_blocks(recipe, spec) for key, (recipe, spec) in self._recipes(keys).items()
         }
         stored = self._source.block_digests(
-            {piece.stored for pieces in blocks.values() for piece, _, _ in pieces or ()}
+            {
+                element_run.stored
+                for block_runs in blocks.values()
+                for element_run, _, _ in block_runs or ()
+            }
         )
-        found: dict[Key, Sequence[int] | None] = dict.fromkeys(wanted)
-        for key, pieces in blocks.items():
-            digests = [(stored[piece.stored], first, stop) for piece, first, stop in pieces or ()]
-            if digests and all(known is not None for known, _, _ in digests):
-                found[key] = tuple(
-                    one for known, first, stop in digests for one in (known or ())[first:stop]
+        result: dict[Key, Sequence[int] | None] = dict.fromkeys(keys)
+        for key, block_runs in blocks.items():
+            crc_ranges = [
+                (stored[element_run.stored], first, stop)
+                for element_run, first, stop in block_runs or ()
+            ]
+            if crc_ranges and all(crcs is not None for crcs, _, _ in crc_ranges):
+                result[key] = tuple(
+                    crc for crcs, first, stop in crc_ranges for crc in (crcs or ())[first:stop]
                 )
-        return found
+        return result
 
-    def said(self) -> Said:
-        return self._said or self._source.said()
+    def metadata(self) -> SourceMetadata:
+        return self._metadata or self._source.metadata()
 
     def rank_extra(self, rank: int) -> Any:
         return self._source.rank_extra(rank)
@@ -269,33 +298,33 @@ class Recut:
     def close(self) -> None:
         self._source.close()
 
-    def _recipes(self, wanted: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
+    def _recipes(self, keys: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
         """Checked, and with what they make."""
-        absent = sorted(name for part, name in wanted if name not in self.names(part))
-        if absent:
+        missing = sorted(name for part, name in keys if name not in self.names(part))
+        if missing:
             raise NotFoundError(
-                f"{next(part for part, name in wanted if name == absent[0])}:{absent[0]}: is not in the checkpoint"
+                f"{next(part for part, name in keys if name == missing[0])}:{missing[0]}: is not in the checkpoint"
             )
-        fresh = {
-            (part, name): self._made[part][name]
-            for part, name in wanted
-            if (part, name) not in self._known
+        unresolved = {
+            (part, name): self._exprs[part][name]
+            for part, name in keys
+            if (part, name) not in self._resolved
         }
-        needed: dict[str, set[str]] = {}
-        for formula in fresh.values():
-            for part, name in formula.stored:
-                needed.setdefault(part, set()).add(name)
+        names_by_part: dict[str, set[str]] = {}
+        for expr in unresolved.values():
+            for part, name in expr.stored:
+                names_by_part.setdefault(part, set()).add(name)
         specs = {
             (part, name): spec
-            for part, names in needed.items()
+            for part, names in names_by_part.items()
             for name, spec in self._source.specs(part, names).items()
         }
-        for key, formula in fresh.items():
+        for key, expr in unresolved.items():
             try:
-                self._known[key] = _checked(formula, specs)
+                self._resolved[key] = _resolve(expr, specs)
             except CheckpointError as error:
                 raise type(error)(f"{':'.join(key)}: {error}") from error
-        return {key: self._known[key] for key in wanted}
+        return {key: self._resolved[key] for key in keys}
 
     def _read(self, key: Key, box: Box) -> torch.Tensor:
         dtype = TORCH_DTYPES[self._source.specs(key[0], [key[1]])[key[1]].dtype]
@@ -306,34 +335,47 @@ class Recut:
         )
 
 
-def _checked(formula: Formula, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, TensorSpec]:
-    recipe = formula.recipe({key: specs[key].shape for key in formula.stored})
+def _resolve(expr: Expr, specs: Mapping[Key, TensorSpec]) -> tuple[Recipe, TensorSpec]:
+    recipe = expr.recipe({key: specs[key].shape for key in expr.stored})
     dtypes = {
-        one.dtype if isinstance(one, Given) else specs[one.key].dtype for one in leaves(recipe)
+        leaf.dtype if isinstance(leaf, External) else specs[leaf.key].dtype
+        for leaf in leaves(recipe)
     }
     if len(dtypes) > 1:
         raise FormatError(f"its pieces have dtypes {', '.join(sorted(dtypes))}; needed one")
     spec = TensorSpec(dtypes.pop(), recipe.shape)
-    if spec.dtype == "F4" and runs_of(recipe) is None:
+    if spec.dtype == "F4" and merged_runs(recipe) is None:
         raise FormatError(
             "its pieces have dtype F4, two elements in a byte; needed a tensor that is cut at rows and joined, no more"
         )
     return recipe, spec
 
 
-def _moved(location: Location, nbytes: int) -> Location:
+def _shift(location: Location, nbytes: int) -> Location:
     return Location(location.file, location.start + nbytes)
 
 
-def _blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Run, int, int]] | None:
+def _stored_blocks(recipe: Recipe, spec: TensorSpec) -> list[tuple[Run, int, int]] | None:
     """The half-open range of stored blocks that each piece is; None where one is no whole blocks."""
-    pieces, item, start, found = runs_of(recipe), itemsize(spec.dtype), 0, []
-    sizes = {one.key: prod(one.shape) * item for one in leaves(recipe) if isinstance(one, Stored)}
-    for piece in pieces or ():
-        first, stop = piece.first * item, (piece.first + piece.count) * item
+    element_runs, element_nbytes, start, block_runs = (
+        merged_runs(recipe),
+        itemsize(spec.dtype),
+        0,
+        [],
+    )
+    sizes = {
+        leaf.key: prod(leaf.shape) * element_nbytes
+        for leaf in leaves(recipe)
+        if isinstance(leaf, Stored)
+    }
+    for element_run in element_runs or ():
+        first, stop = (
+            element_run.first * element_nbytes,
+            (element_run.first + element_run.count) * element_nbytes,
+        )
         start += stop - first
-        at_end = stop == sizes[piece.stored] and start == spec.nbytes
+        at_end = stop == sizes[element_run.stored] and start == spec.nbytes
         if first % BLOCK_NBYTES or (stop % BLOCK_NBYTES and not at_end):
             return None
-        found.append((piece, first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)))
-    return found if pieces is not None else None
+        block_runs.append((element_run, first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)))
+    return block_runs if element_runs is not None else None

@@ -1,7 +1,8 @@
-"""Rename rules on a source: which of its tensors each rule has, what they become, and what else is called by their names.
+"""Rename rules on a source: which of its tensors each rule has, what they become, and what else is
+called by their names.
 
-How a tensor could be lost without a word: no rule has it, two become one name, a layer of a stack is missing. Each is an error that lists
-the names, before anything is read.
+How a tensor could be lost without a word: no rule has it, two become one name, a layer of a stack
+is missing. Each is an error that lists the names, before anything is read.
 """
 
 from __future__ import annotations
@@ -11,433 +12,493 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format.renames import Over, Renames, Rule, captures, filled
+from unified_ckpt.format.renames import Over, Renames, Rule, captures, substitute
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
-from unified_ckpt.views.derived import Formula, Recut, Renamed
-from unified_ckpt.views.rule_outputs import COUNT, Product, made_of
+from unified_ckpt.views.derived import DerivedSource, Expr, Renamed
+from unified_ckpt.views.rule_outputs import STEP, RuleOutput, base_recipe
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """`number`: of the rule; `targets`: the names that it makes, with a hole left for the number that it unstacks; `layer`: the number
-    that it stacks; `pattern`: which of its patterns it is."""
+    """`rule_index`: of the rule; `targets`: the names that it makes, with a hole left for the
+    number that it unstacks; `layer`: the number that it stacks; `pattern_index`: which of its
+    patterns it is.
+    """
 
-    number: int
+    rule_index: int
     rule: Rule
     targets: tuple[str, ...]
     layer: str
-    pattern: int
+    pattern_index: int
 
 
 class _Rules:
     """Some rules of a file, by their numbers in it."""
 
-    def __init__(self, numbered: Sequence[tuple[int, Rule]]) -> None:
-        self._tried = [
-            (number, rule, index, one)
-            for number, rule in numbered
-            for index, one in enumerate(rule.patterns())
+    def __init__(self, indexed_rules: Sequence[tuple[int, Rule]]) -> None:
+        self._patterns = [
+            (rule_index, rule, pattern_index, pattern)
+            for rule_index, rule in indexed_rules
+            for pattern_index, pattern in enumerate(rule.patterns())
         ]
 
     def match(self, name: str) -> _Match | None:
         """The first that has this name. A rule that only pads makes the name itself."""
-        for number, rule, index, pattern in self._tried:
-            found = pattern.fullmatch(name)
-            if found is not None:
-                values = captures(found)
+        for rule_index, rule, pattern_index, pattern in self._patterns:
+            regex_match = pattern.fullmatch(name)
+            if regex_match is not None:
+                values = captures(regex_match)
                 layer = values.pop(rule.stack.over) if rule.stack is not None else "0"
                 targets = (
                     (name,)
                     if rule.pads_only
-                    else tuple(filled(target.name, values) for target in rule.to)
+                    else tuple(substitute(target.name, values) for target in rule.to)
                 )
-                return _Match(number, rule, targets, layer, index)
+                return _Match(rule_index, rule, targets, layer, pattern_index)
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Members:
-    """Tensors of a part, by the names that rules are for. `others`: those of them that are aliases; `leaders`: what has the shape of
-    each; `state`: None for tensors that have the names themselves."""
+class _NamedTensors:
+    """Tensors of a part, by the names that rules are for. `alias_keys`: those of them that are
+    aliases;
+    `shape_keys`: what has the shape of each; `state`: None for tensors that have the names
+    themselves.
+    """
 
     part: str
     keys: Mapping[str, Key]
-    others: Mapping[str, Key]
-    leaders: Mapping[str, Key]
+    alias_keys: Mapping[str, Key]
+    shape_keys: Mapping[str, Key]
     state: str | None = None
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         return name if self.state is None else f"{name}/{self.state}"
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What becomes of a part. `foreign`: names that only aliases have led to; `used`: rules by number; `pads`: dims, by name."""
+class _PartPlan:
+    """What becomes of a part. `alias_only`: names that only aliases have led to; `used`: rules by
+    number; `pads`: dims, by name.
+    """
 
-    made: dict[str, Formula] = field(default_factory=dict)
-    foreign: set[str] = field(default_factory=set)
+    exprs: dict[str, Expr] = field(default_factory=dict)
+    alias_only: set[str] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     pads: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def renamed(source: Source, renames: Renames, *, where: str = "rules") -> Recut:
-    """The source by the rules. FormatError listing what they leave in doubt. `where`: the rules' file, for people."""
+def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules") -> DerivedSource:
+    """The source by the rules. FormatError listing what they leave in doubt. `rules_path`: the
+    rules' file, for people.
+    """
     plans = {part: _part_plan(source, part, renames) for part in source.parts}
     problems = [problem for plan in plans.values() for problem in plan.problems]
-    used = {number for plan in plans.values() for number in plan.used}
-    rules = _rules_of(renames, MODEL)
-    used |= {match.number for match in map(rules.match, source.said().modules) if match is not None}
-    for number, rule in enumerate(renames.rules):
-        if number not in used and not rule.optional:
+    used = {rule_index for plan in plans.values() for rule_index in plan.used}
+    rules = _rules_for_part(renames, MODEL)
+    used |= {
+        match.rule_index
+        for match in map(rules.match, source.metadata().modules)
+        if match is not None
+    }
+    for rule_index, rule in enumerate(renames.rules):
+        if rule_index not in used and not rule.optional:
             problems.append(
-                f"rule {number + 1} ({', '.join((*rule.match, *rule.regex))}): matches no tensor; `optional = true` allows that"
+                f"rule {rule_index + 1} ({', '.join((*rule.match, *rule.regex))}): matches no tensor; `optional = true` allows that"
             )
     if problems:
-        raise FormatError(listed(f"{where}: does not fit the checkpoint", problems))
-    settled = {
-        part: _settled(plan) for part, plan in plans.items() if plan.made or not source.names(part)
+        raise FormatError(format_list(f"{rules_path}: does not fit the checkpoint", problems))
+    resolved = {
+        part: _resolve_aliases(plan)
+        for part, plan in plans.items()
+        if plan.exprs or not source.names(part)
     }
-    made, aliases = (
-        {part: made for part, (made, _) in settled.items()},
-        {part: aliases for part, (_, aliases) in settled.items()},
+    exprs, aliases = (
+        {part: exprs for part, (exprs, _) in resolved.items()},
+        {part: aliases for part, (_, aliases) in resolved.items()},
     )
     pads = {
         (part, aliases.get(part, {}).get(name, name)): dims
         for part, plan in plans.items()
         for name, dims in plan.pads.items()
     }
-    return Recut(source, made, aliases=aliases, said=_said(source, renames, pads))
+    return DerivedSource(
+        source, exprs, aliases=aliases, metadata=_renamed_metadata(source, renames, pads)
+    )
 
 
-def _rules_of(renames: Renames, part: str) -> _Rules:
+def _rules_for_part(renames: Renames, part: str) -> _Rules:
     return _Rules(
         [
-            (number, rule)
-            for number, rule in enumerate(renames.rules)
+            (index, rule)
+            for index, rule in enumerate(renames.rules)
             if rule.parts is None or part in rule.parts
         ]
     )
 
 
-def _part_plan(source: Source, part: str, renames: Renames) -> _Plan:
-    plan = _Plan()
+def _part_plan(source: Source, part: str, renames: Renames) -> _PartPlan:
+    plan = _PartPlan()
     keys = {name: (part, name) for name in sorted(source.names(part))}
     if part == OPTIMIZER:
         _plan_optimizer(plan, source, keys, renames)
     else:
-        others = {
-            name: (part, of)
-            for name, of in sorted(source.aliases(part).items())
+        alias_keys = {
+            name: (part, target)
+            for name, target in sorted(source.aliases(part).items())
             if name not in keys
         }
-        _assign(
+        _apply_rules(
             plan,
             source,
-            _Members(part, keys | others, others, keys | others),
-            _rules_of(renames, part),
+            _NamedTensors(part, keys | alias_keys, alias_keys, keys | alias_keys),
+            _rules_for_part(renames, part),
             renames,
         )
     return plan
 
 
-def _plan_optimizer(plan: _Plan, source: Source, keys: Mapping[str, Key], renames: Renames) -> None:
+def _plan_optimizer(
+    plan: _PartPlan, source: Source, keys: Mapping[str, Key], renames: Renames
+) -> None:
     """Rules of its own first; the rest of the state follows the parameters."""
-    own = _Rules(
+    optimizer_rules = _Rules(
         [
-            (number, rule)
-            for number, rule in enumerate(renames.rules)
+            (index, rule)
+            for index, rule in enumerate(renames.rules)
             if rule.parts is not None and OPTIMIZER in rule.parts
         ]
     )
-    told = {name: key for name, key in keys.items() if own.match(name) is not None}
-    _assign(plan, source, _Members(OPTIMIZER, told, {}, keys), own, renames)
+    matched = {name: key for name, key in keys.items() if optimizer_rules.match(name) is not None}
+    _apply_rules(
+        plan, source, _NamedTensors(OPTIMIZER, matched, {}, keys), optimizer_rules, renames
+    )
     states: dict[str, dict[str, Key]] = {}
-    for name in keys.keys() - told.keys():
+    for name in keys.keys() - matched.keys():
         fqn, _, state = name.rpartition("/")
         states.setdefault(state, {})[fqn] = keys[name]
-    follow, leaders = _rules_of(renames, MODEL), _leaders(source)
-    for state, members in sorted(states.items()):
-        _assign(
+    model_rules, shape_keys = _rules_for_part(renames, MODEL), _shape_keys(source)
+    for state, keys_by_fqn in sorted(states.items()):
+        _apply_rules(
             plan,
             source,
-            _Members(OPTIMIZER, dict(sorted(members.items())), {}, leaders, state),
-            follow,
+            _NamedTensors(OPTIMIZER, dict(sorted(keys_by_fqn.items())), {}, shape_keys, state),
+            model_rules,
             renames,
         )
 
 
-def _leaders(source: Source) -> dict[str, Key]:
+def _shape_keys(source: Source) -> dict[str, Key]:
     """A tensor with the shape of each parameter that has state."""
-    found: dict[str, Key] = {}
+    shape_keys: dict[str, Key] = {}
     for name in sorted(source.names(OPTIMIZER)) if OPTIMIZER in source.parts else ():
         fqn, _, state = name.rpartition("/")
-        if state != COUNT:
-            found.setdefault(fqn, (OPTIMIZER, name))
+        if state != STEP:
+            shape_keys.setdefault(fqn, (OPTIMIZER, name))
     for part in (MASTER, WITHOUT_MASTERS, MODEL):
-        found |= {name: (part, name) for name in source.names(part)} if part in source.parts else {}
-    return found
+        shape_keys |= (
+            {name: (part, name) for name in source.names(part)} if part in source.parts else {}
+        )
+    return shape_keys
 
 
-def _assign(
-    plan: _Plan, source: Source, members: _Members, rules: _Rules, renames: Renames
+def _apply_rules(
+    plan: _PartPlan, source: Source, tensors: _NamedTensors, rules: _Rules, renames: Renames
 ) -> None:
     """What becomes of the members by the rules."""
-    found: dict[tuple[int, tuple[str, ...]], list[tuple[_Match, str]]] = {}
-    for name, key in members.keys.items():
-        match, is_alias = rules.match(name), name in members.others
+    matches: dict[tuple[int, tuple[str, ...]], list[tuple[_Match, str]]] = {}
+    for name, key in tensors.keys.items():
+        match, is_alias = rules.match(name), name in tensors.alias_keys
         if match is not None:
-            plan.used.add(match.number)
+            plan.used.add(match.rule_index)
         if match is not None and match.rule.pads_only:
-            _put(
+            _add(
                 plan,
-                members,
+                tensors,
                 name,
                 Renamed(key),
-                foreign=is_alias,
-                pad=_pad(source, members, match.rule, name),
+                alias_only=is_alias,
+                pad=_pad_dims(source, tensors, match.rule, name),
             )
         elif match is not None:
-            found.setdefault((match.number, match.targets), []).append((match, name))
+            matches.setdefault((match.rule_index, match.targets), []).append((match, name))
         elif renames.unmatched == "keep" or (renames.unmatched == "error" and is_alias):
-            _put(plan, members, name, Renamed(key), foreign=is_alias)
+            _add(plan, tensors, name, Renamed(key), alias_only=is_alias)
         elif renames.unmatched == "error":
-            plan.problems.append(f"{members.part}:{members.stored(name)}: no rule has it")
-    plan.problems += [f"{members.part}: {problem}" for problem in _uneven(found)]
-    for (_, targets), matched in found.items():
+            plan.problems.append(f"{tensors.part}:{tensors.stored_name(name)}: no rule has it")
+    plan.problems += [f"{tensors.part}: {problem}" for problem in _uneven_stacks(matches)]
+    for (_, targets), matched in matches.items():
         if not matched[0][0].rule.drop:
-            _produce(plan, source, members, targets, matched)
+            _add_outputs(plan, source, tensors, targets, matched)
 
 
-def _pad(source: Source, members: _Members, rule: Rule, name: str) -> tuple[int, ...]:
-    """The dims along which what a rule makes of this tensor may grow: of state only where it has its parameter's shape."""
-    leader = members.leaders.get(name)
-    if not rule.pad or members.state == COUNT or leader is None:
+def _pad_dims(source: Source, tensors: _NamedTensors, rule: Rule, name: str) -> tuple[int, ...]:
+    """The dims along which what a rule makes of this tensor may grow: of state only where it has
+    its parameter's shape.
+    """
+    shape_key = tensors.shape_keys.get(name)
+    if not rule.pad or tensors.state == STEP or shape_key is None:
         return ()
-    shape, own = (
-        source.specs(key[0], [key[1]])[key[1]].shape for key in (leader, members.keys[name])
+    shape, stored_shape = (
+        source.specs(key[0], [key[1]])[key[1]].shape for key in (shape_key, tensors.keys[name])
     )
-    return rule.pad if members.state is None or shape == own else ()
+    return rule.pad if tensors.state is None or shape == stored_shape else ()
 
 
-def _uneven(
-    found: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]],
+def _uneven_stacks(
+    matches: Mapping[tuple[int, tuple[str, ...]], Sequence[tuple[_Match, str]]],
 ) -> Iterator[str]:
-    """Stacks of one rule that have not the same numbers: a layer at the end that lacks a tensor is seen by nothing else."""
+    """Stacks of one rule that have not the same numbers: a layer at the end that lacks a tensor is
+    seen by nothing else.
+    """
     first: dict[int, tuple[str, set[str]]] = {}
-    for (number, targets), matched in found.items():
+    for (rule_index, targets), matched in matches.items():
         rule, layers = matched[0][0].rule, {match.layer for match, _ in matched}
         if rule.stack is None or rule.partial or rule.drop:
             continue
-        other, known = first.setdefault(number, (targets[0], layers))
-        if layers != known:
-            apart = ", ".join(sorted(layers ^ known))
-            yield f"{targets[0]} is stacked of {len(layers)}, {other} of {len(known)}; needed both of {apart}, or `partial = true`"
+        first_target, first_layers = first.setdefault(rule_index, (targets[0], layers))
+        if layers != first_layers:
+            differing = ", ".join(sorted(layers ^ first_layers))
+            yield f"{targets[0]} is stacked of {len(layers)}, {first_target} of {len(first_layers)}; needed both of {differing}, or `partial = true`"
 
 
-def _produce(
-    plan: _Plan,
+def _add_outputs(
+    plan: _PartPlan,
     source: Source,
-    members: _Members,
+    tensors: _NamedTensors,
     targets: Sequence[str],
     matched: Sequence[tuple[_Match, str]],
 ) -> None:
     """The tensors that one rule makes of what it has found for one set of names."""
-    rule, part, state = matched[0][0].rule, members.part, members.state
-    rows, problems = _rows(rule, matched, f"{part}:{', '.join(map(members.stored, targets))}")
+    rule, part, state = matched[0][0].rule, tensors.part, tensors.state
+    rows, problems = _stack_rows(
+        rule, matched, f"{part}:{', '.join(map(tensors.stored_name, targets))}"
+    )
     if problems:
         plan.problems += problems
         return
-    leader = None if state is None else members.leaders.get(rows[0][0])
-    if rule.unstack is not None and state is not None and leader is None:
-        lost = members.stored(rows[0][0])
+    shape_key = None if state is None else tensors.shape_keys.get(rows[0][0])
+    if rule.unstack is not None and state is not None and shape_key is None:
+        stored_name = tensors.stored_name(rows[0][0])
         plan.problems.append(
-            f"{part}:{lost}: how many it becomes is not known; needed its parameter, or other state of it"
+            f"{part}:{stored_name}: how many it becomes is not known; needed its parameter, or other state of it"
         )
         return
-    product = Product(
+    output = RuleOutput(
         rule,
-        tuple(tuple(members.keys[name] for name in row) for row in rows),
+        tuple(tuple(tensors.keys[name] for name in row) for row in rows),
         0,
         state=state,
-        leader=leader,
+        shape_key=shape_key,
     )
-    shaped = [[members.leaders.get(name, members.keys[name]) for name in row] for row in rows]
-    foreign = all(name in members.others for row in rows for name in row)
-    for name, formula in _formulas(source, product, targets, shaped):
-        _put(
+    shape_rows = [
+        [tensors.shape_keys.get(name, tensors.keys[name]) for name in row] for row in rows
+    ]
+    alias_only = all(name in tensors.alias_keys for row in rows for name in row)
+    for name, expr in _output_exprs(source, output, targets, shape_rows):
+        _add(
             plan,
-            members,
+            tensors,
             name,
-            formula,
-            foreign=foreign,
-            pad=_pad(source, members, rule, rows[0][0]),
+            expr,
+            alias_only=alias_only,
+            pad=_pad_dims(source, tensors, rule, rows[0][0]),
         )
 
 
-def _rows(
-    rule: Rule, members: Sequence[tuple[_Match, str]], what: str
+def _stack_rows(
+    rule: Rule, matched: Sequence[tuple[_Match, str]], output_names: str
 ) -> tuple[list[list[str]], list[str]]:
-    """The tensors of a rule by number and pattern, and what is wrong with them. `what`: they become."""
-    places: dict[str, dict[int, list[str]]] = {}
-    for match, name in members:
-        places.setdefault(match.layer, {}).setdefault(match.pattern, []).append(name)
-    wrong = [layer for layer in places if not layer.isdecimal() or str(int(layer)) != layer]
-    if wrong:
+    """The tensors of a rule by number and pattern, and what is wrong with them. `output_names`:
+    they become.
+    """
+    names_by_layer: dict[str, dict[int, list[str]]] = {}
+    for match, name in matched:
+        names_by_layer.setdefault(match.layer, {}).setdefault(match.pattern_index, []).append(name)
+    invalid = [
+        layer for layer in names_by_layer if not layer.isdecimal() or str(int(layer)) != layer
+    ]
+    if invalid:
         return [], [
-            f"{what}: {places[wrong[0]]} would be number {wrong[0]!r} of a stack; needed a number"
+            f"{output_names}: {names_by_layer[invalid[0]]} would be number {invalid[0]!r} of a stack; needed a number"
         ]
-    twice = [names for of in places.values() for names in of.values() if len(names) > 1]
-    if twice:
-        return [], [f"{what}: {' and '.join(names)} have one name" for names in twice]
-    order = sorted(places, key=int)
+    duplicates = [
+        names
+        for names_by_pattern in names_by_layer.values()
+        for names in names_by_pattern.values()
+        if len(names) > 1
+    ]
+    if duplicates:
+        return [], [f"{output_names}: {' and '.join(names)} have one name" for names in duplicates]
+    order = sorted(names_by_layer, key=int)
     over = rule.stack or Over(over="")
-    wanted = [str(over.start + k * over.step) for k in range(len(order))]
-    if order != wanted:
-        lost = sorted(set(wanted) - set(order), key=int)
+    expected = [str(over.start + position * over.step) for position in range(len(order))]
+    if order != expected:
+        missing_layers = sorted(set(expected) - set(order), key=int)
         return [], [
-            f"{what}: number {', '.join(lost)} is missing of a stack that has {', '.join(order)}"
+            f"{output_names}: number {', '.join(missing_layers)} is missing of a stack that has {', '.join(order)}"
         ]
     patterns = rule.match or rule.regex
     missing = [
         (layer, index)
         for layer in order
         for index in range(len(patterns))
-        if index not in places[layer]
+        if index not in names_by_layer[layer]
     ]
     if missing:
         layer, index = missing[0]
-        beside = next(iter(places[layer].values()))[0]
-        return [], [f"{what}: nothing matches {patterns[index]} beside {beside}"]
-    return [[places[layer][index][0] for index in range(len(patterns))] for layer in order], []
+        sibling = next(iter(names_by_layer[layer].values()))[0]
+        return [], [f"{output_names}: nothing matches {patterns[index]} beside {sibling}"]
+    return [
+        [names_by_layer[layer][index][0] for index in range(len(patterns))] for layer in order
+    ], []
 
 
-def _formulas(
-    source: Source, product: Product, targets: Sequence[str], leaders: Sequence[Sequence[Key]]
-) -> Iterator[tuple[str, Formula]]:
-    rule = product.rule
-    for number, target in enumerate(targets):
+def _output_exprs(
+    source: Source, output: RuleOutput, targets: Sequence[str], shape_rows: Sequence[Sequence[Key]]
+) -> Iterator[tuple[str, Expr]]:
+    rule = output.rule
+    for target_index, target in enumerate(targets):
         if _only_renames(rule):
-            yield target, Renamed(product.rows[0][0])
+            yield target, Renamed(output.rows[0][0])
         elif rule.unstack is None:
-            yield target, replace(product, target=number)
+            yield target, replace(output, target=target_index)
         else:
-            for index in range(_count(source, rule, leaders)):
+            for index in range(_unstacked_count(source, rule, shape_rows)):
                 yield (
-                    filled(
+                    substitute(
                         target,
                         {rule.unstack.over: str(rule.unstack.start + index * rule.unstack.step)},
                     ),
-                    replace(product, target=number, index=index),
+                    replace(output, target=target_index, index=index),
                 )
 
 
-def _count(source: Source, rule: Rule, rows: Sequence[Sequence[Key]]) -> int:
+def _unstacked_count(source: Source, rule: Rule, shape_rows: Sequence[Sequence[Key]]) -> int:
     """How many tensors a rule unstacks. FormatError where the dim is not there."""
-    shapes = {key: source.specs(key[0], [key[1]])[key[1]].shape for row in rows for key in row}
+    shapes = {
+        key: source.specs(key[0], [key[1]])[key[1]].shape for row in shape_rows for key in row
+    }
     shape, dim = (
-        made_of(rule, rows, shapes, power=1).shape,
+        base_recipe(rule, shape_rows, shapes, power=1).shape,
         rule.unstack.dim if rule.unstack is not None else 0,
     )
     if not -len(shape) <= dim < len(shape):
         raise FormatError(
-            f"{':'.join(rows[0][0])}: unstack of dim {dim} of shape {shape}; needed one of its {len(shape)} dims"
+            f"{':'.join(shape_rows[0][0])}: unstack of dim {dim} of shape {shape}; needed one of its {len(shape)} dims"
         )
     return shape[dim]
 
 
-def _put(
-    plan: _Plan,
-    members: _Members,
+def _add(
+    plan: _PartPlan,
+    tensors: _NamedTensors,
     name: str,
-    formula: Formula,
+    expr: Expr,
     *,
-    foreign: bool,
+    alias_only: bool,
     pad: tuple[int, ...] = (),
 ) -> None:
     """`name`: as rules have it."""
-    name = members.stored(name)
-    if name in plan.made:
+    name = tensors.stored_name(name)
+    if name in plan.exprs:
         sources = [
-            f"{of}:{one}"
-            for one, of in ((key[1], key[0]) for key in (*plan.made[name].stored, *formula.stored))
+            f"{part}:{stored_name}"
+            for stored_name, part in (
+                (key[1], key[0]) for key in (*plan.exprs[name].stored, *expr.stored)
+            )
         ]
         plan.problems.append(
-            f"{members.part}:{name}: becomes the name of {' and of '.join(dict.fromkeys(sources))}"
+            f"{tensors.part}:{name}: becomes the name of {' and of '.join(dict.fromkeys(sources))}"
         )
         return
-    plan.made[name] = formula
+    plan.exprs[name] = expr
     if pad:
         plan.pads[name] = pad
-    if foreign:
-        plan.foreign.add(name)
+    if alias_only:
+        plan.alias_only.add(name)
 
 
-def _settled(plan: _Plan) -> tuple[dict[str, Formula], dict[str, str]]:
-    """Tensors, and aliases: names that only aliases led to, of what is made under another name as well."""
-    first: dict[Formula, str] = {}
-    for name in sorted(plan.made, key=lambda name: (name in plan.foreign, name)):
-        first.setdefault(plan.made[name], name)
+def _resolve_aliases(plan: _PartPlan) -> tuple[dict[str, Expr], dict[str, str]]:
+    """Tensors, and aliases: names that only aliases led to, of what is made under another name as
+    well.
+    """
+    first_names: dict[Expr, str] = {}
+    for name in sorted(plan.exprs, key=lambda name: (name in plan.alias_only, name)):
+        first_names.setdefault(plan.exprs[name], name)
     aliases = {
-        name: first[plan.made[name]] for name in plan.foreign if first[plan.made[name]] != name
+        name: first_names[plan.exprs[name]]
+        for name in plan.alias_only
+        if first_names[plan.exprs[name]] != name
     }
-    return {name: formula for name, formula in plan.made.items() if name not in aliases}, aliases
+    return {name: expr for name, expr in plan.exprs.items() if name not in aliases}, aliases
 
 
 # ---- what else has names
 
 
-def _said(source: Source, renames: Renames, pads: Mapping[Key, Sequence[int]]) -> Said:
-    """Param groups and plain optimizer state under the new names. FormatError where parameters that become one differ in them."""
-    said = source.said()
-    leaders, rules = _leaders(source), _rules_of(renames, MODEL)
+def _renamed_metadata(
+    source: Source, renames: Renames, pads: Mapping[Key, Sequence[int]]
+) -> SourceMetadata:
+    """Param groups and plain optimizer state under the new names. FormatError where parameters that
+    become one differ in them.
+    """
+    metadata = source.metadata()
+    shape_keys, rules = _shape_keys(source), _rules_for_part(renames, MODEL)
 
-    def become(fqn: str) -> list[str]:
+    def new_names(fqn: str) -> list[str]:
         match = rules.match(fqn)
         if match is None:
             return [] if renames.unmatched == "drop" else [fqn]
         unstack = match.rule.unstack
         if unstack is None:
             return list(match.targets)
-        count = _count(source, match.rule, [[leaders[fqn]]]) if fqn in leaders else 0
+        count = (
+            _unstacked_count(source, match.rule, [[shape_keys[fqn]]]) if fqn in shape_keys else 0
+        )
         numbers = [str(unstack.start + index * unstack.step) for index in range(count)]
         return [
-            filled(target, {unstack.over: number}) for target in match.targets for number in numbers
+            substitute(target, {unstack.over: number})
+            for target in match.targets
+            for number in numbers
         ]
 
     owners: dict[str, int] = {}
     groups = []
-    for number, group in enumerate(said.groups):
-        names = list(dict.fromkeys(name for fqn in group["names"] for name in become(fqn)))
+    for group_index, group in enumerate(metadata.groups):
+        names = list(dict.fromkeys(name for fqn in group["names"] for name in new_names(fqn)))
         for name in names:
-            other = said.groups[owners.setdefault(name, number)]
-            if other["options"] != group["options"]:
+            owner = metadata.groups[owners.setdefault(name, group_index)]
+            if owner["options"] != group["options"]:
                 raise FormatError(
                     f"{name}: is made of parameters whose hyperparameters differ; needed one param group for all of them"
                 )
-        groups.append({**group, "names": [name for name in names if owners[name] == number]})
+        groups.append({**group, "names": [name for name in names if owners[name] == group_index]})
     scalars: dict[str, Mapping[str, Any]] = {}
-    for fqn, state in said.scalars.items():
-        for name in become(fqn):
+    for fqn, state in metadata.scalars.items():
+        for name in new_names(fqn):
             if scalars.setdefault(name, state) != state:
                 raise FormatError(
                     f"{name}: is made of parameters whose optimizer state {', '.join(state)} differs; needed equal values"
                 )
     modules = {
         name: value
-        for fqn, value in said.modules.items()
+        for fqn, value in metadata.modules.items()
         for name in _module_names(fqn, rules, renames)
     }
     return replace(
-        said, groups=groups, scalars=scalars, modules=modules, pads={**said.pads, **pads}
+        metadata, groups=groups, scalars=scalars, modules=modules, pads={**metadata.pads, **pads}
     )
 
 
 def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:
-    """What becomes of the state that a module keeps beside tensors. FormatError where more than its name would change."""
+    """What becomes of the state that a module keeps beside tensors. FormatError where more than its
+    name would change.
+    """
     match = rules.match(fqn)
     if match is None:
         return [] if renames.unmatched == "drop" else [fqn]
@@ -449,10 +510,10 @@ def _module_names(fqn: str, rules: _Rules, renames: Renames) -> Sequence[str]:
 
 
 def _only_renames(rule: Rule) -> bool:
-    joins = (
+    reshapes = (
         rule.concat is not None
         or rule.stack is not None
         or rule.unstack is not None
         or rule.split is not None
     )
-    return not joins and not rule.steps and not any(target.steps for target in rule.to)
+    return not reshapes and not rule.steps and not any(target.steps for target in rule.to)

@@ -1,4 +1,6 @@
-"""Some parts of a source, the model in another dtype if asked for, as a Source. No byte moves before it is read."""
+"""Some parts of a source, the model in another dtype if asked for, as a Source. No byte moves
+before it is read.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,32 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.rewrite.weights_check import masters_of
-from unified_ckpt.engine.source.protocol import Catalog, Location, Said, Source, read_box
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.rewrite.weights_check import master_names
+from unified_ckpt.engine.source.protocol import Catalog, Location, Source, SourceMetadata, read_box
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 
-class Chosen:
-    """`parts`: only these, None for all; NotFoundError for one that the source lacks. `model_dtype`, as safetensors names it: of the
-    model's floating-point tensors, which are cast from the master weights where there are any."""
+class SelectedSource:
+    """`parts`: only these, None for all; NotFoundError for one that the source lacks.
+    `model_dtype`, as safetensors names it: of the model's floating-point tensors, which are cast
+    from the master weights where there are any.
+    """
 
     def __init__(
         self, source: Source, *, parts: Collection[str] | None, model_dtype: str | None
     ) -> None:
-        stray = sorted(set(parts or ()) - set(source.parts))
-        if stray:
+        missing = sorted(set(parts or ()) - set(source.parts))
+        if missing:
             raise NotFoundError(
-                listed(f"the source has the parts {', '.join(source.parts)}, and lacks", stray)
+                format_list(
+                    f"the source has the parts {', '.join(source.parts)}, and lacks", missing
+                )
             )
-        self._source, self._dtype = source, model_dtype
+        self._source, self._model_dtype = source, model_dtype
         self._parts = [part for part in source.parts if parts is None or part in parts]
 
     @property
@@ -52,7 +58,8 @@ class Chosen:
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
         return {
-            name: self._given(part, spec) for name, spec in self._source.specs(part, names).items()
+            name: self._output_spec(part, spec)
+            for name, spec in self._source.specs(part, names).items()
         }
 
     def read(self, part: str, name: str, box: Box) -> bytes:
@@ -61,27 +68,29 @@ class Chosen:
             catalog.storage, catalog.locations[part, name], self.specs(part, [name])[name], box
         )
 
-    def catalog(self, wanted: Collection[Key]) -> Catalog:
-        casts = self._casts(wanted)
-        inner = self._source.catalog({casts[key].stored if key in casts else key for key in wanted})
+    def catalog(self, keys: Collection[Key]) -> Catalog:
+        casts = self._casts(keys)
+        inner = self._source.catalog({casts[key].stored if key in casts else key for key in keys})
         casting = {
             ":".join(key): (inner.locations[cast.stored], cast) for key, cast in casts.items()
         }
         locations = {
             key: Location(":".join(key), 0) if key in casts else inner.locations[key]
-            for key in wanted
+            for key in keys
         }
-        return Catalog(_Casting(inner.storage, casting), locations, inner.ledger, inner.near)
+        return Catalog(
+            _Casting(inner.storage, casting), locations, inner.verification_log, inner.locality
+        )
 
-    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        casts = self._casts(wanted)
+    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        casts = self._casts(keys)
         return {
-            **self._source.block_digests([key for key in wanted if key not in casts]),
+            **self._source.block_digests([key for key in keys if key not in casts]),
             **dict.fromkeys(casts),
         }
 
-    def said(self) -> Said:
-        return self._source.said()
+    def metadata(self) -> SourceMetadata:
+        return self._source.metadata()
 
     def rank_extra(self, rank: int) -> Any:
         return self._source.rank_extra(rank)
@@ -89,30 +98,36 @@ class Chosen:
     def close(self) -> None:
         self._source.close()
 
-    def _given(self, part: str, spec: TensorSpec) -> TensorSpec:
+    def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
         """A tensor as this view has it."""
-        if part != MODEL or self._dtype is None or not TORCH_DTYPES[spec.dtype].is_floating_point:
+        if (
+            part != MODEL
+            or self._model_dtype is None
+            or not TORCH_DTYPES[spec.dtype].is_floating_point
+        ):
             return spec
-        return TensorSpec(self._dtype, spec.shape)
+        return TensorSpec(self._model_dtype, spec.shape)
 
-    def _casts(self, wanted: Collection[Key]) -> dict[Key, _Cast]:
+    def _casts(self, keys: Collection[Key]) -> dict[Key, _Cast]:
         """Of the tensors that are cast, from what."""
-        names = [name for part, name in wanted if part == MODEL]
-        if not names or self._dtype is None:
+        names = [name for part, name in keys if part == MODEL]
+        if not names or self._model_dtype is None:
             return {}
-        masters = masters_of(self._source, names)
-        precise = self._source.specs(MASTER, list(set(masters.values())))
-        found = {}
+        masters = master_names(self._source, names)
+        master_specs = self._source.specs(MASTER, list(set(masters.values())))
+        casts = {}
         for name, spec in self._source.specs(MODEL, names).items():
-            given = self._given(MODEL, spec)
-            if given == spec:
+            output_spec = self._output_spec(MODEL, spec)
+            if output_spec == spec:
                 continue
             master = masters.get(name)
-            if master is not None and precise[master].shape == spec.shape:
-                found[MODEL, name] = _Cast((MASTER, master), precise[master].dtype, given.dtype)
+            if master is not None and master_specs[master].shape == spec.shape:
+                casts[MODEL, name] = _Cast(
+                    (MASTER, master), master_specs[master].dtype, output_spec.dtype
+                )
             else:
-                found[MODEL, name] = _Cast((MODEL, name), spec.dtype, given.dtype)
-        return found
+                casts[MODEL, name] = _Cast((MODEL, name), spec.dtype, output_spec.dtype)
+        return casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +135,8 @@ class _Cast:
     """From which stored tensor, its dtype there, and here."""
 
     stored: Key
-    there: str
-    here: str
+    stored_dtype: str
+    dtype: str
 
 
 class _Casting:
@@ -135,21 +150,23 @@ class _Casting:
         if name not in self._casts:
             self._inner.read_at(name, start, into)
             return
-        at, cast = self._casts[name]
-        item, theirs = itemsize(cast.here), itemsize(cast.there)
-        first, stop = start // item, -(-(start + len(view)) // item)
-        held = bytearray((stop - first) * theirs)
-        if not held:
+        location, cast = self._casts[name]
+        element_nbytes, stored_nbytes = itemsize(cast.dtype), itemsize(cast.stored_dtype)
+        first, stop = start // element_nbytes, -(-(start + len(view)) // element_nbytes)
+        stored_bytes = bytearray((stop - first) * stored_nbytes)
+        if not stored_bytes:
             return
-        self._inner.read_at(at.file, at.start + first * theirs, memoryview(held))
-        found = (
-            torch.frombuffer(held, dtype=torch.uint8)
-            .view(TORCH_DTYPES[cast.there])
-            .to(TORCH_DTYPES[cast.here])
+        self._inner.read_at(
+            location.file, location.start + first * stored_nbytes, memoryview(stored_bytes)
         )
-        low = start - first * item
+        cast_tensor = (
+            torch.frombuffer(stored_bytes, dtype=torch.uint8)
+            .view(TORCH_DTYPES[cast.stored_dtype])
+            .to(TORCH_DTYPES[cast.dtype])
+        )
+        skip_nbytes = start - first * element_nbytes
         torch.frombuffer(view, dtype=torch.uint8).copy_(
-            found.view(torch.uint8)[low : low + len(view)]
+            cast_tensor.view(torch.uint8)[skip_nbytes : skip_nbytes + len(view)]
         )
 
     def read(self, name: str) -> bytes:

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 
 from tests.support.recipe_cases import Values, recipe
 from unified_ckpt.core import recipes
-from unified_ckpt.core.nodes.coverage import check_once
+from unified_ckpt.core.nodes.coverage import check_used_once
 from unified_ckpt.core.recipes import Recipe, Stored, leaves
-from unified_ckpt.core.sharding.boxes import whole
+from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.materialize import make, slices
+from unified_ckpt.views.materialize import materialize, slices
 
 W = Stored(("model", "w"), (12, 6))
 
@@ -37,25 +37,28 @@ def test_each_element_once_is_told_from_all_else(
             for key, shape in shapes.items()
         }
         places = {key: number * 100 + place for place, (key, number) in enumerate(numbers.items())}
-        made = make(
-            part, whole(part.shape), lambda key, box, of=places: of[key][slices(box)], torch.int64
+        made = materialize(
+            part,
+            full_box(part.shape),
+            lambda key, box, of=places: of[key][slices(box)],
+            torch.int64,
         )
         for value in made.flatten().tolist():
             counts[list(places)[value % 100]].flat[value // 100] += 1
     once = all((count == 1).all() for count in counts.values())
     if once:
-        check_once(parts)
+        check_used_once(parts)
     else:
         with pytest.raises(FormatError, match=r"leaves out box|more than once"):
-            check_once(parts)
+            check_used_once(parts)
 
 
 def test_more_than_can_be_counted_one_by_one_is_let_through() -> None:
     """Every other element of a large tensor is a box of its own."""
     large = Stored(("model", "w"), (4096, 64))
-    pairs = recipes.reshaped(large, (4096, 32, 2))
-    check_once([recipes.picked(pairs, 2, 0), recipes.picked(pairs, 2, 1)])
-    small = recipes.reshaped(W, (12, 3, 2))
-    check_once([recipes.picked(small, 2, 0), recipes.picked(small, 2, 1)])
+    pairs = recipes.reshape(large, (4096, 32, 2))
+    check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])
+    small = recipes.reshape(W, (12, 3, 2))
+    check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 1)])
     with pytest.raises(FormatError, match=r"leaves out box"):
-        check_once([recipes.picked(small, 2, 0), recipes.picked(small, 2, 0)])
+        check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 0)])

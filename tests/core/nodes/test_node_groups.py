@@ -1,4 +1,6 @@
-"""What a machine holds whole, and what is a fragment there: against who holds which elements, and a mask for what is covered."""
+"""What a machine holds whole, and what is a fragment there: against who holds which elements, and a
+mask for what is covered.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import filled, part_of, where
 from unified_ckpt.core.nodes.node_groups import (
-    FRAGMENTS,
-    fragment_name,
-    island_rule,
-    origin,
-    parse_fragment,
-    uncovered,
-    without,
+    SHARD_SUFFIX,
+    base_key,
+    coverage_gaps,
+    group_sharding,
+    parse_shard_name,
+    shard_name,
+    subtract_box,
 )
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.testing import meshes, shardings
 
 SHAPES = st.sampled_from([(), (7,), (0, 3), (5, 1), (16, 12), (9, 7), (3, 4, 6)])
@@ -59,37 +61,43 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def copies(case: Case) -> list[list[int]]:
-    """The ranks of the machine by copy of the tensor: those of one copy differ in their coordinates on cut mesh dims only."""
+    """The ranks of the machine by copy of the tensor: those of one copy differ in their coordinates
+    on cut mesh dims only.
+    """
     found: dict[int, list[int]] = {}
     for rank in case.members:
         position = case.rule.position(rank)
         assert position is not None
         rest = position - sum(
-            position // cut.stride % cut.size * cut.stride for cut in case.rule.cuts
+            position // cut.stride % cut.size * cut.stride for cut in case.rule.shard_dims
         )
         found.setdefault(rest, []).append(rank)
     return list(found.values())
 
 
 def holds_all_elements(case: Case, ranks: list[int]) -> bool:
-    """Whether these ranks have every coordinate of the cuts: then they have all elements, whatever the shape is."""
+    """Whether these ranks have every coordinate of the cuts: then they have all elements, whatever
+    the shape is.
+    """
     positions = [case.rule.position(rank) for rank in ranks]
     coordinates = {
-        tuple(p // cut.stride % cut.size for cut in case.rule.cuts)
+        tuple(p // cut.stride % cut.size for cut in case.rule.shard_dims)
         for p in positions
         if p is not None
     }
-    return len(coordinates) == prod(cut.size for cut in case.rule.cuts)
+    return len(coordinates) == prod(cut.size for cut in case.rule.shard_dims)
 
 
 @given(cases())
 @settings(max_examples=400)
-@example(Case((8, 4), Sharding((Cut(0, 2, 2), Cut(1, 2, 1))), tuple(range(8)), (1, 4, 5, 6, 7)))
+@example(
+    Case((8, 4), Sharding((ShardDim(0, 2, 2), ShardDim(1, 2, 1))), tuple(range(8)), (1, 4, 5, 6, 7))
+)
 def test_a_whole_copy_is_found_and_its_rule_gives_each_rank_the_same_elements(case: Case) -> None:
     array = filled(TensorSpec("I32", case.shape))
-    found = island_rule(case.rule, case.members, case.island)
+    found = group_sharding(case.rule, case.members, case.island)
     whole = [ranks for ranks in copies(case) if holds_all_elements(case, ranks)]
-    if not case.rule.cuts:
+    if not case.rule.shard_dims:
         assert found == case.rule
         return
     assert (found is not None) == bool(whole), "a rule where there is a whole copy, and only there"
@@ -108,9 +116,9 @@ def test_a_whole_copy_is_found_and_its_rule_gives_each_rank_the_same_elements(ca
 
 
 def test_a_part_of_a_copy_is_no_whole() -> None:
-    rule = Sharding((Cut(0, 4, 1),))
-    assert island_rule(rule, (0, 1, 2), (0, 1, 2)) is None
-    found = island_rule(rule, (4, 5, 6, 7), (4, 5, 6, 7))  # the second copy of a world of 8
+    rule = Sharding((ShardDim(0, 4, 1),))
+    assert group_sharding(rule, (0, 1, 2), (0, 1, 2)) is None
+    found = group_sharding(rule, (4, 5, 6, 7), (4, 5, 6, 7))  # the second copy of a world of 8
     assert found is not None
     assert [found.local_shape(index, (8,)) for index in range(4)] == [(2,)] * 4
 
@@ -137,16 +145,16 @@ NAMES = st.one_of(
 @given(st.data(), NAMES, SIZED)
 def test_fragment_names_come_back(data: st.DataObject, fqn: str, shape: tuple[int, ...]) -> None:
     box = data.draw(boxes_of(shape))
-    name = fragment_name(fqn, box, shape)
-    assert parse_fragment(name) == (fqn, box, shape)
-    assert origin(("model" + FRAGMENTS, name)) == ("model", fqn)
-    assert origin(("model", name)) == ("model", name), (
+    name = shard_name(fqn, box, shape)
+    assert parse_shard_name(name) == (fqn, box, shape)
+    assert base_key(("model" + SHARD_SUFFIX, name)) == ("model", fqn)
+    assert base_key(("model", name)) == ("model", name), (
         "a tensor of a part that is no fragments' keeps its name"
     )
 
 
 def test_a_fragment_name_in_full() -> None:
-    assert fragment_name("w", Box((4, 0), (4, 16)), (32, 16)) == "w@4:8/32,0:16/16"
+    assert shard_name("w", Box((4, 0), (4, 16)), (32, 16)) == "w@4:8/32,0:16/16"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +175,8 @@ def test_a_fragment_name_in_full() -> None:
     ],
 )
 def test_what_is_no_fragment_name(name: str) -> None:
-    assert parse_fragment(name) is None
-    assert origin(("model" + FRAGMENTS, name)) == ("model" + FRAGMENTS, name)
+    assert parse_shard_name(name) is None
+    assert base_key(("model" + SHARD_SUFFIX, name)) == ("model" + SHARD_SUFFIX, name)
 
 
 # coverage
@@ -182,7 +190,7 @@ def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     if draw(st.booleans()):
         left = [Box((0,) * len(shape), shape)]
         for one in draw(st.lists(boxes_of(shape), max_size=3)):
-            left = [piece for box in left for piece in [*without(box, one)]] + [one]
+            left = [piece for box in left for piece in [*subtract_box(box, one)]] + [one]
         drawn = [*left, *drawn[: draw(st.integers(0, 2))]]
         if drawn and draw(st.booleans()):
             drawn.pop(draw(st.integers(0, len(drawn) - 1)))
@@ -201,7 +209,7 @@ def test_what_no_box_covers(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     mask = np.zeros(shape, dtype=bool)
     for box in boxes:
         mask[where(box)] = True
-    found = list(uncovered(shape, iter(boxes)))
+    found = list(coverage_gaps(shape, iter(boxes)))
     counted = np.zeros(shape, dtype=int)
     for hole in found:
         assert hole.numel > 0
@@ -214,10 +222,10 @@ def test_gaps_of_many_machines_are_few_and_found_one_by_one() -> None:
     boxes = [
         Box((4 * m, 100 * t), (4, 100)) for m in range(2048) for t in range(8) if m not in (7, 8, 9)
     ]
-    assert list(uncovered((8192, 800), boxes)) == [Box((28, 0), (12, 800))]
-    assert next(uncovered((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])) == Box(
-        (1, 0), (1, 4)
-    )
+    assert list(coverage_gaps((8192, 800), boxes)) == [Box((28, 0), (12, 800))]
+    assert next(
+        coverage_gaps((1 << 20, 4), [Box((2 * i, 0), (1, 4)) for i in range(1 << 12)])
+    ) == Box((1, 0), (1, 4))
 
 
 @given(st.data(), st.sampled_from([(), (5,), (4, 3), (3, 2, 4)]))
@@ -226,6 +234,6 @@ def test_a_box_less_another(data: st.DataObject, shape: tuple[int, ...]) -> None
     counted, expected = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
     expected[where(box)] = 1
     expected[where(hole)] = 0
-    for piece in without(box, hole):
+    for piece in subtract_box(box, hole):
         counted[where(piece)] += 1
     assert np.array_equal(counted, expected)

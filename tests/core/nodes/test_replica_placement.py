@@ -1,11 +1,13 @@
-"""Copies over machines: every unit on as many as wanted, none where it is already, and all give about as much."""
+"""Copies over machines: every unit on as many as wanted, none where it is already, and all give
+about as much.
+"""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.nodes.replica_placement import spread
+from unified_ckpt.core.nodes.replica_placement import place_replicas
 
 
 @st.composite
@@ -33,7 +35,7 @@ def test_every_unit_is_on_as_many_machines_as_wanted(
     drawn: tuple[list[dict[str, str]], dict[str, list[str]], int],
 ) -> None:
     holdings, units_of, copies = drawn
-    orders = spread(holdings, units_of, copies=copies)
+    orders = place_replicas(holdings, units_of, copies=copies)
     count = len(holdings)
     assert len(orders) == count
     where: dict[str, set[int]] = {}
@@ -59,7 +61,7 @@ def test_every_unit_is_on_as_many_machines_as_wanted(
 def test_fragments_go_around_a_ring() -> None:
     holdings = [{"a": f"a{i}", "b": f"b{i}", "whole": "whole"} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}
-    for i, order in enumerate(spread(holdings, units, copies=3)):
+    for i, order in enumerate(place_replicas(holdings, units, copies=3)):
         assert order == {(i - 1) % 4: ["a", "b"], (i - 2) % 4: ["a", "b"]}
 
 
@@ -67,8 +69,8 @@ def test_of_two_that_have_the_same_one_gives_it() -> None:
     """Shards inside pairs of machines, the pairs replicas of each other."""
     holdings = [{f"file-{n}": f"{i % 2}/{n}" for n in range(64)} for i in range(4)]
     units = {name: [name] for holding in holdings for name in holding.values()}
-    orders = spread(holdings, units, copies=3)
+    orders = place_replicas(holdings, units, copies=3)
     given = [sum(len(order.get(i, ())) for order in orders) for i in range(4)]
     assert sum(given) == 2 * 64
     assert min(given) > 16
-    assert spread(holdings, units, copies=2) == [{(i - 1) % 4: []} for i in range(4)]
+    assert place_replicas(holdings, units, copies=2) == [{(i - 1) % 4: []} for i in range(4)]

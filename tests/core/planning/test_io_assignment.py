@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import World, lowest_peak, movers, row, worlds
-from unified_ckpt.core.planning.io_assignment import Division, divide, fill_levels
-from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner, part_nbytes
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.sharding.shardings import Cut
+from unified_ckpt.core.planning.io_assignment import IOAssignment, assign_io, water_fill
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_grain, segments_nbytes
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim
 
 LOADS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
@@ -28,17 +28,17 @@ def poured(loads: Sequence[int], total: int) -> list[int]:
 
 @given(LOADS, st.integers(0, 60))
 def test_fill_levels_pours_water(loads: list[int], total: int) -> None:
-    parts = fill_levels(loads, total)
+    parts = water_fill(loads, total)
     assert sum(parts) == total
     assert min(parts) >= 0
     assert sorted(a + b for a, b in zip(loads, parts, strict=True)) == poured(loads, total)
-    assert fill_levels(tuple(loads), total) == parts
+    assert water_fill(tuple(loads), total) == parts
 
 
 @given(LOADS, st.integers(0, 10**15))
 def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
     loads = [load * 10**13 for load in loads]
-    parts = fill_levels(loads, total)
+    parts = water_fill(loads, total)
     ends = [a + b for a, b in zip(loads, parts, strict=True)]
     assert sum(parts) == total
     filled = [end for end, part in zip(ends, parts, strict=True) if part]
@@ -46,11 +46,15 @@ def test_fill_levels_is_exact_at_any_size(loads: list[int], total: int) -> None:
     assert not filled or all(end >= max(filled) - 1 for end in ends)
 
 
-def by_rank(division: Division, holders: Sequence[int], fixed: Mapping[int, int]) -> dict[int, int]:
+def by_rank(
+    division: IOAssignment, holders: Sequence[int], fixed: Mapping[int, int]
+) -> dict[int, int]:
     """Bytes that the ranks move after borders have been moved to whole lines."""
     return {
         r: fixed.get(r, 0)
-        + sum(m.segment.stop - m.segment.start for m in division.moved_by(r, exchanged_only=False))
+        + sum(
+            m.segment.stop - m.segment.start for m in division.assigned_to(r, exchanged_only=False)
+        )
         for r in holders
     }
 
@@ -60,15 +64,15 @@ def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(
     world: World, sparse: set[int]
 ) -> None:
     sparse = {n for n in sparse if n < len(world.rows) and world.rows[n].spec.nbytes}
-    division = divide(world.rows, holders=world.holders, fixed={}, sparse=sparse)
+    division = assign_io(world.rows, holders=world.holders, fixed_nbytes={}, sparse=sparse)
     found: dict[int, list[tuple[int, int]]] = {}
     for rank in world.holders:
-        for m in division.moved_by(rank, exchanged_only=False):
+        for m in division.assigned_to(rank, exchanged_only=False):
             assert rank in m.participants
-            assert (m.segment.stop - m.segment.start) % m.manner.line_nbytes == 0
-            assert m.segment.local % m.manner.line_nbytes == 0
-            assert not (m.row in sparse and m.manner.exchanged)
-            found.setdefault(m.row, []).append((m.segment.start, m.segment.stop))
+            assert (m.segment.stop - m.segment.start) % m.grain.slab_nbytes == 0
+            assert m.segment.local_offset % m.grain.slab_nbytes == 0
+            assert not (m.decl_index in sparse and m.grain.exchanged)
+            found.setdefault(m.decl_index, []).append((m.segment.start, m.segment.stop))
     assert set(found) == sparse | {
         n for n, one in enumerate(world.rows) if one.spec.nbytes >= SMALL_NBYTES
     }
@@ -80,7 +84,7 @@ def test_segments_of_all_movers_tile_the_large_and_the_sparse_rows(
 @given(worlds(), st.dictionaries(st.integers(0, 3), st.integers(0, 10**6)))
 def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
     fixed = {rank: n for rank, n in fixed.items() if rank in world.holders}
-    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
+    division = assign_io(world.rows, holders=world.holders, fixed_nbytes=fixed, sparse=())
     large = sum(one.spec.nbytes for one in world.rows if one.spec.nbytes >= SMALL_NBYTES)
     assert sum(division.loads.values()) == large + sum(fixed.values())
     assert sum(by_rank(division, world.holders, fixed).values()) == large + sum(fixed.values())
@@ -90,11 +94,15 @@ DP, TP = "dp", "tp"
 
 
 def decoder(
-    cuts: Mapping[str, tuple[Cut, ...]], *, vocab: int = 4096, hidden: int = 512, layers: int = 4
-) -> list[Row]:
+    cuts: Mapping[str, tuple[ShardDim, ...]],
+    *,
+    vocab: int = 4096,
+    hidden: int = 512,
+    layers: int = 4,
+) -> list[TensorDecl]:
     """A small decoder; `cuts` by what a weight does: column and row parallel, embedding, the rest."""
 
-    def one(fqn: str, shape: tuple[int, ...], kind: str) -> Row:
+    def one(fqn: str, shape: tuple[int, ...], kind: str) -> TensorDecl:
         return row(shape, *cuts.get(kind, ()), fqn=fqn)
 
     rows = [
@@ -113,12 +121,12 @@ def decoder(
     return sorted(rows, key=lambda r: r.key)
 
 
-def everywhere(*cuts: Cut) -> dict[str, tuple[Cut, ...]]:
+def everywhere(*cuts: ShardDim) -> dict[str, tuple[ShardDim, ...]]:
     return dict.fromkeys(("embed", "column", "row", "rest"), cuts)
 
 
-def megatron(size: int, stride: int, *inner: Cut) -> dict[str, tuple[Cut, ...]]:
-    first, second = Cut(0, size, stride), Cut(1, size, stride)
+def megatron(size: int, stride: int, *inner: ShardDim) -> dict[str, tuple[ShardDim, ...]]:
+    first, second = ShardDim(0, size, stride), ShardDim(1, size, stride)
     return {
         "embed": (first, *inner),
         "column": (first, *inner),
@@ -129,26 +137,28 @@ def megatron(size: int, stride: int, *inner: Cut) -> dict[str, tuple[Cut, ...]]:
 
 LAYOUTS = {
     "ddp 8": (everywhere(), 8),
-    "fsdp 8": (everywhere(Cut(0, 8, 1)), 8),
-    "hsdp 3 x 4": (everywhere(Cut(0, 4, 1)), 12),
+    "fsdp 8": (everywhere(ShardDim(0, 8, 1)), 8),
+    "hsdp 3 x 4": (everywhere(ShardDim(0, 4, 1)), 12),
     "tp 4": (megatron(4, 1), 4),
     "dp 3 x tp 4": (megatron(4, 1), 12),
-    "fsdp 4 x tp 2": (megatron(2, 1, Cut(0, 4, 2)), 8),
-    "dp 2 x fsdp 2 x tp 2": (megatron(2, 1, Cut(0, 2, 2)), 8),
+    "fsdp 4 x tp 2": (megatron(2, 1, ShardDim(0, 4, 2)), 8),
+    "dp 2 x fsdp 2 x tp 2": (megatron(2, 1, ShardDim(0, 2, 2)), 8),
 }
 
 
-def lower_bound(rows: Sequence[Row], holders: Sequence[int], fixed: Mapping[int, int]) -> float:
+def lower_bound(
+    rows: Sequence[TensorDecl], holders: Sequence[int], fixed: Mapping[int, int]
+) -> float:
     """No division has a lower largest load: the mean, or what one rank alone can move."""
     alone = dict.fromkeys(holders, 0)
     for one in (r for r in rows if r.spec.nbytes >= SMALL_NBYTES):
-        outer = manner(one.spec, one.sharding).outer
+        outer = choose_grain(one.spec, one.sharding).outer
         places: dict[tuple[int, ...], list[int]] = {}
         for rank in holders:
             places.setdefault(outer.coordinates(outer.position(rank) or 0), []).append(rank)
         for coordinates, ranks in places.items():
             if len(ranks) == 1:
-                alone[ranks[0]] += part_nbytes(one.spec, outer, coordinates)
+                alone[ranks[0]] += segments_nbytes(one.spec, outer, coordinates)
     large = sum(one.spec.nbytes for one in rows if one.spec.nbytes >= SMALL_NBYTES)
     return max(
         (large + sum(fixed.values())) / len(holders), *(alone[r] + fixed.get(r, 0) for r in holders)
@@ -161,25 +171,27 @@ def test_loads_are_level(layout: str, vocab: int) -> None:
     cuts, world = LAYOUTS[layout]
     rows, holders = decoder(cuts, vocab=vocab), tuple(range(world))
     fixed = {0: 60_000, world - 1: 20_000}
-    division = divide(rows, holders=holders, fixed=fixed, sparse=())
+    division = assign_io(rows, holders=holders, fixed_nbytes=fixed, sparse=())
     assert max(by_rank(division, holders, fixed).values()) <= 1.05 * lower_bound(
         rows, holders, fixed
     )
 
 
-OVERLAP = {  # rows whose participants overlap and are not nested: what is levelled first cannot know the other's loads
+# rows whose participants overlap and are not nested: what is levelled first cannot know the other's
+# loads
+OVERLAP = {
     "columns over one dim, rows over the other": (
         4,
-        row((2, 1552, 12), Cut(0, 2, 2), Cut(2, 2, 1, 1, 8), dtype="C64", fqn="a"),
-        row((8, 2, 50_000), Cut(1, 2, 1, 4), Cut(2, 2, 2, 2), dtype="U8", fqn="b"),
+        row((2, 1552, 12), ShardDim(0, 2, 2), ShardDim(2, 2, 1, 1, 8), dtype="C64", fqn="a"),
+        row((8, 2, 50_000), ShardDim(1, 2, 1, 4), ShardDim(2, 2, 2, 2), dtype="U8", fqn="b"),
     ),
     "a mesh of another order": (
         4,
-        row((100, 3, 2547), Cut(1, 2, 2, 1, 3), Cut(0, 2, 1), dtype="U8", fqn="a"),
+        row((100, 3, 2547), ShardDim(1, 2, 2, 1, 3), ShardDim(0, 2, 1), dtype="U8", fqn="a"),
         row(
             (5, 52_906, 1),
-            Cut(0, 2, 2, 1, 6),
-            Cut(1, 2, 1, (473, 52_433)),
+            ShardDim(0, 2, 2, 1, 6),
+            ShardDim(1, 2, 1, (473, 52_433)),
             dtype="U8",
             fqn="b",
             ranks=(2, 3, 1, 0),
@@ -187,8 +199,10 @@ OVERLAP = {  # rows whose participants overlap and are not nested: what is level
     ),
     "a chain": (
         8,
-        row((100, 4096), Cut(0, 4, 2, 1, 50), fqn="a"),  # two of four pairs of ranks hold it all
-        row((8, 65_536), Cut(0, 4, 2), fqn="b", ranks=(1, 2, 3, 4, 5, 6, 7, 0)),
+        row(
+            (100, 4096), ShardDim(0, 4, 2, 1, 50), fqn="a"
+        ),  # two of four pairs of ranks hold it all
+        row((8, 65_536), ShardDim(0, 4, 2), fqn="b", ranks=(1, 2, 3, 4, 5, 6, 7, 0)),
     ),
 }
 
@@ -212,9 +226,9 @@ def check_level(world: World, fixed: Mapping[int, int]) -> None:
         [demand for one in large for demand in movers(one, world.holders)],
         {r: fixed.get(r, 0) for r in world.holders},
     )
-    division = divide(world.rows, holders=world.holders, fixed=fixed, sparse=())
+    division = assign_io(world.rows, holders=world.holders, fixed_nbytes=fixed, sparse=())
     assert max(division.loads.values()) <= 1.005 * bound + 1
-    lines = sum(manner(one.spec, one.sharding).line_nbytes for one in large)
+    lines = sum(choose_grain(one.spec, one.sharding).slab_nbytes for one in large)
     assert max(by_rank(division, world.holders, fixed).values()) <= 1.005 * bound + 1 + lines, (
         "a border moves by half a line at most"
     )
@@ -222,35 +236,39 @@ def check_level(world: World, fixed: Mapping[int, int]) -> None:
 
 def test_a_rank_with_more_to_do_gets_less_of_what_is_shared() -> None:
     rows = [row((1024, 1024), fqn="a"), row((1024, 1024), fqn="b")]
-    division = divide(rows, holders=(0, 1, 2, 3), fixed={2: 6 << 20}, sparse=())
+    division = assign_io(rows, holders=(0, 1, 2, 3), fixed_nbytes={2: 6 << 20}, sparse=())
     loads = by_rank(division, (0, 1, 2, 3), {2: 6 << 20})
     assert loads[2] == 6 << 20
     assert max(loads[r] for r in (0, 1, 3)) - min(loads[r] for r in (0, 1, 3)) <= 4
 
 
 def test_what_few_share_is_shared_first_so_that_the_others_make_up_for_it() -> None:
-    uneven = row((5, 1 << 16), Cut(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
-    division = divide(
-        [uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed={}, sparse=()
+    uneven = row((5, 1 << 16), ShardDim(0, 4, 1), fqn="a")  # parts of 2, 2, 1 and 0 rows
+    division = assign_io(
+        [uneven, row((3, 1 << 16), fqn="b")], holders=(0, 1, 2, 3), fixed_nbytes={}, sparse=()
     )
     assert set(by_rank(division, (0, 1, 2, 3), {}).values()) == {2 << 18}
 
 
 def test_borders_of_large_shares_fall_on_coarse_multiples() -> None:
     rows = [row((1001, 50_000), fqn="a"), row((999, 33_333), fqn="b")]
-    division = divide(rows, holders=(0, 1, 2), fixed={}, sparse=())
+    division = assign_io(rows, holders=(0, 1, 2), fixed_nbytes={}, sparse=())
     for rank in range(3):
-        for m in division.moved_by(rank, exchanged_only=False):
+        for m in division.assigned_to(rank, exchanged_only=False):
             for border in (m.segment.start, m.segment.stop):
-                assert border % (64 * 1024) == 0 or border in (0, rows[m.row].spec.nbytes)
+                assert border % (64 * 1024) == 0 or border in (0, rows[m.decl_index].spec.nbytes)
     loads = by_rank(division, (0, 1, 2), {})
     assert max(loads.values()) <= 1.01 * min(loads.values())
 
 
 def test_lines_are_never_broken() -> None:
-    division = divide([row((3, 1 << 15), Cut(1, 4, 1))], holders=(0, 1, 2, 3), fixed={}, sparse=())
+    division = assign_io(
+        [row((3, 1 << 15), ShardDim(1, 4, 1))], holders=(0, 1, 2, 3), fixed_nbytes={}, sparse=()
+    )
     lines = {
-        r: [(m.segment.start, m.segment.stop) for m in division.moved_by(r, exchanged_only=False)]
+        r: [
+            (m.segment.start, m.segment.stop) for m in division.assigned_to(r, exchanged_only=False)
+        ]
         for r in range(4)
     }
     assert all((stop - start) % (1 << 17) == 0 for moves in lines.values() for start, stop in moves)
@@ -258,24 +276,28 @@ def test_lines_are_never_broken() -> None:
 
 
 def test_a_rank_outside_a_listed_mesh_moves_nothing_of_it() -> None:
-    rows = [row((256, 256), Cut(0, 2, 1), ranks=(3, 1))]
-    division = divide(rows, holders=(1, 2, 3), fixed={}, sparse=())
-    assert list(division.moved_by(2, exchanged_only=False)) == []
-    assert [m.segment.start for m in division.moved_by(3, exchanged_only=False)] == [0]
+    rows = [row((256, 256), ShardDim(0, 2, 1), ranks=(3, 1))]
+    division = assign_io(rows, holders=(1, 2, 3), fixed_nbytes={}, sparse=())
+    assert list(division.assigned_to(2, exchanged_only=False)) == []
+    assert [m.segment.start for m in division.assigned_to(3, exchanged_only=False)] == [0]
 
 
 def test_only_what_is_exchanged_may_be_asked_for() -> None:
-    rows = [row((64, 1024), fqn="a"), row((64, 1024), Cut(1, 4, 1), fqn="b")]
-    division = divide(rows, holders=range(4), fixed={}, sparse=())
-    assert {m.row for m in division.moved_by(1, exchanged_only=True)} == {1}
-    assert {m.row for m in division.moved_by(1, exchanged_only=False)} == {0, 1}
+    rows = [row((64, 1024), fqn="a"), row((64, 1024), ShardDim(1, 4, 1), fqn="b")]
+    division = assign_io(rows, holders=range(4), fixed_nbytes={}, sparse=())
+    assert {m.decl_index for m in division.assigned_to(1, exchanged_only=True)} == {1}
+    assert {m.decl_index for m in division.assigned_to(1, exchanged_only=False)} == {0, 1}
 
 
 def test_moves_follow_each_other() -> None:
-    division = divide(
-        [row((64, 1024), fqn=f"w{i}") for i in range(9)], holders=range(4), fixed={}, sparse=()
+    division = assign_io(
+        [row((64, 1024), fqn=f"w{i}") for i in range(9)],
+        holders=range(4),
+        fixed_nbytes={},
+        sparse=(),
     )
     for rank in range(4):
         assert all(
-            a.row < b.row for a, b in pairwise(division.moved_by(rank, exchanged_only=False))
+            a.decl_index < b.decl_index
+            for a, b in pairwise(division.assigned_to(rank, exchanged_only=False))
         )

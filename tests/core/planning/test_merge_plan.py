@@ -1,11 +1,13 @@
-"""Files and shares of a merge: every byte has one writer, whatever the sizes; what a machine has whole it writes itself."""
+"""Files and shares of a merge: every byte has one writer, whatever the sizes; what a machine has
+whole it writes itself.
+"""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.planning.merge_plan import MergedFile, plan_merge, share, shares
+from unified_ckpt.core.planning.merge_plan import MergedFile, node_spans, plan_merge, rank_spans
 from unified_ckpt.core.sharding.declarations import Key
 
 BLOCK = 8
@@ -43,22 +45,22 @@ def test_every_byte_is_written_once_by_one_machine_of_its_file(
         assert [file.number for file in those] == list(range(1, len(those) + 1))
         assert {file.count for file in those} == {len(those)}
     for file in files:
-        assert file.machine in writers
+        assert file.node in writers
         assert {part for part, _ in file.keys} == {file.part}
         assert len(file.keys) == 1 or sum(sizes[key] for key in file.keys) <= max_file_bytes
     of_ranks = [
         [
             (index, span)
             for index in range(count)
-            for span in share(
-                files, sizes, machine=machine, index=index, count=count, block_nbytes=BLOCK
+            for span in rank_spans(
+                files, sizes, node=machine, index=index, count=count, block_nbytes=BLOCK
             )
         ]
         for machine in range(4)
     ]
     for machine in range(4):
         assert (
-            list(shares(files, sizes, machine=machine, count=count, block_nbytes=BLOCK))
+            list(node_spans(files, sizes, node=machine, count=count, block_nbytes=BLOCK))
             == of_ranks[machine]
         ), "in one pass"
         amounts = [
@@ -81,10 +83,8 @@ def test_what_a_machine_has_whole_it_writes_and_the_rest_where_most_lies() -> No
     amounts = {"a": {0: 100}, "b": {1: 100}, "c": {0: 60, 1: 40}, "d": {0: 49, 1: 51}}
     held = {("model", name): of for name, of in amounts.items()}
     files = plan_merge(sizes, held, writers=[0, 1], max_file_bytes=100)
-    assert {file.keys[0][1]: file.machine for file in files} == {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert {file.machine for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {
-        1
-    }
+    assert {file.keys[0][1]: file.node for file in files} == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert {file.node for file in plan_merge(sizes, held, writers=[1], max_file_bytes=100)} == {1}
     assert [
         len(file.keys) for file in plan_merge(sizes, held, writers=[0, 1], max_file_bytes=1000)
     ] == [2, 1, 1], "a and b are apart"
@@ -98,7 +98,7 @@ def test_what_all_have_is_shared_out_evenly() -> None:
         writers=range(4),
         max_file_bytes=10,
     )
-    assert sorted(file.machine for file in files) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sorted(file.node for file in files) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 def test_ranks_of_a_machine_share_its_bytes_evenly() -> None:
@@ -107,7 +107,7 @@ def test_ranks_of_a_machine_share_its_bytes_evenly() -> None:
     loads = [
         sum(
             s.stop - s.start
-            for s in share(files, sizes, machine=0, index=i, count=3, block_nbytes=BLOCK)
+            for s in rank_spans(files, sizes, node=0, index=i, count=3, block_nbytes=BLOCK)
         )
         for i in range(3)
     ]

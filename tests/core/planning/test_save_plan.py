@@ -8,23 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.oracles import World, assert_moved_once, moved, row, worlds
-from unified_ckpt.core.planning.exchange import Moves
-from unified_ckpt.core.planning.io_assignment import Division, Moved
-from unified_ckpt.core.planning.save_plan import TILE_NBYTES, FilePlan, plan_files, plan_moves
+from unified_ckpt.core.planning.exchange import RankIO
+from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment
+from unified_ckpt.core.planning.save_plan import TILE_NBYTES, FilePlan, plan_files, plan_writes
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.sharding.shardings import Cut
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim
 
 
 def plans(
-    rows: list[Row],
+    rows: list[TensorDecl],
     holders: tuple[int, ...],
     files: list[FilePlan],
     headers: Mapping[int, int] | None = None,
-) -> dict[int, Moves]:
+) -> dict[int, RankIO]:
     nbytes = headers or dict.fromkeys(range(len(files)), 1000)
     return {
-        r: plan_moves(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)[0]
+        r: plan_writes(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)[0]
         for r in holders
     }
 
@@ -35,15 +35,18 @@ def plans(
 @given(worlds(max_rows=8), st.integers(1, 400_000))
 def test_each_row_is_in_one_file_of_its_part(world: World, bound: int) -> None:
     files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
-    assert sorted(n for file in files for n in file.rows) == list(range(len(world.rows)))
+    assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.rows)))
     for file in files:
-        assert {world.rows[n].part for n in file.rows} == {file.part}
-        assert sum(world.rows[n].spec.nbytes for n in file.rows) <= bound or len(file.rows) == 1
+        assert {world.rows[n].part for n in file.decl_indices} == {file.part}
+        assert (
+            sum(world.rows[n].spec.nbytes for n in file.decl_indices) <= bound
+            or len(file.decl_indices) == 1
+        )
         assert file.writer in world.holders
     for part in {file.part for file in files}:
         ours = [file for file in files if file.part == part]
         assert [file.number for file in ours] == list(range(len(ours)))
-        assert [n for file in ours for n in file.rows] == [
+        assert [n for file in ours for n in file.decl_indices] == [
             n for n, one in enumerate(world.rows) if one.part == part
         ]
     writers = Counter(file.writer for file in files)
@@ -65,7 +68,7 @@ def test_every_byte_is_written_once(world: World, bound: int) -> None:
     files = plan_files(world.rows, holders=world.holders, max_file_bytes=bound)
     found = plans(world.rows, world.holders, files)
     assert_moved_once(world.rows, found)
-    writer = {n: file.writer for file in files for n in file.rows}
+    writer = {n: file.writer for file in files for n in file.decl_indices}
     for n, pieces in enumerate(moved(world.rows, found)):
         if world.rows[n].spec.nbytes < SMALL_NBYTES:
             assert {mover for _, _, mover in pieces} <= {writer[n]}, (
@@ -95,7 +98,7 @@ def test_small_tensors_count_as_load_too() -> None:
 
 def test_a_tile_is_pages_and_holds_the_longest_line() -> None:
     assert (
-        plan_moves(
+        plan_writes(
             [row((4,))],
             holders=(0,),
             files=[FilePlan("model", 0, (0,), 0)],
@@ -104,9 +107,9 @@ def test_a_tile_is_pages_and_holds_the_longest_line() -> None:
         )[1]
         == TILE_NBYTES
     )
-    long = row((2, 3_000_000, 2), Cut(1, 2, 1), Cut(2, 2, 2))
+    long = row((2, 3_000_000, 2), ShardDim(1, 2, 1), ShardDim(2, 2, 2))
     files = [FilePlan("model", 0, (0,), 0)]
-    _, tile_nbytes = plan_moves(
+    _, tile_nbytes = plan_writes(
         [long], holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
     )
     assert tile_nbytes % 4096 == 0
@@ -116,11 +119,13 @@ def test_a_tile_is_pages_and_holds_the_longest_line() -> None:
 # cost: counts, never seconds
 
 
-def llama_405b(fsdp: int, tp: int) -> list[Row]:
+def llama_405b(fsdp: int, tp: int) -> list[TensorDecl]:
     """Every tensor of the model, and of AdamW's two moments."""
     hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
-    inner = (Cut(0, fsdp, tp, name="fsdp"),)
-    column, line = [(Cut(dim, tp, 1, name="tp"), *inner) if tp > 1 else inner for dim in (0, 1)]
+    inner = (ShardDim(0, fsdp, tp, name="fsdp"),)
+    column, line = [
+        (ShardDim(dim, tp, 1, name="tp"), *inner) if tp > 1 else inner for dim in (0, 1)
+    ]
     shapes = {"embed": (vocab, hidden, column), "head": (vocab, hidden, column)}
     for i in range(126):
         for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("gate", ffn), ("up", ffn)):
@@ -138,9 +143,13 @@ def llama_405b(fsdp: int, tp: int) -> list[Row]:
     return sorted(found, key=lambda r: r.key)
 
 
-def size(moves: Moves) -> int:
-    """Everything that the plan lists: what a rank moves alone, and the pieces that it moves or takes part in."""
-    return len(moves.extents) + sum(len(tile.pieces) for tile in (*moves.mine, *moves.shared))
+def size(moves: RankIO) -> int:
+    """Everything that the plan lists: what a rank moves alone, and the pieces that it moves or
+    takes part in.
+    """
+    return len(moves.extents) + sum(
+        len(tile.ranges) for tile in (*moves.io_tiles, *moves.member_tiles)
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -151,7 +160,7 @@ def test_one_ranks_plan_is_the_same_size_in_any_world(tp: int) -> None:
         files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
         sizes[world] = size(
-            plan_moves(
+            plan_writes(
                 rows, holders=holders, files=files, header_nbytes=headers, rank=world // 2 + 1
             )[0]
         )
@@ -161,18 +170,18 @@ def test_one_ranks_plan_is_the_same_size_in_any_world(tp: int) -> None:
 
 
 def test_planning_looks_at_each_row_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, real = 0, Division.moved_by
+    counted, real = 0, IOAssignment.assigned_to
 
-    def counting(self: Division, rank: int, *, exchanged_only: bool) -> Iterator[Moved]:
+    def counting(self: IOAssignment, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         nonlocal counted
         for one in real(self, rank, exchanged_only=exchanged_only):
             counted += 1
             yield one
 
-    monkeypatch.setattr(Division, "moved_by", counting)
+    monkeypatch.setattr(IOAssignment, "assigned_to", counting)
     rows, holders = llama_405b(512, 1), tuple(range(512))
     files = plan_files(rows, holders=holders, max_file_bytes=5_000_000_000)
-    plan_moves(
+    plan_writes(
         rows,
         holders=holders,
         files=files,
@@ -189,12 +198,12 @@ def test_replicas_share_a_model_between_them() -> None:
         rows = [row(r.spec.shape, dtype=r.spec.dtype, fqn=r.fqn, part=r.part) for r in rows]
         files = plan_files(rows, holders=tuple(range(world)), max_file_bytes=5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
-        moves, _ = plan_moves(
+        moves, _ = plan_writes(
             rows, holders=tuple(range(world)), files=files, header_nbytes=headers, rank=world - 1
         )
         total = sum(r.spec.nbytes for r in rows)
         mine = sum(e.stop - e.start for e in moves.extents) + sum(
-            p.stop - p.start for t in moves.mine for p in t.pieces
+            p.stop - p.start for t in moves.io_tiles for p in t.ranges
         )
         assert mine <= 1.01 * total / world
         sizes[world] = size(moves)

@@ -8,20 +8,20 @@ from hypothesis import given
 from tests.support.oracles import World, coordinates_of, part_of, row, where, worlds
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
-    inner_boxes,
-    manner,
-    part_nbytes,
+    choose_grain,
     segments,
+    segments_nbytes,
+    slab_boxes,
 )
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.core.sharding.shardings import Cut, Sharding
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
 
-def how(one: Row) -> tuple[tuple[int, ...], int, int, bool]:
-    found = manner(one.spec, one.sharding)
-    return found.outer.cut_dims(), found.split, found.line_nbytes, found.exchanged
+def how(one: TensorDecl) -> tuple[tuple[int, ...], int, int, bool]:
+    found = choose_grain(one.spec, one.sharding)
+    return found.outer.sharded_dims(), found.outer_ndim, found.slab_nbytes, found.exchanged
 
 
 def test_a_whole_copy_is_shared_at_any_element() -> None:
@@ -29,20 +29,20 @@ def test_a_whole_copy_is_shared_at_any_element() -> None:
 
 
 def test_a_leading_dim_is_moved_alone_however_short_its_runs() -> None:
-    assert how(row((4096, 16), Cut(0, 4096, 1))) == ((0,), 2, 4, False)
-    assert how(row((1, 4096, 16), Cut(1, 4096, 1))) == ((1,), 3, 4, False), (
+    assert how(row((4096, 16), ShardDim(0, 4096, 1))) == ((0,), 2, 4, False)
+    assert how(row((1, 4096, 16), ShardDim(1, 4096, 1))) == ((1,), 3, 4, False), (
         "dims of one before it do not count"
     )
 
 
 def test_short_runs_of_an_inner_dim_are_exchanged_by_lines() -> None:
-    assert how(row((4096, 4096), Cut(1, 8, 1))) == ((), 1, 4096 * 4, True)
-    assert how(row((2, 512, 64), Cut(2, 4, 1), dtype="BF16")) == ((), 2, 64 * 2, True)
+    assert how(row((4096, 4096), ShardDim(1, 8, 1))) == ((), 1, 4096 * 4, True)
+    assert how(row((2, 512, 64), ShardDim(2, 4, 1), dtype="BF16")) == ((), 2, 64 * 2, True)
 
 
 def test_long_runs_of_an_inner_dim_are_moved_alone() -> None:
-    assert how(row((4, 8, SMALL_NBYTES // 4), Cut(1, 8, 1))) == ((1,), 3, 4, False)
-    assert how(row((4, 8, SMALL_NBYTES // 4 - 1), Cut(1, 8, 1))) == (
+    assert how(row((4, 8, SMALL_NBYTES // 4), ShardDim(1, 8, 1))) == ((1,), 3, 4, False)
+    assert how(row((4, 8, SMALL_NBYTES // 4 - 1), ShardDim(1, 8, 1))) == (
         (),
         1,
         8 * (SMALL_NBYTES // 4 - 1) * 4,
@@ -51,22 +51,22 @@ def test_long_runs_of_an_inner_dim_are_moved_alone() -> None:
 
 
 def test_only_the_inner_of_two_cut_dims_is_exchanged() -> None:
-    assert how(row((4096, 4096), Cut(1, 8, 1), Cut(0, 4, 8))) == ((0,), 1, 4096 * 4, True)
+    assert how(row((4096, 4096), ShardDim(1, 8, 1), ShardDim(0, 4, 8))) == ((0,), 1, 4096 * 4, True)
 
 
 def test_the_shortest_run_of_an_uneven_cut_decides() -> None:
     run = SMALL_NBYTES // 4
-    assert how(row((3, 8, run), Cut(1, 8, 1)))[3] is False
-    assert how(row((3, 2, run // 2, 3), Cut(1, 2, 1)))[3] is False
-    uneven = row((3, 3 * run - 1), Cut(1, 3, 1))  # run, run, run - 1
+    assert how(row((3, 8, run), ShardDim(1, 8, 1)))[3] is False
+    assert how(row((3, 2, run // 2, 3), ShardDim(1, 2, 1)))[3] is False
+    uneven = row((3, 3 * run - 1), ShardDim(1, 3, 1))  # run, run, run - 1
     assert how(uneven)[3] is True
 
 
 @given(worlds(max_rows=1))
 def test_segments_are_the_bytes_of_the_outer_part(world: World) -> None:
     (one,), (array,) = world.rows, world.arrays()
-    found, raw = manner(one.spec, one.sharding), array.tobytes()
-    assert found.line_nbytes % itemsize(one.spec.dtype) == 0
+    found, raw = choose_grain(one.spec, one.sharding), array.tobytes()
+    assert found.slab_nbytes % itemsize(one.spec.dtype) == 0
     for rank in world.holders:
         position = found.outer.position(rank)
         assert position is not None
@@ -76,18 +76,18 @@ def test_segments_are_the_bytes_of_the_outer_part(world: World) -> None:
         assert [s.start for s in listed] == sorted(s.start for s in listed)
         covered = np.zeros(len(part), dtype=int)
         for s in listed:
-            assert raw[s.start : s.stop] == part[s.local : s.local + s.stop - s.start]
-            assert (s.stop - s.start) % found.line_nbytes == 0
-            assert s.local % found.line_nbytes == 0
-            covered[s.local : s.local + s.stop - s.start] += 1
+            assert raw[s.start : s.stop] == part[s.local_offset : s.local_offset + s.stop - s.start]
+            assert (s.stop - s.start) % found.slab_nbytes == 0
+            assert s.local_offset % found.slab_nbytes == 0
+            covered[s.local_offset : s.local_offset + s.stop - s.start] += 1
         assert (covered == 1).all()
-        assert part_nbytes(one.spec, found.outer, coordinates) == len(part)
+        assert segments_nbytes(one.spec, found.outer, coordinates) == len(part)
 
 
 @given(worlds(max_rows=1))
 def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None:
     (one,) = world.rows
-    found, shape = manner(one.spec, one.sharding), one.spec.shape
+    found, shape = choose_grain(one.spec, one.sharding), one.spec.shape
     if not prod(shape):
         return
     for outer_at in {found.outer.coordinates(p) for p in world.holders}:
@@ -95,27 +95,29 @@ def test_lines_of_a_copy_are_put_together_from_inner_boxes(world: World) -> None
             sum(b - a for a, b in found.outer.intervals(d, n, outer_at))
             for d, n in enumerate(shape)
         ]
-        lines = np.zeros((prod(outer_shape[: found.split]), *shape[found.split :]), dtype=int)
+        lines = np.zeros(
+            (prod(outer_shape[: found.outer_ndim]), *shape[found.outer_ndim :]), dtype=int
+        )
         for coordinates in coordinates_of(one.sharding):
             own = tuple(
                 c
-                for cut, c in zip(one.sharding.cuts, coordinates, strict=True)
-                if cut in found.outer.cuts
+                for cut, c in zip(one.sharding.shard_dims, coordinates, strict=True)
+                if cut in found.outer.shard_dims
             )
             if own != outer_at:
                 continue
-            for in_line, in_local in inner_boxes(shape, one.sharding, coordinates, found.split):
+            for in_line, in_local in slab_boxes(shape, one.sharding, coordinates, found.outer_ndim):
                 assert in_line.shape == in_local.shape
                 lines[(slice(None), *where(in_line))] += 1
         assert (lines == 1).all()
 
 
 def test_inner_boxes_of_an_interleaved_dim() -> None:
-    sharding = Sharding((Cut(1, 2, 1, 2),))
-    assert inner_boxes((4, 8), sharding, (1,), 1) == (
+    sharding = Sharding((ShardDim(1, 2, 1, 2),))
+    assert slab_boxes((4, 8), sharding, (1,), 1) == (
         (Box((2,), (2,)), Box((0,), (2,))),
         (Box((6,), (2,)), Box((2,), (2,))),
     )
-    assert inner_boxes((4, 8), sharding, (1,), 2) == ((Box((), ()), Box((), ())),), (
+    assert slab_boxes((4, 8), sharding, (1,), 2) == ((Box((), ()), Box((), ())),), (
         "a line of one element"
     )

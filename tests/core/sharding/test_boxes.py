@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.support.oracles import where
 from unified_ckpt.core.sharding.boxes import (
     Box,
-    boxes_between,
     chunk,
-    inside,
+    full_box,
     intersect,
+    is_inside,
+    range_to_boxes,
     runs,
     strides,
-    whole,
 )
 
 
@@ -57,19 +57,19 @@ def test_boxes_of_other_ranks_do_not_intersect() -> None:
 
 
 def test_a_scalar_is_one_element() -> None:
-    assert whole(()) == Box((), ())
-    assert whole(()).numel == 1
-    assert intersect(whole(()), whole(())) == whole(())
-    assert list(runs(whole(()), (), local=whole(()), local_shape=())) == [(0, 0, 1)]
+    assert full_box(()) == Box((), ())
+    assert full_box(()).numel == 1
+    assert intersect(full_box(()), full_box(())) == full_box(())
+    assert list(runs(full_box(()), (), local=full_box(()), local_shape=())) == [(0, 0, 1)]
 
 
 def test_inside() -> None:
-    assert inside(Box((1, 2), (3, 0)), (4, 2))
-    assert not inside(Box((1, 2), (3, 1)), (4, 2))
-    assert not inside(Box((-1,), (1,)), (4,))
-    assert not inside(Box((1,), (-1,)), (4,))
-    assert not inside(Box((0,), (1,)), (4, 2))
-    assert inside(whole((3, 0)), (3, 0))
+    assert is_inside(Box((1, 2), (3, 0)), (4, 2))
+    assert not is_inside(Box((1, 2), (3, 1)), (4, 2))
+    assert not is_inside(Box((-1,), (1,)), (4,))
+    assert not is_inside(Box((1,), (-1,)), (4,))
+    assert not is_inside(Box((0,), (1,)), (4, 2))
+    assert is_inside(full_box((3, 0)), (3, 0))
 
 
 @given(SHAPES)
@@ -126,12 +126,12 @@ def test_runs_copy_a_box(case: tuple[tuple[int, ...], Box, tuple[int, ...], Box]
 
 def test_a_block_of_rows_is_one_run() -> None:
     assert list(
-        runs(Box((2, 0, 0), (3, 4, 5)), (9, 4, 5), local=whole((3, 4, 5)), local_shape=(3, 4, 5))
+        runs(Box((2, 0, 0), (3, 4, 5)), (9, 4, 5), local=full_box((3, 4, 5)), local_shape=(3, 4, 5))
     ) == [(40, 0, 60)]
 
 
 def test_a_block_of_columns_is_one_run_per_row() -> None:
-    listed = list(runs(Box((0, 2), (3, 2)), (3, 8), local=whole((3, 2)), local_shape=(3, 2)))
+    listed = list(runs(Box((0, 2), (3, 2)), (3, 8), local=full_box((3, 2)), local_shape=(3, 2)))
     assert listed == [(2, 0, 2), (10, 2, 2), (18, 4, 2)]
 
 
@@ -151,7 +151,7 @@ def test_boxes_between_are_the_elements_between_in_order(
     first = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(first, total))
     numbers = np.arange(total).reshape(shape)
-    boxes = list(boxes_between(shape, first, stop))
+    boxes = list(range_to_boxes(shape, first, stop))
     taken = [
         numbers[
             tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from tests.support.oracles import World, row, worlds
 from unified_ckpt.core.sharding.declarations import (
-    Row,
-    check_agreed,
+    TensorDecl,
     check_complete,
+    check_consistent,
     decode_table,
-    describe,
+    describe_sharding,
     encode_table,
     group_tables,
 )
-from unified_ckpt.core.sharding.shardings import Cut
-from unified_ckpt.core.text import short
+from unified_ckpt.core.sharding.shardings import ShardDim
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import LayoutError, MismatchError
 
-TP = Cut(0, 2, 1, name="tp")
+TP = ShardDim(0, 2, 1, name="tp")
 
 
 @given(worlds(), st.integers())
@@ -38,7 +38,9 @@ def test_a_table_survives_the_wire_and_equal_tables_are_equal_bytes(
 
 
 def test_each_rule_is_written_once() -> None:
-    rows = [row((8, 8), Cut(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)]
+    rows = [
+        row((8, 8), ShardDim(0, 2048, 1), fqn=f"layers.{i}.w", ranks=range(2048)) for i in range(50)
+    ]
     table = json.loads(encode_table(rows))
     assert len(table["rules"]) == 1
     assert len(encode_table(rows)) < len(encode_table(rows[:1])) + 50 * 60
@@ -48,14 +50,14 @@ def test_details_of_cuts_survive() -> None:
     rows = [
         row(
             (9, 4),
-            Cut(0, 2, 1, (4, 3, 2), 0, "tp"),
-            Cut(1, 3, 2, 1, 4, "dp"),
+            ShardDim(0, 2, 1, (4, 3, 2), 0, "tp"),
+            ShardDim(1, 3, 2, 1, 4, "dp"),
             ranks=(5, 3, 1, 0, 2, 4),
         )
     ]
     (back,) = decode_table(encode_table(rows))
     assert back == rows[0]
-    assert [cut.name for cut in back.sharding.cuts] == ["tp", "dp"]
+    assert [cut.name for cut in back.sharding.shard_dims] == ["tp", "dp"]
 
 
 def test_a_table_of_nothing() -> None:
@@ -69,7 +71,7 @@ def test_pipeline_stages_are_groups_and_tied_weights_are_one_of_their_own() -> N
     first = [row((4,), fqn="embed"), row((4,), fqn="layers.0")]
     last = [row((4,), fqn="layers.1"), row((4,), fqn="embed")]
     groups = group_tables({"a": first, "b": last}, {"a": [0, 1], "b": [2, 3]})
-    assert [(g.index, g.tables, [r.fqn for r in g.rows]) for g in groups] == [
+    assert [(g.index, g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
         (0, ("a",), ["layers.0"]),
         (1, ("a", "b"), ["embed"]),
         (2, ("b",), ["layers.1"]),
@@ -79,7 +81,7 @@ def test_pipeline_stages_are_groups_and_tied_weights_are_one_of_their_own() -> N
 def test_experts_spread_over_ranks_are_groups() -> None:
     tables = {f"t{i}": [row((4,), fqn="norm"), row((4,), fqn=f"experts.{i}")] for i in range(4)}
     groups = group_tables(tables, {f"t{i}": [i, i + 4] for i in range(4)})
-    assert [(g.tables, [r.fqn for r in g.rows]) for g in groups] == [
+    assert [(g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
         (("t0",), ["experts.0"]),
         (("t0", "t1", "t2", "t3"), ["norm"]),
         (("t1",), ["experts.1"]),
@@ -91,7 +93,7 @@ def test_experts_spread_over_ranks_are_groups() -> None:
 def test_rows_of_a_group_are_sorted_by_part_and_name() -> None:
     rows = [row((2,), fqn="b"), row((2,), fqn="a/exp_avg", part="optimizer"), row((2,), fqn="a")]
     (group,) = group_tables({"t": rows}, {"t": [0]})
-    assert [r.key for r in group.rows] == [
+    assert [r.key for r in group.decls] == [
         ("model", "a"),
         ("model", "b"),
         ("optimizer", "a/exp_avg"),
@@ -110,15 +112,15 @@ def test_groups_do_not_depend_on_order_or_on_table_ids(
     order = list(tables)
     rng.shuffle(order)
     again = group_tables({f"x{t}": tables[t] for t in order}, {f"x{t}": roll[t] for t in order})
-    assert [(g.index, tuple("x" + t for t in g.tables), g.rows) for g in groups] == [
-        (g.index, g.tables, g.rows) for g in again
+    assert [(g.index, tuple("x" + t for t in g.table_ids), g.decls) for g in groups] == [
+        (g.index, g.table_ids, g.decls) for g in again
     ]
-    assert sorted(r.fqn for g in groups for r in g.rows) == sorted(
+    assert sorted(r.fqn for g in groups for r in g.decls) == sorted(
         {f"w{n}" for names in contents for n in names}
     )
     for group in groups:
-        for one in group.rows:
-            assert set(group.tables) == {t for t, rows in tables.items() if one in rows}
+        for one in group.decls:
+            assert set(group.table_ids) == {t for t, rows in tables.items() if one in rows}
 
 
 def test_one_name_under_two_rules_is_in_two_groups() -> None:
@@ -126,7 +128,7 @@ def test_one_name_under_two_rules_is_in_two_groups() -> None:
     groups = group_tables(
         {"a": [whole], "b": [cut], "c": [whole]}, {"a": [0], "b": [1, 2], "c": [3]}
     )
-    assert [(g.tables, g.rows) for g in groups] == [(("a", "c"), (whole,)), (("b",), (cut,))]
+    assert [(g.table_ids, g.decls) for g in groups] == [(("a", "c"), (whole,)), (("b",), (cut,))]
 
 
 # claims that contradict each other
@@ -136,7 +138,7 @@ def test_two_shapes_or_dtypes_are_a_mismatch_and_all_are_listed() -> None:
     here = [row((4, 2), fqn="a"), row((4,), fqn="b"), row((1,), fqn="c")]
     there = [row((5, 2), fqn="a"), row((4,), fqn="b", dtype="BF16"), row((1,), fqn="c")]
     with pytest.raises(MismatchError, match=r"two shapes or dtypes \(2\)") as caught:
-        check_agreed({"x": here, "y": there}, {"x": [0, 1], "y": [2]})
+        check_consistent({"x": here, "y": there}, {"x": [0, 1], "y": [2]})
     assert len(caught.value.wrong) == 2
     assert caught.value.wrong[0].startswith("model:a: rank 0 has F32 (4, 2), rank 2 has F32 (5, 2)")
     assert caught.value.wrong[1].startswith("model:b: rank 0 has F32 (4,), rank 2 has BF16 (4,)")
@@ -149,12 +151,12 @@ def test_two_rules_are_an_unequal_overlap() -> None:
         LayoutError,
         match=r"unequal overlap.*\n  model:a: rank 0 holds it by a whole copy.*rank 4 by dim 0 over 2 \(tp",
     ):
-        check_agreed(tables, {"x": [4, 5], "y": [0]})
+        check_consistent(tables, {"x": [4, 5], "y": [0]})
 
 
 def test_the_name_of_a_mesh_dim_is_no_part_of_a_rule() -> None:
-    tables = {"x": [row((4, 2), TP)], "y": [row((4, 2), Cut(0, 2, 1, name="model"))]}
-    check_agreed(tables, {"x": [0, 1], "y": [2, 3]})
+    tables = {"x": [row((4, 2), TP)], "y": [row((4, 2), ShardDim(0, 2, 1, name="model"))]}
+    check_consistent(tables, {"x": [0, 1], "y": [2, 3]})
     assert len(group_tables(tables, {"x": [0, 1], "y": [2, 3]})) == 1
 
 
@@ -164,7 +166,7 @@ def test_long_lists_are_cut_and_counted() -> None:
         "y": [row((5,), fqn=f"w{i:02}") for i in range(30)],
     }
     with pytest.raises(MismatchError, match=r"… and 10 more") as caught:
-        check_agreed(tables, {"x": [0], "y": [1]})
+        check_consistent(tables, {"x": [0], "y": [1]})
     assert len(caught.value.wrong) == 30
     assert str(caught.value).count("\n") == 21
 
@@ -172,20 +174,20 @@ def test_long_lists_are_cut_and_counted() -> None:
 # whole copies
 
 
-def complete(rows: list[Row], holders: list[int]) -> None:
+def complete(rows: list[TensorDecl], holders: list[int]) -> None:
     (group,) = group_tables({"t": rows}, {"t": holders})
     check_complete(group, holders)
 
 
 def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
-    rows = [row((4, 4), Cut(0, 2, 1, name="tp"))]
+    rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"))]
     complete(rows, [0, 1, 2, 3])
     complete(rows, [2, 3])
     complete([row((4, 4))], [3])
 
 
 def test_a_missing_coordinate_is_a_gap() -> None:
-    rows = [row((4, 4), Cut(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
+    rows = [row((4, 4), ShardDim(0, 2, 1, name="tp"), fqn="a"), row((4,), fqn="b")]
     with pytest.raises(
         LayoutError,
         match=r"gap.*\(1\):\n  model:a: no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0, 2 name it",
@@ -197,7 +199,7 @@ def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
     with pytest.raises(
         LayoutError, match=r"no rank holds coordinate \(1,\) of \(tp of 2\); ranks 0-2 name it"
     ):
-        complete([row((4, 4), Cut(0, 2, 1, name="tp"))], [0, 1, 2])
+        complete([row((4, 4), ShardDim(0, 2, 1, name="tp"))], [0, 1, 2])
 
 
 # words
@@ -215,14 +217,17 @@ def test_a_copy_that_is_held_in_part_is_a_gap_even_beside_a_whole_one() -> None:
     ],
 )
 def test_short(ranks: list[int], text: str) -> None:
-    assert short(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 def test_describe() -> None:
-    assert describe(row((4,)).sharding) == "a whole copy on each rank"
-    text = describe(
+    assert describe_sharding(row((4,)).sharding) == "a whole copy on each rank"
+    text = describe_sharding(
         row(
-            (4, 4), Cut(0, 2, 1, (3, 1), 0, "tp"), Cut(1, 3, 2, 1, 2), ranks=(1, 2, 3, 4, 5, 0)
+            (4, 4),
+            ShardDim(0, 2, 1, (3, 1), 0, "tp"),
+            ShardDim(1, 3, 2, 1, 2),
+            ranks=(1, 2, 3, 4, 5, 0),
         ).sharding
     )
     assert (

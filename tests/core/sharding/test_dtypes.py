@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize, nbytes, packed, unpacked
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS, file_shape, itemsize, memory_shape, nbytes
 from unified_ckpt.errors import FormatError
 
 
@@ -30,18 +30,18 @@ def test_an_unknown_dtype_is_refused() -> None:
 @pytest.mark.parametrize("dtype", sorted(set(ITEM_BITS) - {"F4", "F6_E2M3", "F6_E3M2"}))
 def test_elements_in_memory_are_those_in_the_file(dtype: str) -> None:
     assert itemsize(dtype) == nbytes(dtype, (1,))
-    assert packed(dtype, (3, 5)) == unpacked(dtype, (3, 5)) == (3, 5)
+    assert memory_shape(dtype, (3, 5)) == file_shape(dtype, (3, 5)) == (3, 5)
 
 
 def test_two_elements_of_four_bits_share_a_byte_in_memory() -> None:
     assert itemsize("F4") == 1
-    assert packed("F4", (3, 6)) == (3, 3)
-    assert unpacked("F4", (3, 3)) == (3, 6)
+    assert memory_shape("F4", (3, 6)) == (3, 3)
+    assert file_shape("F4", (3, 3)) == (3, 6)
     for shape in ((3, 5), ()):
         with pytest.raises(FormatError, match=r"F4 tensor of shape .*: needed an even last dim"):
-            packed("F4", shape)
+            memory_shape("F4", shape)
     with pytest.raises(FormatError, match=r"F4 tensor of no dims: needed at least one"):
-        unpacked("F4", ())
+        file_shape("F4", ())
 
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2", "F128"])

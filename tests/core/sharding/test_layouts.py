@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.oracles import part_of
 from unified_ckpt.core.sharding.layouts import Layout, Strided
-from unified_ckpt.core.sharding.shardings import Cut, Sharding
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 
 MESH = {"pp": 2, "dp": 3, "tp": 4}
@@ -13,12 +13,12 @@ MESH = {"pp": 2, "dp": 3, "tp": 4}
 
 def test_the_mesh_is_row_major_in_the_order_given() -> None:
     layout = Layout(mesh=MESH, rules={"a": {"tp": 0}, "b": {"dp": 0}, "c": {"pp": 1}})
-    assert layout.cuts("a", 2) == (Cut(0, 4, 1),)
-    assert layout.cuts("b", 2) == (Cut(0, 3, 4),)
-    assert layout.cuts("c", 2) == (Cut(1, 2, 12),)
+    assert layout.shard_dims("a", 2) == (ShardDim(0, 4, 1),)
+    assert layout.shard_dims("b", 2) == (ShardDim(0, 3, 4),)
+    assert layout.shard_dims("c", 2) == (ShardDim(1, 2, 12),)
     positions = np.arange(24).reshape(2, 3, 4)
     for pattern, axis in (("a", 2), ("b", 1), ("c", 0)):
-        cut = Sharding(layout.cuts(pattern, 2))
+        cut = Sharding(layout.shard_dims(pattern, 2))
         for at in np.ndindex(2, 3, 4):
             assert cut.coordinates(int(positions[at])) == (at[axis],)
 
@@ -28,13 +28,13 @@ def test_cuts_of_one_dim_nest_in_the_order_of_the_rule() -> None:
         mesh={"dp": 2, "tp": 2}, rules={"a": {"tp": 0, "dp": 0}, "b": {"dp": 0, "tp": 0}}
     )
     tensor = np.arange(8)
-    assert [part_of(tensor, Sharding(layout.cuts("a", 1)), r).tolist() for r in range(4)] == [
+    assert [part_of(tensor, Sharding(layout.shard_dims("a", 1)), r).tolist() for r in range(4)] == [
         [0, 1],
         [4, 5],
         [2, 3],
         [6, 7],
     ]
-    assert [part_of(tensor, Sharding(layout.cuts("b", 1)), r).tolist() for r in range(4)] == [
+    assert [part_of(tensor, Sharding(layout.shard_dims("b", 1)), r).tolist() for r in range(4)] == [
         [0, 1],
         [2, 3],
         [4, 5],
@@ -47,18 +47,18 @@ def test_strided_sections() -> None:
         mesh={"tp": 2},
         rules={"*qkv*": {"tp": Strided(0, (4, 2, 2))}, "*gate_up*": {"tp": Strided(-2, 2)}},
     )
-    assert layout.cuts("*qkv*", 2) == (Cut(0, 2, 1, (4, 2, 2)),)
-    assert layout.cuts("*gate_up*", 3) == (Cut(1, 2, 1, 2),)
+    assert layout.shard_dims("*qkv*", 2) == (ShardDim(0, 2, 1, (4, 2, 2)),)
+    assert layout.shard_dims("*gate_up*", 3) == (ShardDim(1, 2, 1, 2),)
 
 
 def test_mesh_dims_of_one_cut_nothing() -> None:
     layout = Layout(mesh={"dp": 4, "tp": 1}, rules={"*": {"tp": 0, "dp": 1}})
-    assert layout.cuts("*", 2) == (Cut(1, 4, 1),)
+    assert layout.shard_dims("*", 2) == (ShardDim(1, 4, 1),)
 
 
 def test_cuts_carry_the_name_of_their_mesh_dim() -> None:
     assert [
-        cut.name for cut in Layout(mesh=MESH, rules={"*": {"tp": 0, "pp": 1}}).cuts("*", 2)
+        cut.name for cut in Layout(mesh=MESH, rules={"*": {"tp": 0, "pp": 1}}).shard_dims("*", 2)
     ] == ["tp", "pp"]
 
 
@@ -83,7 +83,7 @@ def test_shapes_by_pattern() -> None:
 
 def test_negative_dims_count_from_the_end() -> None:
     layout = Layout(mesh={"tp": 2}, rules={"*": {"tp": -1}})
-    assert layout.cuts("*", 3) == (Cut(2, 2, 1),)
+    assert layout.shard_dims("*", 3) == (ShardDim(2, 2, 1),)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
@@ -102,7 +102,7 @@ def test_rules_name_dims_of_the_mesh() -> None:
 @pytest.mark.parametrize(("dim", "ndim"), [(2, 2), (-3, 2), (0, 0)])
 def test_rules_cut_dims_that_the_tensor_has(dim: int, ndim: int) -> None:
     with pytest.raises(LayoutError, match=rf"cuts dim {dim} of a tensor of {ndim} dims"):
-        Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}}).cuts("*", ndim)
+        Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}}).shard_dims("*", ndim)
 
 
 def test_the_mesh_has_a_place_for_each_rank() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.oracles import Array, World, coordinates_of, mesh_strides, part_of, where, worlds
-from unified_ckpt.core.sharding.boxes import inside
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec, missing_coordinates
+from unified_ckpt.core.sharding.boxes import is_inside
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec, missing_coordinates
 
 
 def chunked(indices: Array, count: int) -> list[Array]:
@@ -21,8 +21,10 @@ def chunked(indices: Array, count: int) -> list[Array]:
     return pieces + [indices[:0]] * (count - len(pieces))
 
 
-def held(length: int, cuts: list[tuple[Cut, int]]) -> Array:
-    """Which indices of a dim the coordinates hold, in local order: the definition, carried out on the indices themselves."""
+def held(length: int, cuts: list[tuple[ShardDim, int]]) -> Array:
+    """Which indices of a dim the coordinates hold, in local order: the definition, carried out on
+    the indices themselves.
+    """
     indices: Array = np.arange(length)
     for cut, coordinate in cuts:
         count = cut.sections
@@ -31,9 +33,10 @@ def held(length: int, cuts: list[tuple[Cut, int]]) -> Array:
             if isinstance(count, int)
             else np.split(indices, np.cumsum(count)[:-1])
         )
-        if cut.step:
+        if cut.chunk_length:
             kept = [
-                section[coordinate * cut.step : (coordinate + 1) * cut.step] for section in sections
+                section[coordinate * cut.chunk_length : (coordinate + 1) * cut.chunk_length]
+                for section in sections
             ]
         else:
             kept = [chunked(section, cut.size)[coordinate] for section in sections]
@@ -42,10 +45,15 @@ def held(length: int, cuts: list[tuple[Cut, int]]) -> Array:
 
 
 def definition(array: Array, sharding: Sharding, position: int) -> Array:
-    coordinates = [position // cut.stride % cut.size for cut in sharding.cuts]
+    coordinates = [position // cut.stride % cut.size for cut in sharding.shard_dims]
     per_dim = [
         held(
-            n, [(cut, c) for cut, c in zip(sharding.cuts, coordinates, strict=True) if cut.dim == d]
+            n,
+            [
+                (cut, c)
+                for cut, c in zip(sharding.shard_dims, coordinates, strict=True)
+                if cut.dim == d
+            ],
         )
         for d, n in enumerate(array.shape)
     ]
@@ -75,12 +83,12 @@ def test_a_corner_is_what_holders_of_the_whole_hold_of_it(
         mask = np.zeros(array.shape, bool)
         mask[tuple(slice(n) for n in corner)] = True
         held = part_of(mask, row.sharding, rank)
-        shape = row.sharding.corner(array.shape, corner).local_shape(rank, corner)
+        shape = row.sharding.truncate(array.shape, corner).local_shape(rank, corner)
         assert held.sum() == prod(shape)
         assert held[tuple(slice(n) for n in shape)].all()
         whole_part = part_of(array, row.sharding, rank)
         np.testing.assert_array_equal(
-            part_of(inner, row.sharding.corner(array.shape, corner), rank),
+            part_of(inner, row.sharding.truncate(array.shape, corner), rank),
             whole_part[tuple(map(slice, shape))],
         )
 
@@ -94,14 +102,14 @@ def test_boxes_tile_the_local_tensor_and_copies_tile_the_global_one(world: World
         position = sharding.position(rank)
         assert position is not None
         local = np.zeros(sharding.local_shape(rank, shape), dtype=int)
-        counts = seen.setdefault(sharding.origin(position), np.zeros(shape, dtype=int))
+        counts = seen.setdefault(sharding.replica_id(position), np.zeros(shape, dtype=int))
         for in_global, in_local in sharding.boxes(rank, shape):
-            assert inside(in_global, shape)
+            assert is_inside(in_global, shape)
             local[where(in_local)] += 1
             counts[where(in_global)] += 1
         assert (local == 1).all()
     assert all((counts == 1).all() for counts in seen.values()), "each copy holds each element once"
-    assert len(seen) * prod(cut.size for cut in sharding.cuts) == len(world.holders)
+    assert len(seen) * prod(cut.size for cut in sharding.shard_dims) == len(world.holders)
     assert missing_coordinates(sharding, world.holders) == []
 
 
@@ -113,26 +121,26 @@ def test_a_count_of_sections_is_torchs_strided_shard(
     theirs, _ = _StridedShard(0, split_factor=split_factor)._split_tensor(
         tensor, size, with_padding=False
     )
-    sharding = Sharding((Cut(0, size, 1, split_factor),))
+    sharding = Sharding((ShardDim(0, size, 1, split_factor),))
     for rank in range(size):
         assert part_of(tensor.numpy(), sharding, rank).tolist() == theirs[rank].tolist()
 
 
 def test_sections_of_unequal_length_are_split_each_on_their_own() -> None:
     qkv = np.concatenate([np.arange(8), 100 + np.arange(4), 200 + np.arange(4)])
-    sharding = Sharding((Cut(0, 2, 1, (8, 4, 4)),))
+    sharding = Sharding((ShardDim(0, 2, 1, (8, 4, 4)),))
     assert part_of(qkv, sharding, 0).tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
     assert part_of(qkv, sharding, 1).tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
     assert sharding.intervals(0, 16, (0,)) == ((0, 4), (8, 10), (12, 14))
 
 
 def test_touching_intervals_are_one() -> None:
-    assert Sharding((Cut(0, 2, 1, 2),)).intervals(0, 3, (0,)) == ((0, 1), (2, 3))
-    assert Sharding((Cut(0, 1, 1, 3),)).intervals(0, 9, (0,)) == ((0, 9),)
+    assert Sharding((ShardDim(0, 2, 1, 2),)).intervals(0, 3, (0,)) == ((0, 1), (2, 3))
+    assert Sharding((ShardDim(0, 1, 1, 3),)).intervals(0, 9, (0,)) == ((0, 9),)
 
 
 def test_padded_parts_have_equal_length_but_for_the_last() -> None:
-    sharding = Sharding((Cut(0, 4, 1, 1, 4),))
+    sharding = Sharding((ShardDim(0, 4, 1, 1, 4),))
     assert [sharding.local_shape(r, (10, 3)) for r in range(4)] == [(4, 3), (4, 3), (2, 3), (0, 3)]
     assert [sharding.intervals(0, 10, (r,)) for r in range(4)] == [
         ((0, 4),),
@@ -143,7 +151,7 @@ def test_padded_parts_have_equal_length_but_for_the_last() -> None:
 
 
 def test_uneven_chunks_leave_ranks_empty() -> None:
-    sharding = Sharding((Cut(0, 4, 1),))
+    sharding = Sharding((ShardDim(0, 4, 1),))
     assert [sharding.local_shape(r, (5,)) for r in range(4)] == [(2,), (2,), (1,), (0,)]
     assert list(sharding.boxes(3, (5,))) == []
 
@@ -151,9 +159,9 @@ def test_uneven_chunks_leave_ranks_empty() -> None:
 def test_cuts_of_one_dim_nest_in_their_order() -> None:
     tensor = np.arange(8)
     tp_then_dp = Sharding(
-        (Cut(0, 2, 1), Cut(0, 2, 2))
+        (ShardDim(0, 2, 1), ShardDim(0, 2, 2))
     )  # mesh (dp 2, tp 2): tp cuts first, as FSDP over TP does
-    dp_then_tp = Sharding((Cut(0, 2, 2), Cut(0, 2, 1)))
+    dp_then_tp = Sharding((ShardDim(0, 2, 2), ShardDim(0, 2, 1)))
     assert [part_of(tensor, tp_then_dp, r).tolist() for r in range(4)] == [
         [0, 1],
         [4, 5],
@@ -169,7 +177,9 @@ def test_cuts_of_one_dim_nest_in_their_order() -> None:
 
 
 def test_a_listed_mesh_has_the_ranks_that_it_lists() -> None:
-    sharding = Sharding((Cut(0, 2, 2), Cut(1, 2, 1)), ranks=(0, 3, 1, 2))  # mesh [[0, 3], [1, 2]]
+    sharding = Sharding(
+        (ShardDim(0, 2, 2), ShardDim(1, 2, 1)), ranks=(0, 3, 1, 2)
+    )  # mesh [[0, 3], [1, 2]]
     tensor = np.arange(16).reshape(4, 4)
     assert part_of(tensor, sharding, 3).tolist() == [[2, 3], [6, 7]]
     assert part_of(tensor, sharding, 2).tolist() == [[10, 11], [14, 15]]
@@ -201,7 +211,7 @@ def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(
 ) -> None:
     strides = mesh_strides(sizes)
     cut_dims = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
-    sharding = Sharding(tuple(Cut(0, sizes[i], strides[i]) for i in sorted(cut_dims)))
+    sharding = Sharding(tuple(ShardDim(0, sizes[i], strides[i]) for i in sorted(cut_dims)))
     ranks = sorted(data.draw(st.sets(st.integers(0, prod(sizes) - 1))))
     places = dict(zip(range(prod(sizes)), product(*(range(n) for n in sizes)), strict=True))
     lacking: list[set[tuple[int, ...]]] = []
@@ -219,7 +229,7 @@ def test_missing_coordinates_are_those_of_a_copy_that_somebody_holds(
 
 
 def test_missing_coordinates_of_a_listed_mesh() -> None:
-    sharding = Sharding((Cut(0, 2, 1),), ranks=(5, 2))
+    sharding = Sharding((ShardDim(0, 2, 1),), ranks=(5, 2))
     assert missing_coordinates(sharding, [2, 5]) == []
     assert missing_coordinates(sharding, [2]) == [(0,)]
     assert missing_coordinates(sharding, [5]) == [(1,)]
@@ -228,5 +238,5 @@ def test_missing_coordinates_of_a_listed_mesh() -> None:
 
 @pytest.mark.parametrize("world", [8, 4096])
 def test_a_part_costs_the_same_in_any_world(world: int) -> None:
-    sharding = Sharding((Cut(0, world, 1, 2),))
+    sharding = Sharding((ShardDim(0, world, 1, 2),))
     assert len(list(sharding.boxes(world - 1, (4 * world, 16)))) == 2

@@ -1,4 +1,6 @@
-"""A checkpoint copied to another root: whatever stops it and whatever is damaged, nothing bad is ever committed there."""
+"""A checkpoint copied to another root: whatever stops it and whatever is damaged, nothing bad is
+ever committed there.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.managers import check_state, flip, lose, state
-from unified_ckpt.engine.folder.copy import Transferred, transfer
+from unified_ckpt.engine.folder.copy import CopyResult, copy_checkpoint
 from unified_ckpt.format import names
-from unified_ckpt.runtime.storage.locks import removing
+from unified_ckpt.runtime.storage.locks import exclusive_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped
+from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 
 NAME = "checkpoint-3"
 
@@ -28,7 +30,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """One with all kinds of files: several of a part, extra state with blobs, a folder, an empty file and a link of the trainer's."""
+    """One with all kinds of files: several of a part, extra state with blobs, a folder, an empty
+    file and a link of the trainer's.
+    """
 
     def attach(folder: str) -> None:
         path = Path(folder)
@@ -64,8 +68,10 @@ def copy(
     *,
     if_exists: str = "keep",
     beat: Callable[[int], object] = lambda _: None,
-) -> Transferred:
-    return transfer(str(source), storage, NAME, if_exists=if_exists, fsync=True, beat=beat)
+) -> CopyResult:
+    return copy_checkpoint(
+        str(source), storage, NAME, if_exists=if_exists, fsync=True, on_progress=beat
+    )
 
 
 def there(tmp_path: Path) -> LocalStorage:
@@ -102,7 +108,7 @@ def test_a_copy_is_the_same_save_byte_for_byte(source: Path, tmp_path: Path) -> 
 
 def test_the_same_save_is_not_copied_twice(source: Path, tmp_path: Path) -> None:
     copy(source, there(tmp_path))
-    fuse = Fuse()
+    fuse = FaultPoint()
     assert copy(source, FaultyStorage(str(tmp_path / "root"), fuse), if_exists="error").nbytes == 0
     assert fuse.operations == []
 
@@ -124,11 +130,11 @@ def test_another_save_of_the_name(source: Path, tmp_path: Path, if_exists: str) 
 def test_what_an_unfinished_repair_has_left_is_not_copied(source: Path, tmp_path: Path) -> None:
     """Only files in the folder itself are a repair's."""
     right = body(source)
-    (source / f"{names.MENDING}model.safetensors-0badf00d").write_bytes(b"half of it")
-    for folder in (source / f"{names.MENDING}mine", source / "tokenizer"):
+    (source / f"{names.REPAIR_TMP}model.safetensors-0badf00d").write_bytes(b"half of it")
+    for folder in (source / f"{names.REPAIR_TMP}mine", source / "tokenizer"):
         folder.mkdir(exist_ok=True)
-        (folder / f"{names.MENDING}mine").write_text("mine")
-        right[str((folder / f"{names.MENDING}mine").relative_to(source))] = b"mine"
+        (folder / f"{names.REPAIR_TMP}mine").write_text("mine")
+        right[str((folder / f"{names.REPAIR_TMP}mine").relative_to(source))] = b"mine"
     copy(source, there(tmp_path))
     assert body(tmp_path / "root" / NAME) == right
 
@@ -169,7 +175,9 @@ def test_whatever_file_is_damaged_it_is_not_copied_as_good(source: Path, tmp_pat
 
 
 def same_json(damaged: bytes, whole: bytes) -> bool:
-    """Whether it is a byte that nothing is proved by: white space, the hint `total_size`, words for people."""
+    """Whether it is a byte that nothing is proved by: white space, the hint `total_size`, words for
+    people.
+    """
     try:
         found, right = json.loads(damaged), json.loads(whole)
     except ValueError:
@@ -209,15 +217,15 @@ def test_a_file_that_is_missing(source: Path, tmp_path: Path) -> None:
 def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_copy_succeeds(
     source: Path, tmp_path: Path
 ) -> None:
-    fuse = Fuse()
+    fuse = FaultPoint()
     copy(source, FaultyStorage(str(tmp_path / "root"), fuse))
     count = len(fuse.operations)
     assert count > 40
     for at in range(count):
         root = tmp_path / f"root-{at}"
         root.mkdir()
-        with pytest.raises(Stopped):
-            copy(source, FaultyStorage(str(root), Fuse(at)))
+        with pytest.raises(SimulatedCrash):
+            copy(source, FaultyStorage(str(root), FaultPoint(at)))
         assert len(committed(root)) <= (at == count - 1), (
             "the rename comes last, but for the folder's fsync"
         )
@@ -235,12 +243,12 @@ def test_stopped_while_it_replaces_one_of_both_is_there(source: Path, tmp_path: 
         uc.save(root / NAME, **state(9), step=3)
         return root
 
-    fuse = Fuse()
+    fuse = FaultPoint()
     copy(source, FaultyStorage(str(prepared(tmp_path / "root")), fuse), if_exists="replace")
     for at in range(len(fuse.operations) - 8, len(fuse.operations)):
         root = prepared(tmp_path / f"root-{at}")
-        with pytest.raises(Stopped):
-            copy(source, FaultyStorage(str(root), Fuse(at)), if_exists="replace")
+        with pytest.raises(SimulatedCrash):
+            copy(source, FaultyStorage(str(root), FaultPoint(at)), if_exists="replace")
         assert committed(root) == [root / NAME]
 
 
@@ -264,12 +272,12 @@ def test_nobody_removes_it_while_it_is_copied(source: Path, tmp_path: Path) -> N
     alone: list[bool] = []
 
     def beat(_: int) -> None:
-        with removing(str(source)) as mine:
+        with exclusive_lock(str(source)) as mine:
             alone.append(mine)
 
     copy(source, there(tmp_path), beat=beat)
     assert set(alone) == {False}
-    with removing(str(source)) as mine:
+    with exclusive_lock(str(source)) as mine:
         assert mine
 
 

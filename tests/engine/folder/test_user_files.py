@@ -1,4 +1,6 @@
-"""No file of the user's disappears: whatever is at or around the name of a save, whoever saves, and wherever the process is killed."""
+"""No file of the user's disappears: whatever is at or around the name of a save, whoever saves, and
+wherever the process is killed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ import unified_ckpt as uc
 from tests.support.simulated_nodes import SAVE, folder_of, on_machine
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import withdraw
-from unified_ckpt.engine.folder.copy import transfer
+from unified_ckpt.engine.folder.backup import rollback
+from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import Stopped, run_ranks
+from unified_ckpt.testing import SimulatedCrash, run_ranks
 
 NAME, STEP = "checkpoint-8", 8
 CHANGES = ("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder", "rename", "exchange", "remove_file", "remove_folder",
@@ -83,13 +85,13 @@ def manage(root: Path, if_exists: str) -> object:
 
 def copy(root: Path, if_exists: str) -> object:
     with LocalStorage(str(root / "run")) as storage:
-        return transfer(
+        return copy_checkpoint(
             str(root / "source"),
             storage,
             NAME,
             if_exists=if_exists,
             fsync=True,
-            beat=lambda _: None,
+            on_progress=lambda _: None,
         )
 
 
@@ -183,9 +185,11 @@ class User:
 
 @contextmanager
 def watched(patch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]) -> Iterator[list[str]]:
-    """Calls a function before a change of the disk, by number; gives all changes, in order. No change follows a Stopped."""
+    """Calls a function before a change of the disk, by number; gives all changes, in order. No
+    change follows a Stopped.
+    """
     done: list[str] = []
-    dead: list[Stopped] = []
+    dead: list[SimulatedCrash] = []
 
     def watch(name: str) -> None:
         real = getattr(LocalStorage, name)
@@ -196,7 +200,7 @@ def watched(patch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]) -> I
             done.append(f"{name} {args}")
             try:
                 at.get(len(done), lambda: None)()
-            except Stopped as stopped:
+            except SimulatedCrash as stopped:
                 dead.append(stopped)
                 raise
             return real(self, *args, **more)
@@ -210,7 +214,7 @@ def watched(patch: pytest.MonkeyPatch, at: dict[int, Callable[[], object]]) -> I
 
 
 def stop() -> None:
-    raise Stopped
+    raise SimulatedCrash
 
 
 def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch) -> str:
@@ -271,7 +275,7 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
             patch.setattr(LocalStorage, "exchange", lambda *_: False)
         try:
             SAVES[who](root, if_exists)
-        except (uc.CheckpointError, Stopped) as found:
+        except (uc.CheckpointError, SimulatedCrash) as found:
             error = found
         finally:
             patch.undo()
@@ -315,7 +319,9 @@ def check_cases(count: int, seed: int, tmp_path: Path, patch: pytest.MonkeyPatch
 def test_withdraw_keeps_files_that_came_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, exchange: bool
 ) -> None:
-    """Of several machines one cannot commit: the others take their folders back, in which files have appeared."""
+    """Of several machines one cannot commit: the others take their folders back, in which files
+    have appeared.
+    """
     user, target = User(tmp_path), tmp_path / NAME
     SITUATIONS[there](target)
     if there != "nothing":
@@ -324,15 +330,18 @@ def test_withdraw_keeps_files_that_came_meanwhile(
     if not exchange:
         monkeypatch.setattr(LocalStorage, "exchange", lambda *_: False)
     with LocalStorage(str(tmp_path)) as storage:
-        goal = commit.Target(NAME, "replace", step_name=True)
-        construction = commit.begin(
-            storage, NAME, save_id=None, present=commit.check_way(storage, goal)
+        goal = commit.PublishTarget(NAME, "replace", is_step_path=True)
+        construction = commit.create(
+            storage,
+            NAME,
+            save_id=None,
+            existing_entries=commit.check_existing_entries(storage, goal),
         )
         storage.put(f"{construction.folder}/config.json", b"new", fsync=False)
         published = commit.publish(storage, construction, goal, fsync=True)
         user.write(f"{NAME}/late.txt")
-        withdraw(storage, published)
-        commit.abandon(storage, construction)
+        rollback(storage, published)
+        commit.abort(storage, construction)
     assert {path: path.read_bytes() for path in before} == before
     assert (target / "late.txt").is_file()
     assert os.listdir(tmp_path) == [NAME]
@@ -348,7 +357,9 @@ def test_cleaning_up_that_fails_is_a_warning(
     who: str,
     operation: str,
 ) -> None:
-    """As after `chattr +i` on an old file. What is left is no checkpoint, and `prune` clears it away."""
+    """As after `chattr +i` on an old file. What is left is no checkpoint, and `prune` clears it
+    away.
+    """
     uc.save(tmp_path / "source", **state(STEP))
     uc.save(tmp_path / "run" / NAME, **state(5))
     real = getattr(LocalStorage, operation)
@@ -417,7 +428,9 @@ def test_a_file_of_a_taken_name_is_kept(
 def test_what_is_in_the_way_of_a_step_is_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A half-written folder of the stock Trainer is renamed; list, restore, retention and prune leave it alone."""
+    """A half-written folder of the stock Trainer is renamed; list, restore, retention and prune
+    leave it alone.
+    """
     for number in (1, 2):
         shutil.rmtree(tmp_path / NAME, ignore_errors=True)
         shutil.rmtree(tmp_path / f"checkpoint-{STEP + 1}", ignore_errors=True)
@@ -457,7 +470,9 @@ def test_what_is_in_the_way_of_a_step_is_no_step(
 def test_a_step_that_a_crash_left_under_its_kept_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where names cannot be exchanged, a crash between two renames leaves the step without its own: `restore` names it."""
+    """Where names cannot be exchanged, a crash between two renames leaves the step without its own:
+    `restore` names it.
+    """
     uc.save(tmp_path / f"{NAME}-before-1", model=state(STEP)["model"], step=STEP)
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
         assert manager.restore(model={"w": torch.zeros(3)}) is None
@@ -478,7 +493,9 @@ def test_a_step_that_a_crash_left_under_its_kept_name(
 def test_no_file_of_the_user_disappears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    """40 drawn cases: who saves, what is at the name, which files appear when, where the process is killed."""
+    """40 drawn cases: who saves, what is at the name, which files appear when, where the process is
+    killed.
+    """
     caplog.set_level(logging.CRITICAL)
     check_cases(40, seed, tmp_path, monkeypatch)
 

@@ -1,4 +1,6 @@
-"""Bad folders and targets that do not fit: one error of the tree, the same text on every rank, no hang, and a target as it was."""
+"""Bad folders and targets that do not fit: one error of the tree, the same text on every rank, no
+hang, and a target as it was.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.support.refusals import HARD, REFUSED, same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.manifest import IndexFile
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, try_ranks
+from unified_ckpt.testing import make_checkpointer, try_ranks
 
 SHAPES = {"embed": (302, 256), "heads": (302, 256), "norm": (257,)}
 STATES = {"embed/exp_avg": (302, 256), "embed/step": ()}
@@ -66,7 +68,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def act(comm: Comm) -> None:
         mine, state = (share(of, comm.rank, 2) for of in (model, optimizer))
         ours = layout(2)
-        checkpointer_of(comm).save(
+        make_checkpointer(comm).save(
             folder,
             model=mine,
             optimizer=state,
@@ -120,14 +122,16 @@ def load_fails(
     only_model: bool = False,
     **options: object,
 ) -> uc.CheckpointError:
-    """A load by ranks of which none gets anything: same error everywhere, targets byte for byte as they were."""
+    """A load by ranks of which none gets anything: same error everywhere, targets byte for byte as
+    they were.
+    """
     held = [targets(rank, world) for rank in range(world)]
 
     def act(comm: Comm) -> None:
         model, optimizer = held[comm.rank]
         chosen = uc.LoadOptions(timeout_seconds=HARD, **options)
         what = {} if only_model else {"optimizer": optimizer}
-        checkpointer_of(comm).load(
+        make_checkpointer(comm).load(
             folder, model=model, layout=layout(world), options=chosen, **what
         )
 
@@ -149,7 +153,7 @@ def both_ways(test: Callable[..., None]) -> Callable[..., None]:
 def test_the_checkpoint_is_sound(sound: Path, world: int) -> None:
     def act(comm: Comm) -> None:
         model, optimizer = targets(comm.rank, world)
-        report = checkpointer_of(comm).load(
+        report = make_checkpointer(comm).load(
             sound, model=model, optimizer=optimizer, layout=layout(world)
         )
         for found, seed, shapes in ((model, 1, SHAPES), (optimizer, 2, STATES)):
@@ -238,7 +242,7 @@ def index_with_a_key_twice(folder: Path) -> None:
     edit_manifest(
         folder,
         lambda manifest: manifest["parts"]["optimizer"].update(
-            index=IndexFile.of(body.encode()).model_dump()
+            index=IndexFile.from_bytes(body.encode()).model_dump()
         ),
     )
 
@@ -411,7 +415,9 @@ def test_a_damaged_folder(
 def test_damaged_rank_extra(
     folder: Path, damage: Callable[[Path], None], kind: type[uc.CheckpointError], match: str
 ) -> None:
-    """It is given back to the world that left it, so only that world minds; and all of it, if one rank's is damaged."""
+    """It is given back to the world that left it, so only that world minds; and all of it, if one
+    rank's is damaged.
+    """
     damage(folder)
     load_fails(folder, kind, match, world=2)
 
@@ -495,7 +501,9 @@ def test_a_turned_bit_is_found_in_mid_load(folder: Path, world: int) -> None:
 
 
 def test_a_slice_is_as_checked_as_a_load(tmp_path: Path) -> None:
-    """Blocks of 1 MiB that lie whole in it are compared, under other names too; no digest is read for a slice that has none."""
+    """Blocks of 1 MiB that lie whole in it are compared, under other names too; no digest is read
+    for a slice that has none.
+    """
     folder, full = (
         tmp_path / "checkpoint-1",
         {"w": torch.arange(650_000.0).reshape(1300, 500), "b": torch.arange(7.0)},
@@ -544,7 +552,7 @@ def test_full_verification_reads_the_rest_of_the_blocks(folder: Path) -> None:
     def act(comm: Comm, verify: str) -> None:
         model = {"embed": torch.zeros(151, 256), **rest} if comm.rank == 0 else {}
         options = uc.LoadOptions(verify=verify, timeout_seconds=HARD)
-        checkpointer_of(comm).load(folder, model=model, layout=rows, options=options)
+        make_checkpointer(comm).load(folder, model=model, layout=rows, options=options)
 
     assert try_ranks(2, lambda comm: act(comm, "read"), timeout_seconds=HARD) == [None, None]
     same_error(
@@ -852,7 +860,7 @@ def test_one_of_several_folders_that_cannot_be_opened(
 
     def act(comm: Comm) -> tuple[int | None, list[float], str]:
         target = {"w": torch.zeros(4)}
-        report = checkpointer_of(comm).load([good, bad] if turned else [bad, good], model=target)
+        report = make_checkpointer(comm).load([good, bad] if turned else [bad, good], model=target)
         return report.step, target["w"].tolist(), " ".join(report.notes)
 
     for found in try_ranks(world, act, timeout_seconds=HARD):
@@ -895,7 +903,7 @@ def test_weights_without_a_manifest_are_not_taken_for_one_of_several(tmp_path: P
 @both_ways
 def test_no_path_at_all(world: int) -> None:
     def act(comm: Comm) -> None:
-        checkpointer_of(comm).load([], model={"w": torch.zeros(4)})
+        make_checkpointer(comm).load([], model={"w": torch.zeros(4)})
 
     found = try_ranks(world, act, timeout_seconds=HARD)
     same_error(found, uc.NotFoundError, "no path is given; needed that of a checkpoint")
@@ -917,7 +925,7 @@ def test_everything_that_does_not_match_is_listed(sound: Path, world: int) -> No
 
     def act(comm: Comm) -> None:
         ours = uc.Layout({"tp": world}, {"heads": {"tp": 1}}) if world > 1 else None
-        checkpointer_of(comm).load(sound, model=held[comm.rank], layout=ours)
+        make_checkpointer(comm).load(sound, model=held[comm.rank], layout=ours)
 
     error = same_error(
         list(try_ranks(world, act, timeout_seconds=HARD)),
@@ -952,7 +960,7 @@ def test_an_expanded_target_of_one_rank(tmp_path: Path, world: int) -> None:
     held[-1]["b"] = torch.zeros(1).expand(8)
 
     def act(comm: Comm) -> None:
-        checkpointer_of(comm).load(tmp_path / "checkpoint-1", model=held[comm.rank])
+        make_checkpointer(comm).load(tmp_path / "checkpoint-1", model=held[comm.rank])
 
     found = r"model:b: is expanded: its elements along dim 0 of shape \(8,\) are one in memory; needed memory for each"
     same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.LayoutError, found)
@@ -1010,7 +1018,7 @@ def test_an_optimizer_of_another_model(sound: Path) -> None:
 def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank == 1:
-            checkpointer_of(comm).load(
+            make_checkpointer(comm).load(
                 sound, model=targets(0, 1)[0], options=uc.LoadOptions(timeout_seconds=1.5)
             )
 
@@ -1137,7 +1145,9 @@ def within(seconds: float, act: Callable[[], object]) -> None:
 def test_what_is_no_regular_file_is_not_opened(
     sound: Path, tmp_path: Path, kind: str, verb: str
 ) -> None:
-    """In place of each file of a checkpoint in turn, and of one of the trainer. A FIFO waits for a writer, a device may never end."""
+    """In place of each file of a checkpoint in turn, and of one of the trainer. A FIFO waits for a
+    writer, a device may never end.
+    """
     for file in (*sorted(path.name for path in sound.iterdir()), "notes.txt"):
         root = tmp_path / file
         folder = Path(shutil.copytree(sound, root / sound.name))

@@ -1,4 +1,6 @@
-"""A load reads one save, the one that is asked for, on every rank: whatever lies beside it, and whatever takes its place meanwhile."""
+"""A load reads one save, the one that is asked for, on every rank: whatever lies beside it, and
+whatever takes its place meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from unified_ckpt.engine.save import finalize
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage import open_files
-from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 LAYERS = 6
 
@@ -83,7 +85,7 @@ def test_ranks_that_see_two_saves_under_one_name(tmp_path: Path) -> None:
     targets = [model(-1), model(-1)]
 
     def load(comm: Comm) -> None:
-        with checkpointer_of(comm) as made:
+        with make_checkpointer(comm) as made:
             made.load(tmp_path / f"run-{comm.rank}" / NAME, model=targets[comm.rank], options=LOAD)
 
     same_error(
@@ -111,7 +113,7 @@ def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> N
             opened.wait(60)
             swap(tmp_path / NAME)
             swapped.set()
-        with uc.open(tmp_path / NAME) as source, checkpointer_of(comm) as made:
+        with uc.open(tmp_path / NAME) as source, make_checkpointer(comm) as made:
             opened.set()
             swapped.wait(60)
             made.load(source, model=targets[comm.rank], options=LOAD)
@@ -125,7 +127,7 @@ def test_a_load_goes_on_with_the_folder_that_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """With few files open at a time: one that is opened again is the same one again."""
-    monkeypatch.setattr(open_files, "KEPT", 1)
+    monkeypatch.setattr(open_files, "MAX_IDLE", 1)
     for step, name in ((1, NAME), (2, "next")):
         options = SAVE.model_copy(update={"max_file_bytes": 20_000})
         uc.save(
@@ -228,13 +230,13 @@ def test_machines_go_on_with_the_folders_that_they_opened(
 def test_a_folder_that_is_swapped_after_its_machine_told_of_it(
     halves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = discover._choose
+    real = discover._select_save
 
     def late(*args: Any) -> bytes:
         swap(folder_of(halves, 1))
         return real(*args)
 
-    monkeypatch.setattr(discover, "_choose", late)
+    monkeypatch.setattr(discover, "_select_save", late)
     found, targets = load_on_machines(halves)
     same_error(
         found,

@@ -10,7 +10,7 @@ import torch
 
 import unified_ckpt as uc
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 
 class Net(torch.nn.Linear):
@@ -153,7 +153,9 @@ def test_a_load_that_is_not_strict_warns_of_what_stays(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool) -> None:
-    """Each rank has the whole model and some of the masters, and only one a scheduler: what any rank took is taken."""
+    """Each rank has the whole model and some of the masters, and only one a scheduler: what any
+    rank took is taken.
+    """
     names = ("a", "b")
     model = {name: torch.ones(4, dtype=torch.bfloat16) for name in names}
     masters = {name: torch.full((4,), 1.001) for name in names}
@@ -171,7 +173,7 @@ def test_masters_and_objects_are_joined_over_ranks(tmp_path: Path, shared: bool)
     def act(comm: Comm) -> tuple[str, ...] | str:
         own = {"a" if comm.rank == 0 or not shared else "b": torch.zeros(4)}
         try:
-            report = checkpointer_of(comm).load(
+            report = make_checkpointer(comm).load(
                 tmp_path / "c",
                 model={name: torch.zeros(4, dtype=torch.bfloat16) for name in names},
                 optimizer={key: torch.zeros(4) for key in moments},

@@ -1,4 +1,6 @@
-"""What moving the bytes of a load takes beside the target; that they are right is in tests/test_reshard.py."""
+"""What moving the bytes of a load takes beside the target; that they are right is in
+tests/test_reshard.py.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.engine.load.read import Targets
+from unified_ckpt.engine.load.read import Destinations
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.tensors import Part
-from unified_ckpt.testing import checkpointer_of, run_ranks
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+from unified_ckpt.testing import make_checkpointer, run_ranks
 
 COUNT = 24
 FULL = {f"w{i:02}": torch.arange(i, i + 300.0 * 400).reshape(300, 400) for i in range(COUNT)}
@@ -21,14 +23,14 @@ FULL = {f"w{i:02}": torch.arange(i, i + 300.0 * 400).reshape(300, 400) for i in 
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many copies of parts there were, after each look at a part."""
     found: list[int] = []
-    get = Targets.__getitem__
+    get = Destinations.__getitem__
 
-    def counted(self: Targets, row: int) -> Part:
+    def counted(self: Destinations, row: int) -> LocalTensor:
         part = get(self, row)
-        found.append(len(self._dense))
+        found.append(len(self._staging))
         return part
 
-    monkeypatch.setattr(Targets, "__getitem__", counted)
+    monkeypatch.setattr(Destinations, "__getitem__", counted)
     return found
 
 
@@ -51,14 +53,16 @@ def test_targets_that_are_not_contiguous_are_not_all_copied_at_once(
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_nor_where_ranks_read_for_each_other(tmp_path: Path, copies: list[int], dim: int) -> None:
-    """Columns come in tiles. Of each reader's share the first and the last tensor may be another's, too."""
+    """Columns come in tiles. Of each reader's share the first and the last tensor may be another's,
+    too.
+    """
     uc.save(tmp_path / "c", model=FULL)
     layout = uc.Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}})
 
     def act(comm: Comm) -> None:
         held = {name: tensor.chunk(2, dim)[comm.rank] for name, tensor in FULL.items()}
         target = {name: turned(tensor) for name, tensor in held.items()}
-        with checkpointer_of(comm) as made:
+        with make_checkpointer(comm) as made:
             made.load(tmp_path / "c", model=target, layout=layout)
         assert all(torch.equal(target[name], tensor) for name, tensor in held.items())
 

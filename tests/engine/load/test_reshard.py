@@ -1,4 +1,6 @@
-"""Saved by one world, loaded by another: thread ranks against a numpy oracle, byte by byte, and the safetensors library in between."""
+"""Saved by one world, loaded by another: thread ranks against a numpy oracle, byte by byte, and the
+safetensors library in between.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,29 @@ from tests.support.reshard_cases import (
     garbage,
     global_array,
     request_of,
+    root,
     save_case,
 )
 from unified_ckpt.core.planning import save_plan
-from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner
-from unified_ckpt.core.sharding.declarations import Key, Row
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_grain
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.load.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.save import save as save_module
-from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.job import SaveCache
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.format.renames import Renames, Rule
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.exchange.windows import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import State
-from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, Part
-from unified_ckpt.testing import Arrangement, Held, arrangements, run_ranks, try_ranks
-from unified_ckpt.views.rename_rules import renamed
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
+from unified_ckpt.testing import DrawnLayout, HeldTensor, drawn_layouts, run_ranks, try_ranks
+from unified_ckpt.views.rename_rules import apply_renames
+
+__all__ = ["root"]  # fixtures
 
 # from numpy to what the engine takes, and back
 
@@ -54,11 +59,11 @@ from unified_ckpt.views.rename_rules import renamed
 # one case
 
 
-def load_into(comm: Comm, folder: Path, state: State, **options: object) -> LoadReport:
-    opened, windows = open_folder(LocalStorage(str(folder))), Windows()
+def load_into(comm: Comm, folder: Path, state: FlatState, **options: object) -> LoadReport:
+    opened, windows = open_folder(LocalStorage(str(folder))), TileBuffers()
     try:
         request = LoadRequest(
-            opened, state, opened.said(), None, None, set(), True, uc.LoadOptions(**options)
+            opened, state, opened.metadata(), None, None, set(), True, uc.LoadOptions(**options)
         )
         return load(comm, str(folder), request, windows, timeout_seconds=SECONDS)
     finally:
@@ -66,15 +71,15 @@ def load_into(comm: Comm, folder: Path, state: State, **options: object) -> Load
         opened.close()
 
 
-def load_case(case: Case, wanted: Arrangement, folder: Path, **options: object) -> list[LoadReport]:
+def load_case(case: Case, wanted: DrawnLayout, folder: Path, **options: object) -> list[LoadReport]:
     """Loads, and compares every byte of every rank."""
 
     def act(comm: Comm) -> LoadReport:
         state = case.target(wanted, comm.rank)
         report = load_into(comm, folder, state, **options)
-        for part in state.parts:
-            oracle = part_of(case.arrays[part.row.key], part.row.sharding, comm.rank)
-            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.row)
+        for part in state.tensors:
+            oracle = part_of(case.arrays[part.decl.key], part.decl.sharding, comm.rank)
+            assert bits(part.local) == oracle.tobytes(), (comm.rank, part.decl)
         return report
 
     return run_ranks(wanted.world, act)
@@ -84,13 +89,14 @@ def load_case(case: Case, wanted: Arrangement, folder: Path, **options: object) 
 
 
 def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, int, int]]) -> None:
-    """Inside a holder group, the largest load is 1.05 of the lower bound; borders fall on whole lines.
+    """Inside a holder group, the largest load is 1.05 of the lower bound; borders fall on whole
+    lines.
 
     Headers and small tensors are where the plan has put them.
     """
-    groups: dict[tuple[int, ...], list[Row]] = {}
-    for one in case.saved.held:
-        groups.setdefault(one.ranks, []).append(one.row)
+    groups: dict[tuple[int, ...], list[TensorDecl]] = {}
+    for one in case.saved.tensors:
+        groups.setdefault(one.ranks, []).append(one.decl)
     for ranks, rows in groups.items():
         large = [row for row in rows if row.spec.nbytes >= SMALL_NBYTES]
         loads, movable = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
@@ -103,19 +109,19 @@ def check_balance(case: Case, writes: Writes, places: Mapping[Key, tuple[str, in
         bound = lowest_peak(
             ranks, [demand for row in large for demand in movers(row, ranks)], fixed
         )
-        lines = sum(manner(row.spec, row.sharding).line_nbytes for row in large)
+        lines = sum(choose_grain(row.spec, row.sharding).slab_nbytes for row in large)
         assert max(loads.values()) <= 1.05 * bound + lines, (loads, bound, lines, rows)
 
 
-def check_over_read(case: Case, wanted: Arrangement, reports: Sequence[LoadReport]) -> None:
+def check_over_read(case: Case, wanted: DrawnLayout, reports: Sequence[LoadReport]) -> None:
     """All thread ranks are on one machine: what they read together, over what they want together."""
     union = 0
-    for one in wanted.held:
-        mask = np.zeros(one.row.spec.shape, dtype=bool)
+    for one in wanted.tensors:
+        mask = np.zeros(one.decl.spec.shape, dtype=bool)
         for rank in one.ranks:
-            for box, _ in one.row.sharding.boxes(rank, one.row.spec.shape):
+            for box, _ in one.decl.sharding.boxes(rank, one.decl.spec.shape):
                 mask[where(box)] = True
-        union += int(mask.sum()) * case.arrays[one.row.key].itemsize
+        union += int(mask.sum()) * case.arrays[one.decl.key].itemsize
     assert sum(report.bytes_read for report in reports) <= 1.25 * union
 
 
@@ -171,20 +177,20 @@ def grown_cases(draw: st.DrawFn) -> Case:
     case = draw(cases(max_world=6, max_tensors=4, loads=1, max_nbytes=200_000))
     more = st.sampled_from([0, 0, 1, 2, 13])
     larger = [
-        (one.row.key, replace(one.row.spec, shape=tuple(n + draw(more) for n in one.row.spec.shape)))
-        for one in case.saved.held
+        (one.decl.key, replace(one.decl.spec, shape=tuple(n + draw(more) for n in one.decl.spec.shape)))
+        for one in case.saved.tensors
     ]  # fmt: skip
-    return replace(case, loaded=(draw(arrangements(tensors=larger, max_world=6, complete=False)),))
+    return replace(case, loaded=(draw(drawn_layouts(tensors=larger, max_world=6, complete=False)),))
 
 
-def corner_of(one: Held, shape: tuple[int, ...]) -> Held:
+def corner_of(one: HeldTensor, shape: tuple[int, ...]) -> HeldTensor:
     """What its ranks want of a stored tensor of this shape."""
-    row = one.row
-    return Held(
+    row = one.decl
+    return HeldTensor(
         replace(
             row,
             spec=replace(row.spec, shape=shape),
-            sharding=row.sharding.corner(row.spec.shape, shape),
+            sharding=row.sharding.truncate(row.spec.shape, shape),
         ),
         one.ranks,
     )
@@ -195,34 +201,36 @@ def corner_of(one: Held, shape: tuple[int, ...]) -> Held:
 def test_a_pad_rule_fills_the_corner_of_larger_tensors(
     root: Path, case: Case, tile_nbytes: int, verify: str
 ) -> None:
-    """On any mesh; what the checkpoint lacks keeps every bit, no byte of it is read, and what is read is verified."""
+    """On any mesh; what the checkpoint lacks keeps every bit, no byte of it is read, and what is
+    read is verified.
+    """
     rules = Renames(rules=(Rule(match=("*",), pad=(0, 1, 2, 3)),))
     (wanted,) = case.loaded
     oracles = {}
-    for one in wanted.held:
-        array = case.arrays[one.row.key]
-        oracles[one.row.key] = garbage(one.row.spec, array.dtype).reshape(one.row.spec.shape)
-        oracles[one.row.key][tuple(map(slice, array.shape))] = array
+    for one in wanted.tensors:
+        array = case.arrays[one.decl.key]
+        oracles[one.decl.key] = garbage(one.decl.spec, array.dtype).reshape(one.decl.spec.shape)
+        oracles[one.decl.key][tuple(map(slice, array.shape))] = array
 
     def act(comm: Comm) -> LoadReport:
         view, windows, state = (
-            renamed(open_folder(LocalStorage(str(folder))), rules),
-            Windows(),
+            apply_renames(open_folder(LocalStorage(str(folder))), rules),
+            TileBuffers(),
             case.target(wanted, comm.rank),
         )
         try:
             request = LoadRequest(
-                view, state, view.said(), None, None, set(), True, uc.LoadOptions(verify=verify)
+                view, state, view.metadata(), None, None, set(), True, uc.LoadOptions(verify=verify)
             )
             report = load(comm, NAME, request, windows, timeout_seconds=SECONDS)
         finally:
             windows.close()
             view.close()
-        for part in state.parts:
+        for part in state.tensors:
             assert (
                 bits(part.local)
-                == part_of(oracles[part.row.key], part.row.sharding, comm.rank).tobytes()
-            ), (comm.rank, part.row)
+                == part_of(oracles[part.decl.key], part.decl.sharding, comm.rank).tobytes()
+            ), (comm.rank, part.decl)
         return report
 
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
@@ -234,7 +242,7 @@ def test_a_pad_rule_fills_the_corner_of_larger_tensors(
         case,
         replace(
             wanted,
-            held=tuple(corner_of(one, case.arrays[one.row.key].shape) for one in wanted.held),
+            held=tuple(corner_of(one, case.arrays[one.decl.key].shape) for one in wanted.tensors),
         ),
         reports,
     )
@@ -252,21 +260,23 @@ def test_a_pad_rule_fills_the_corner_of_larger_tensors(
 # single cases
 
 
-def arranged(mesh: Sequence[int], **rules: tuple[TensorSpec, tuple[Cut, ...]]) -> Arrangement:
+def arranged(mesh: Sequence[int], **rules: tuple[TensorSpec, tuple[ShardDim, ...]]) -> DrawnLayout:
     """Tensors of the model, on all ranks of a row-major mesh."""
     world = int(np.prod(mesh))
-    return Arrangement(
+    return DrawnLayout(
         world,
         tuple(
-            Held(Row("model", fqn, spec, Sharding(cuts)), tuple(range(world)))
+            HeldTensor(TensorDecl("model", fqn, spec, Sharding(cuts)), tuple(range(world)))
             for fqn, (spec, cuts) in rules.items()
         ),
     )
 
 
-def case_of(saved: Arrangement, *loaded: Arrangement) -> Case:
+def case_of(saved: DrawnLayout, *loaded: DrawnLayout) -> Case:
     return Case(
-        {one.row.key: global_array(one.row.key, one.row.spec) for one in saved.held}, saved, loaded
+        {one.decl.key: global_array(one.decl.key, one.decl.spec) for one in saved.tensors},
+        saved,
+        loaded,
     )
 
 
@@ -276,9 +286,11 @@ SPEC = TensorSpec("BF16", (64, 8192))  # 1 MiB
 @pytest.mark.parametrize("dtype", sorted(set(TORCH_DTYPES) - {"F4"}))
 def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
     spec, small = TensorSpec(dtype, (7, 40_000)), TensorSpec(dtype, ())
-    by_column = arranged([2, 2], large=(spec, (Cut(1, 4, 1),)), small=(small, ()))
-    by_row = arranged([3], large=(spec, (Cut(0, 3, 1),)), small=(small, ()))
-    by_both = arranged([2, 2], large=(spec, (Cut(0, 2, 2), Cut(1, 2, 1))), small=(small, ()))
+    by_column = arranged([2, 2], large=(spec, (ShardDim(1, 4, 1),)), small=(small, ()))
+    by_row = arranged([3], large=(spec, (ShardDim(0, 3, 1),)), small=(small, ()))
+    by_both = arranged(
+        [2, 2], large=(spec, (ShardDim(0, 2, 2), ShardDim(1, 2, 1))), small=(small, ())
+    )
     check_case(
         case_of(by_column, by_row, by_both),
         root,
@@ -290,7 +302,7 @@ def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
 def test_memory_that_is_not_contiguous(root: Path, dtype: str) -> None:
-    cuts = () if dtype == "F4" else (Cut(0, 2, 1),)
+    cuts = () if dtype == "F4" else (ShardDim(0, 2, 1),)
     sizes = {"large": (40_000, 7), "small": (3, 5), "one": (1,)}
     rules = {
         fqn: (TensorSpec(dtype, shape), cuts if shape[0] > 1 else ())
@@ -305,17 +317,18 @@ def test_memory_that_is_not_contiguous(root: Path, dtype: str) -> None:
 
 def test_one_element_of_another_tensor(root: Path) -> None:
     """torch calls it contiguous, whatever its stride is."""
-    row = Row("model", "one", TensorSpec("F32", (1,)), Sharding())
+    row = TensorDecl("model", "one", TensorSpec("F32", (1,)), Sharding())
     states = [
-        State(parts=[Part(row, torch.arange(6.0)[4::2][:1])], asked={"model"}) for _ in range(2)
+        FlatState(tensors=[LocalTensor(row, torch.arange(6.0)[4::2][:1])], requested={"model"})
+        for _ in range(2)
     ]
     with TemporaryDirectory(dir=root) as name:
         assert save_states(Path(name), [states]) == [None, None]
-        target = Part(row, torch.zeros(6)[::2][:1])
+        target = LocalTensor(row, torch.zeros(6)[::2][:1])
         run_ranks(
             1,
             lambda comm: load_into(
-                comm, Path(name) / "turn-0", State(parts=[target], asked={"model"})
+                comm, Path(name) / "turn-0", FlatState(tensors=[target], requested={"model"})
             ),
         )
     assert target.local.item() == 4
@@ -324,12 +337,12 @@ def test_one_element_of_another_tensor(root: Path) -> None:
 def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
     case = case_of(
-        arranged([4], w=(SPEC, (Cut(1, 4, 1),))), arranged([2], w=(SPEC, (Cut(1, 2, 1),)))
+        arranged([4], w=(SPEC, (ShardDim(1, 4, 1),))), arranged([2], w=(SPEC, (ShardDim(1, 2, 1),)))
     )
     plans = []
 
     def act(comm: Comm) -> None:
-        kept = Kept()
+        kept = SaveCache()
         save(
             comm,
             LocalStorage(str(root)),
@@ -349,17 +362,17 @@ def test_tiles_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_case(case, case.loaded[0], root / "tiles")
 
 
-LAYOUTS: dict[str, tuple[list[int], tuple[Cut, ...]]] = {
+LAYOUTS: dict[str, tuple[list[int], tuple[ShardDim, ...]]] = {
     "one": ([1], ()),
     "replicas": ([3], ()),
-    "rows": ([4], (Cut(0, 4, 1),)),
-    "columns": ([4], (Cut(1, 4, 1),)),
-    "replicas of columns": ([2, 2], (Cut(1, 2, 1),)),
-    "rows and columns": ([2, 2], (Cut(0, 2, 2), Cut(1, 2, 1))),
-    "rows, strided": ([2, 3], (Cut(0, 3, 1), Cut(0, 2, 3))),
-    "columns twice": ([2, 2], (Cut(1, 2, 2), Cut(1, 2, 1))),
-    "fused rows": ([4], (Cut(0, 4, 1, 3),)),
-    "fused columns": ([4], (Cut(1, 4, 1, (2048, 6144)),)),
+    "rows": ([4], (ShardDim(0, 4, 1),)),
+    "columns": ([4], (ShardDim(1, 4, 1),)),
+    "replicas of columns": ([2, 2], (ShardDim(1, 2, 1),)),
+    "rows and columns": ([2, 2], (ShardDim(0, 2, 2), ShardDim(1, 2, 1))),
+    "rows, strided": ([2, 3], (ShardDim(0, 3, 1), ShardDim(0, 2, 3))),
+    "columns twice": ([2, 2], (ShardDim(1, 2, 2), ShardDim(1, 2, 1))),
+    "fused rows": ([4], (ShardDim(0, 4, 1, 3),)),
+    "fused columns": ([4], (ShardDim(1, 4, 1, (2048, 6144)),)),
 }
 
 
@@ -376,20 +389,24 @@ def test_every_pair_of_layouts(root: Path, saved: str) -> None:
 
 
 def test_ranks_may_want_one_tensor_by_different_rules(root: Path) -> None:
-    case = case_of(arranged([2], w=(SPEC, (Cut(0, 2, 1),))))
+    case = case_of(arranged([2], w=(SPEC, (ShardDim(0, 2, 1),))))
     save_case(case, root)
-    rules = [Sharding(), Sharding((Cut(0, 3, 1),)), Sharding((Cut(1, 3, 1),))]
-    wanted = Arrangement(
-        3, tuple(Held(Row("model", "w", SPEC, rule), (rank,)) for rank, rule in enumerate(rules))
+    rules = [Sharding(), Sharding((ShardDim(0, 3, 1),)), Sharding((ShardDim(1, 3, 1),))]
+    wanted = DrawnLayout(
+        3,
+        tuple(
+            HeldTensor(TensorDecl("model", "w", SPEC, rule), (rank,))
+            for rank, rule in enumerate(rules)
+        ),
     )
     load_case(case, wanted, root / NAME)
 
 
 def test_each_byte_is_read_and_proved_once_when_all_is_wanted(root: Path) -> None:
     case = case_of(
-        arranged([2, 2], w=(SPEC, (Cut(1, 2, 1),))),
+        arranged([2, 2], w=(SPEC, (ShardDim(1, 2, 1),))),
         arranged([4], w=(SPEC, ())),
-        arranged([2, 2], w=(SPEC, (Cut(1, 4, 1),))),
+        arranged([2, 2], w=(SPEC, (ShardDim(1, 4, 1),))),
     )
     with TemporaryDirectory(dir=root) as name:
         save_case(case, Path(name))
@@ -402,20 +419,22 @@ def test_each_byte_is_read_and_proved_once_when_all_is_wanted(root: Path) -> Non
 # replicas
 
 
-def states_of(case: Case, *spoilt: int) -> list[State]:
+def states_of(case: Case, *spoilt: int) -> list[FlatState]:
     """The ranks' states, one byte changed on some ranks."""
     states = [case.state(rank) for rank in range(case.saved.world)]
     for rank in spoilt:
-        states[rank].parts[-1].local.view(torch.uint8)[0, -1] ^= 1
+        states[rank].tensors[-1].local.view(torch.uint8)[0, -1] ^= 1
     return states
 
 
-def save_states(root: Path, states: Sequence[Sequence[State]], **options: object) -> list[object]:
+def save_states(
+    root: Path, states: Sequence[Sequence[FlatState]], **options: object
+) -> list[object]:
     """Saves one after the other by the same ranks; what each rank raised, or None."""
     root.mkdir(exist_ok=True)
 
     def act(comm: Comm) -> None:
-        kept = Kept()
+        kept = SaveCache()
         for number, turn in enumerate(states):
             request = request_of(turn[comm.rank], **options)
             save(
@@ -430,7 +449,7 @@ def save_states(root: Path, states: Sequence[Sequence[State]], **options: object
     return list(try_ranks(len(states[0]), act))
 
 
-TWO = {"a": (SPEC, (Cut(1, 2, 1),)), "b": (SPEC, (Cut(0, 2, 1),))}
+TWO = {"a": (SPEC, (ShardDim(1, 2, 1),)), "b": (SPEC, (ShardDim(0, 2, 1),))}
 
 
 def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
@@ -448,7 +467,7 @@ def test_replicas_that_differ_are_named_on_every_rank(tmp_path: Path) -> None:
 def test_every_replica_that_differs_is_named(tmp_path: Path) -> None:
     case = case_of(arranged([4], whole=(SPEC, ())))
     states = states_of(case, 1, 3)
-    states[3].parts[0].local.view(torch.uint8)[1, 1] ^= 1
+    states[3].tensors[0].local.view(torch.uint8)[1, 1] ^= 1
     for found in save_states(tmp_path, [states]):
         assert isinstance(found, uc.LayoutError)
         with pytest.raises(
@@ -480,7 +499,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     plan = save_module.make_plan
 
-    def counted(meeting: Meeting, *rest: object, **more: object) -> object:
+    def counted(meeting: Collective, *rest: object, **more: object) -> object:
         calls.append(meeting.rank)
         return plan(meeting, *rest, **more)
 
@@ -492,19 +511,19 @@ def test_the_second_save_of_a_layout_plans_nothing(
     tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And says nothing of tensors: the words between ranks are the same for 2 and for 40 of them."""
-    met: list[Meeting] = []  # of rank 1
-    meet = Comm.meet
+    met: list[Collective] = []  # of rank 1
+    meet = Comm.begin_collective
 
-    def counted(comm: Comm, *what: object, **how: object) -> Meeting:
+    def counted(comm: Comm, *what: object, **how: object) -> Collective:
         meeting = meet(comm, *what, **how)
         if comm.rank == 1:
             met.append(meeting)
         return meeting
 
-    monkeypatch.setattr(Comm, "meet", counted)
+    monkeypatch.setattr(Comm, "begin_collective", counted)
     for tensors in (2, 40):
         case = case_of(
-            arranged([2, 2], **{f"t{n}": (SPEC, (Cut(n % 2, 2, 1),)) for n in range(tensors)})
+            arranged([2, 2], **{f"t{n}": (SPEC, (ShardDim(n % 2, 2, 1),)) for n in range(tensors)})
         )
         assert (
             save_states(tmp_path / str(tensors), [states_of(case)] * 3, max_file_bytes=1 << 22)
@@ -525,8 +544,8 @@ def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(
 ) -> None:
     case = case_of(arranged([2, 2], **TWO))
     turned = states_of(case)
-    part = turned[3].parts[0]
-    turned[3].parts[0] = Part(part.row, part.local.t().contiguous().t())
+    part = turned[3].tensors[0]
+    turned[3].tensors[0] = LocalTensor(part.decl, part.local.t().contiguous().t())
     assert save_states(tmp_path, [states_of(case), turned, turned]) == [None] * 4
     assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -535,7 +554,7 @@ def test_a_save_that_fails_does_not_spoil_the_plan(tmp_path: Path, planned: list
     case = case_of(arranged([2], **TWO))
 
     def act(comm: Comm) -> None:
-        kept, storage = Kept(), LocalStorage(str(tmp_path))
+        kept, storage = SaveCache(), LocalStorage(str(tmp_path))
         for name in ("a", "a", "b"):
             request = request_of(case.state(comm.rank))
             if (tmp_path / name).exists():

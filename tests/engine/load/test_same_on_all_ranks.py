@@ -1,4 +1,6 @@
-"""Ranks that want one load done in several ways hear of it before a byte is written: they would wait for each other for nothing."""
+"""Ranks that want one load done in several ways hear of it before a byte is written: they would
+wait for each other for nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 import unified_ckpt as uc
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import NAME, SAVE
-from unified_ckpt.engine.load.same_on_all_ranks import check_alike, what_is_alike
+from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, try_ranks
+from unified_ckpt.testing import make_checkpointer, try_ranks
 
 COLUMNS = uc.Layout(mesh={"tp": 2}, rules={"w": {"tp": 1}})
 LOAD = uc.LoadOptions(timeout_seconds=8)
@@ -50,7 +52,7 @@ def test_options_that_are_not_the_same_on_all_ranks(
             if name == "strict"
             else {"options": LOAD.model_copy(update={name: value})}
         )
-        with checkpointer_of(comm) as made:
+        with make_checkpointer(comm) as made:
             made.load(
                 tmp_path / NAME,
                 model=targets[comm.rank],
@@ -64,15 +66,17 @@ def test_options_that_are_not_the_same_on_all_ranks(
 
 
 def test_many_ranks_are_told_in_few_words() -> None:
-    told = [what_is_alike("ab"[rank in (1, 5)], strict=True, options=LOAD) for rank in range(2048)]
+    told = [
+        shared_settings("ab"[rank in (1, 5)], strict=True, options=LOAD) for rank in range(2048)
+    ]
     with pytest.raises(
         uc.StorageError, match=r"rank\(s\) 0, 2-4, 6-2047 save a; rank\(s\) 1, 5 save b; needed one"
     ):
-        check_alike(told)
+        check_same_on_all_ranks(told)
 
 
 def test_a_source_that_knows_no_save() -> None:
-    told = [what_is_alike(save_id, strict=True, options=LOAD) for save_id in ("a", None)]
+    told = [shared_settings(save_id, strict=True, options=LOAD) for save_id in ("a", None)]
     with pytest.raises(uc.StorageError, match=r"rank\(s\) 0 save a; rank\(s\) 1 one without an id"):
-        check_alike(told)
-    check_alike(told[1:])
+        check_same_on_all_ranks(told)
+    check_same_on_all_ranks(told[1:])

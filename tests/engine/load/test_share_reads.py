@@ -1,4 +1,6 @@
-"""Machines that load the same bytes from one folder: each block is read by one of them, the others get it from there."""
+"""Machines that load the same bytes from one folder: each block is read by one of them, the others
+get it from there.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_machine
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
-from unified_ckpt.engine.load.share_reads import overlap
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.load.share_reads import read_redundancy
 from unified_ckpt.engine.nodes import inventory
-from unified_ckpt.engine.plan.holders import Census
+from unified_ckpt.engine.plan.holders import Declarations
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.testing import run_ranks
@@ -27,7 +29,9 @@ FULL = {
 
 
 class Reads:
-    """Which machines read which blocks of the file of the model from the volume. Again is no matter: a machine keeps what it has read."""
+    """Which machines read which blocks of the file of the model from the volume. Again is no
+    matter: a machine keeps what it has read.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, machines: list[int]) -> None:
         self.machines: dict[int, set[int]] = {}
@@ -35,7 +39,8 @@ class Reads:
 
         def init(storage: LocalStorage, root: str, **how: Any) -> None:
             make(storage, root, **how)
-            storage.made_by = threading.current_thread().name  # type: ignore[attr-defined]  # "rank-2": a rank's own, or what it serves
+            # "rank-2": a rank's own, or what it serves
+            storage.made_by = threading.current_thread().name  # type: ignore[attr-defined]
 
         def read_at(storage: LocalStorage, name: str, start: int, into: Buffer) -> None:
             if name.startswith("model") and len(into) > 64 << 10:  # no header
@@ -83,7 +88,7 @@ def test_replicas_on_a_slow_volume_read_each_byte_once(
     saved: Path, monkeypatch: pytest.MonkeyPatch, machines: list[int]
 ) -> None:
     reads = Reads(monkeypatch, machines)
-    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     load(saved, machines)
     assert reads.by_how_many == 1
     assert set().union(*reads.machines.values()) == set(machines), "all of them do a part"
@@ -101,7 +106,7 @@ def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.Mon
     reads = Reads(monkeypatch, [0, 1, 2])
     load(saved, [0, 1, 2], share_reads="always")
     assert reads.by_how_many == 1
-    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     load(saved, [0, 1, 2], share_reads="never")
     assert reads.by_how_many == 3
 
@@ -109,11 +114,11 @@ def test_it_can_be_asked_for_and_be_refused(saved: Path, monkeypatch: pytest.Mon
 def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     asked: list[str] = []
-    real = uc.engine.pieces.JointStorage.share  # type: ignore[attr-defined]
+    real = uc.engine.nodes.storage.ShardedStorage.enable_shared_reads  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        "unified_ckpt.engine.nodes.storage.JointStorage.share",
+        "unified_ckpt.engine.nodes.storage.ShardedStorage.enable_shared_reads",
         lambda self, **what: (asked.append("share"), real(self, **what)),
     )
     load(saved, [0, 1, 2], layout=uc.Layout(mesh={"dp": 3}, rules={"w": {"dp": 0}}))
@@ -121,8 +126,10 @@ def test_where_machines_want_different_bytes_nothing_goes_over_the_wire(
 
 
 def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes are the same whoever reads them, so the damage is an error, on every rank, and names the block."""
-    monkeypatch.setattr(inventory, "file_system", lambda _: "nfs4")
+    """The bytes are the same whoever reads them, so the damage is an error, on every rank, and
+    names the block.
+    """
+    monkeypatch.setattr(inventory, "file_system_type", lambda _: "nfs4")
     (file,) = (saved / NAME).glob("model*.safetensors")
     body = bytearray(file.read_bytes())
     body[-1] ^= 1
@@ -133,10 +140,10 @@ def test_a_reader_that_finds_damage_is_no_end(saved: Path, monkeypatch: pytest.M
 
 def test_overlap() -> None:
     spec = TensorSpec("F32", (8, 4))
-    rows = Row(
-        "model", "w", spec, Sharding((Cut(0, 2, 2),))
+    rows = TensorDecl(
+        "model", "w", spec, Sharding((ShardDim(0, 2, 2),))
     )  # mesh [2, 2]: rows over the first dim, replicas over the second
-    census = Census({0: [rows]}, {0: [0, 1, 2, 3]})
-    assert overlap(census, [0, 0, 1, 1]) == pytest.approx(1.0), "replicas inside a machine"
-    assert overlap(census, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each machine"
-    assert overlap(census, [0, 1, 2, 3]) == pytest.approx(2.0)
+    census = Declarations({0: [rows]}, {0: [0, 1, 2, 3]})
+    assert read_redundancy(census, [0, 0, 1, 1]) == pytest.approx(1.0), "replicas inside a machine"
+    assert read_redundancy(census, [0, 1, 0, 1]) == pytest.approx(2.0), "a copy on each machine"
+    assert read_redundancy(census, [0, 1, 2, 3]) == pytest.approx(2.0)

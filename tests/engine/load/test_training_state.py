@@ -1,4 +1,6 @@
-"""Optimizers through the public calls: saved, loaded into fresh objects, and the next steps are those of a run that was not interrupted."""
+"""Optimizers through the public calls: saved, loaded into fresh objects, and the next steps are
+those of a run that was not interrupted.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def test_training_goes_on_bit_by_bit_on_a_device(tmp_path: Path, how: dict[str, 
 
 
 def test_how_an_optimizer_runs_stays_as_it_is(tmp_path: Path) -> None:
-    """A checkpoint of a capturable optimizer goes on in one that is not, and the reverse: state is the same, options are the job's."""
+    """A checkpoint of a capturable optimizer goes on in one that is not, and the reverse: state is
+    the same, options are the job's.
+    """
     module, optimizer = trained("AdamW fused")
     optimizer.param_groups[0]["capturable"] = True
     uc.save(tmp_path / "c", model=module, optimizer=optimizer)
@@ -344,7 +348,9 @@ def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
 
 
 def test_moments_that_the_next_step_cannot_read(tmp_path: Path) -> None:
-    """fp32 moments of a bf16 parameter, into an optimizer that has none yet: torch's step raises, torch's load_state_dict casts."""
+    """fp32 moments of a bf16 parameter, into an optimizer that has none yet: torch's step raises,
+    torch's load_state_dict casts.
+    """
     module = nn.Linear(40, 30).bfloat16()
     optimizer = torch.optim.AdamW(module.parameters())
     for param in module.parameters():
@@ -414,7 +420,9 @@ def master(holders: list[Optimizer], param: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("holder", ["the optimizer", "another", "of a list"])
 def test_masters_are_never_those_of_another_step(tmp_path: Path, holder: str) -> None:
-    """They were left out without a word where nothing was said of them: the next step put those of the job that loads over the model."""
+    """They were left out without a word where nothing was said of them: the next step put those of
+    the job that loads over the model.
+    """
     jobs = []
     for _ in range(2):
         module = nn.Linear(40, 30).bfloat16()
@@ -526,7 +534,9 @@ def test_masters_made_at_the_first_step_are_loaded(
 
 @pytest.mark.parametrize("state", ["fresh", "warmed"])
 def test_masters_given_beside_those_of_the_optimizer(tmp_path: Path, state: str) -> None:
-    """Only one of two masters could be stored or filled, and the next step would go on from the other."""
+    """Only one of two masters could be stored or filled, and the next step would go on from the
+    other.
+    """
     module, other = mixed(), mixed()
     optimizer, target = (
         FusedAdam(one.parameters(), master_weights=True) for one in (module, other)
@@ -639,7 +649,9 @@ def test_a_part_may_be_a_module_of_the_model(tmp_path: Path) -> None:
 
 
 class Apart(torch.optim.SGD):
-    """Keeps masters as apex's FusedAdam does (NVIDIA/apex, apex/optimizers/fused_adam.py): beside the groups, from the start."""
+    """Keeps masters as apex's FusedAdam does (NVIDIA/apex, apex/optimizers/fused_adam.py): beside
+    the groups, from the start.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
@@ -839,7 +851,9 @@ def test_a_class_reads_its_own_state_under_other_options(
 
 
 def test_a_parameter_of_another_shape_keeps_its_state(tmp_path: Path) -> None:
-    """A larger vocabulary with strict=False: the state of the rows that were there does not fit either."""
+    """A larger vocabulary with strict=False: the state of the rows that were there does not fit
+    either.
+    """
     module, other = nn.Linear(4, 3), nn.Linear(4, 5)
     optimizer, target = (
         torch.optim.AdamW(module.parameters()),

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 import unified_ckpt as uc
 from tests.support.node_folders import SPECS, Held, boxes_of, inventory, stored_of, whole_of
 from tests.support.oracles import where
-from unified_ckpt.core.nodes.node_groups import fragment_name
+from unified_ckpt.core.nodes.node_groups import shard_name
 from unified_ckpt.core.sharding.boxes import Box, intersect
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import Whole, choose, decode_whole, gaps, put_together
+from unified_ckpt.engine.nodes.coverage import (
+    ClusterIndex,
+    build_index,
+    decode_cluster_index,
+    missing_boxes,
+    select_save,
+)
 from unified_ckpt.engine.nodes.inventory import Inventory
 
 # a save, as (tensor -> boxes) of each folder; the whole tensor counts as stored whole
@@ -40,11 +46,11 @@ def saves(draw: st.DrawFn) -> list[Held]:
     return found
 
 
-def same(one: Whole, other: Whole) -> bool:
-    families = zip(one.families, other.families, strict=True)
+def same(one: ClusterIndex, other: ClusterIndex) -> bool:
+    families = zip(one.layouts, other.layouts, strict=True)
     return (
-        (one.folders, one.specs, one.numbers, one.rank_extras, one.lost)
-        == (other.folders, other.specs, other.numbers, other.rank_extras, other.lost)
+        (one.folders, one.specs, one.layout_numbers, one.rank_extras, one.lost)
+        == (other.folders, other.specs, other.layout_numbers, other.rank_extras, other.lost)
     ) and all(a.shape == b.shape and np.array_equal(a.boxes, b.boxes) for a, b in families)
 
 
@@ -60,8 +66,8 @@ def same(one: Whole, other: Whole) -> bool:
 def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | None) -> None:
     found = whole_of(save)
     assert found.specs == {key: SPECS[key] for held in save for key in held}
-    assert same(decode_whole(found.encode()), found)
-    told = gaps(found)
+    assert same(decode_cluster_index(found.encode()), found)
+    told = missing_boxes(found)
     for key, spec in found.specs.items():
         mask = np.zeros(spec.shape, dtype=bool)
         for held in save:
@@ -74,19 +80,21 @@ def test_against_a_mask_of_each_tensor(save: list[Held], data: st.DataObject | N
             for i, held in enumerate(save)
             for box in held.get(key, ())
         }
-        assert {one for i in range(len(save)) for one in found.family(key).of_folder(i)} == holders
+        assert {
+            one for i in range(len(save)) for one in found.layout(key).boxes_in_folder(i)
+        } == holders
         if data is not None and spec.shape and spec.shape[0]:
             low = data.draw(st.integers(0, spec.shape[0] - 1))
             window = Box(
                 (low, *(0,) * (len(spec.shape) - 1)),
                 (data.draw(st.integers(1, spec.shape[0] - low)), *spec.shape[1:]),
             )
-            crossing = found.family(key).crossing(low, low + window.shape[0])
+            crossing = found.layout(key).boxes_in_rows(low, low + window.shape[0])
             assert set(crossing) == {
                 one for one in holders if intersect(one[0], window) is not None
             }
     for i, held in enumerate(save):
-        assert sorted(found.stored_in(i)) == sorted(
+        assert sorted(found.keys_in_folder(i)) == sorted(
             (part, name) for part, tensors in stored_of(held).items() for name in tensors
         )
 
@@ -98,8 +106,8 @@ def test_tensors_that_are_held_alike_are_one_family() -> None:
         [{key: boxes for key in SPECS if SPECS[key].shape == (6, 4)} for boxes in rows]
     )
     assert len(found.specs) == 4
-    assert len(found.families) == 1
-    assert found.families[0].boxes.tolist() == [[0, 1, 0, 0, 3, 4], [1, 1, 3, 0, 3, 4]]
+    assert len(found.layouts) == 1
+    assert found.layouts[0].boxes.tolist() == [[0, 1, 0, 0, 3, 4], [1, 1, 3, 0, 3, 4]]
 
 
 def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_tensors() -> None:
@@ -108,14 +116,14 @@ def test_what_is_told_grows_with_the_machines_by_their_addresses_and_not_their_t
         stored = [
             {
                 "model_fragments": {
-                    fragment_name(f"l{n}", Box((m, 0), (1, 4)), shape): TensorSpec("F32", (1, 4))
+                    shard_name(f"l{n}", Box((m, 0), (1, 4)), shape): TensorSpec("F32", (1, 4))
                     for n in range(layers)
                 }
             }
             for m in range(machines)
         ]
         return len(
-            put_together(
+            build_index(
                 [inventory(one, number=m, count=machines) for m, one in enumerate(stored)]
             ).encode()
         )
@@ -127,10 +135,10 @@ def test_the_first_folder_is_right_about_dtype_and_shape() -> None:
     half = TensorSpec("F32", (3, 4))
     one = inventory({"model_fragments": {"w@0:3/6,0:4/4": half}}, number=0, count=2)
     for other in ({"w@3:6/6,0:4/4": TensorSpec("BF16", (3, 4))}, {"w@3:6/9,0:4/4": half}):
-        found = put_together([one, inventory({"model_fragments": other}, number=1, count=2)])
+        found = build_index([one, inventory({"model_fragments": other}, number=1, count=2)])
         assert found.specs == {("model", "w"): TensorSpec("F32", (6, 4))}
-        assert gaps(found) == ["model:w: nobody has [3:6, 0:4]"]
-        assert found.stored_in(1) == []
+        assert missing_boxes(found) == ["model:w: nobody has [3:6, 0:4]"]
+        assert found.keys_in_folder(1) == []
 
 
 # which save
@@ -149,8 +157,8 @@ def save_of(save_id: str, created: str, folders: Sequence[int]) -> list[Inventor
 
 def test_the_newest_that_is_complete() -> None:
     old, new = save_of("a" * 16, "2025", [0, 1]), save_of("b" * 16, "2026", [1, 0])
-    assert [one.root for one in choose([*old, *new], where="x").folders] == ["/1", "/0"]
-    found = choose([*old, *new[:1]], where="x")
+    assert [one.root for one in select_save([*old, *new], label="x").folders] == ["/1", "/0"]
+    found = select_save([*old, *new[:1]], label="x")
     assert [one.root for one in found.folders] == ["/0", "/1"]
     assert found.lost == ("machine 0: 0: is bad", "machine 1: 1: is bad")
 
@@ -159,11 +167,11 @@ def test_none_is_complete() -> None:
     """Every save is told of, what it lacks, why, and who had it."""
     old, new = save_of("a" * 16, "2025", [0]), save_of("b" * 16, "2026", [1])
     with pytest.raises(uc.IncompleteError, match=r"x: save b{16} is not complete") as caught:
-        choose([*old, *new], where="x")
+        select_save([*old, *new], label="x")
     first, second = str(caught.value).split("x: save ")[1:]
     assert "folder(s) 0 of 2 are on no machine here; rank(s) 0-1 of the save wrote them" in first
     assert "machine 1: 1: is bad" in first
     assert "model:w: nobody has [0:3, 0:4]" in first
     assert "model:w: nobody has [3:6, 0:4]" in second
     with pytest.raises(uc.IncompleteError, match="no machine has a checkpoint there"):
-        choose([], where="x")
+        select_save([], label="x")

@@ -1,4 +1,6 @@
-"""Damage on one machine: another copy is read and the damage told, or the error names what is gone. Stale folders are not mixed in."""
+"""Damage on one machine: another copy is read and the damage told, or the error names what is gone.
+Stale folders are not mixed in.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,9 @@ def test_without_another_copy_the_error_names_it(once: Path, how: str) -> None:
 def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
     once: Path, file: str, why: str
 ) -> None:
-    """It is there: "on no machine here" alone sends its owner to look for a machine that is not lost."""
+    """It is there: "on no machine here" alone sends its owner to look for a machine that is not
+    lost.
+    """
     shorten(folder_of(once, 1) / file)
     text = str(
         same_error(
@@ -202,7 +206,9 @@ def test_without_another_copy_the_error_says_which_folder_cannot_be_opened(
 
 
 def test_both_copies_are_damaged_at_different_places(twice: Path) -> None:
-    """Block 0 of one and block 1 of the other: between them all is there. The same block of both: nowhere."""
+    """Block 0 of one and block 1 of the other: between them all is there. The same block of both:
+    nowhere.
+    """
     files = [folder_of(twice, machine) / "model.safetensors" for machine in (0, 1)]
     flip(files[0], at=0.2)
     flip(files[1], at=0.9)
@@ -235,7 +241,9 @@ def test_fragments_stand_in_for_a_whole_copy_that_is_damaged(tmp_path: Path) -> 
 
 
 def test_fragments_on_the_own_disk_come_before_a_whole_copy_elsewhere(tmp_path: Path) -> None:
-    """Ranks 2 and 3 have their halves on their own machines: they do not meet what is wrong with machine 0's."""
+    """Ranks 2 and 3 have their halves on their own machines: they do not meet what is wrong with
+    machine 0's.
+    """
     save(tmp_path, [0, 0, 1, 2], copies=2)
     flip(folder_of(tmp_path, 0) / "model.safetensors", at=0.3)
     flip(folder_of(tmp_path, 0) / "model.safetensors", at=0.9)
@@ -422,7 +430,9 @@ class Own:
 
 
 def test_objects_of_ranks_whose_machine_is_away_stay_as_they_are(twice: Path) -> None:
-    """A job that goes on with a new machine in the place of a lost one is not stopped by that one's random states."""
+    """A job that goes on with a new machine in the place of a lost one is not stopped by that one's
+    random states.
+    """
     shutil.rmtree(folder_of(twice, 1))
     machines, objects = [0, 0, 1, 1], [Own() for _ in range(4)]
 

@@ -1,4 +1,6 @@
-"""Of many folders a rank opens those that it reads, and finds out before the first byte whether the machines can talk at all."""
+"""Of many folders a rank opens those that it reads, and finds out before the first byte whether the
+machines can talk at all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, SAVE, fine, folder_of, on_machine
 from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.engine.nodes import folders
-from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
@@ -73,7 +75,9 @@ def test_folders_that_are_opened(
 def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a rank."""
+    """Every tensor is read out of every folder: whatever is kept of each, none is opened twice by a
+    rank.
+    """
     model = {f"w{i}": torch.full((2, 2), float(i)) for i in range(8)}
     rules = uc.Layout(mesh={"dp": MACHINES}, rules={"*": {"dp": 0}})
 
@@ -98,7 +102,7 @@ def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
         return opened[-1]
 
     monkeypatch.setattr(folders, "open_folder", kept)
-    monkeypatch.setattr(folders, "_MOST", 1, raising=False)
+    monkeypatch.setattr(folders, "_MAX_PARSED", 1)
     run_ranks(MACHINES, load_all)
     assert len(opened) == 2 * MACHINES, "its own is open already"
     assert sum(bool(folder._headers) for folder in opened) <= MACHINES, (
@@ -107,7 +111,9 @@ def test_what_was_parsed_of_folders_is_given_up_and_not_needed_again(
 
 
 def test_machines_that_cannot_talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way that is closed is told before the target is touched, and names the rank that does not answer."""
+    """A way that is closed is told before the target is touched, and names the rank that does not
+    answer.
+    """
     save(tmp_path, whole=False)
 
     def closed(storage: PeerStorage, _asked: bytes, _into: object) -> None:
@@ -132,7 +138,7 @@ def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> No
             asked.append(name)
             return super().size(name)
 
-    found = Folders([Storage(str(tmp_path))])
+    found = FolderCache([Storage(str(tmp_path))])
     for _ in range(2):
         with pytest.raises(uc.NotFoundError, match="holds no checkpoint"):
             found[0]
@@ -143,9 +149,9 @@ def test_a_folder_that_cannot_be_opened_is_not_tried_twice(tmp_path: Path) -> No
 def test_a_folder_that_holds_another_save_by_now(tmp_path: Path) -> None:
     here = uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)}, options=SAVE)
     storages = [LocalStorage(here.path)] * 2
-    assert Folders(storages, save_id=here.id)[1].names("model") == {"w"}
+    assert FolderCache(storages, save_id=here.id)[1].names("model") == {"w"}
     with pytest.raises(
         uc.StorageError, match=f"checkpoint-1: holds save {here.id} by now; needed other"
     ):
-        Folders(storages, save_id="other")[0]
+        FolderCache(storages, save_id="other")[0]
     storages[0].close()

@@ -1,4 +1,6 @@
-"""What a machine tells of its folder: all that it stores can be told from it, and machines that were cut alike say the same."""
+"""What a machine tells of its folder: all that it stores can be told from it, and machines that
+were cut alike say the same.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.node_folders import inventory
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import put_together
+from unified_ckpt.engine.nodes.coverage import build_index
 from unified_ckpt.engine.nodes.inventory import (
     classify,
     decode_inventory,
-    decode_listing,
-    listing_name,
+    decode_tensor_list,
+    tensor_list_name,
 )
 
 DTYPES = st.sampled_from(["F32", "BF16", "BOOL"])
@@ -26,7 +28,9 @@ SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 @st.composite
 def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
-    """What a folder stores, by its own parts and names: whole tensors, fragments, and names that only look like a fragment's."""
+    """What a folder stores, by its own parts and names: whole tensors, fragments, and names that
+    only look like a fragment's.
+    """
     stored: dict[str, dict[str, TensorSpec]] = {
         part: {} for part in draw(st.sets(st.sampled_from(["model", "optimizer"])))
     }
@@ -43,7 +47,7 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
                         draw(st.integers(0, n - low)) for low, n in zip(lows, shape, strict=True)
                     ),
                 )
-                stored.setdefault(part + FRAGMENTS, {})[fragment_name(name, box, shape)] = (
+                stored.setdefault(part + SHARD_SUFFIX, {})[shard_name(name, box, shape)] = (
                     TensorSpec(dtype, box.shape)
                 )
     return stored
@@ -62,29 +66,29 @@ def folders(draw: st.DrawFn) -> dict[str, dict[str, TensorSpec]]:
 )
 def test_all_that_a_folder_stores(stored: dict[str, dict[str, TensorSpec]]) -> None:
     listing, spans = classify(stored)
-    assert decode_listing(listing.encode()) == listing
-    assert sum(kind.width for kind in listing.kinds) == len(spans)
-    assert set(listing.parts) == {part.removesuffix(FRAGMENTS) for part in stored}
-    found = put_together([inventory(stored)])
+    assert decode_tensor_list(listing.encode()) == listing
+    assert sum(kind.width for kind in listing.layout_classes) == len(spans)
+    assert set(listing.parts) == {part.removesuffix(SHARD_SUFFIX) for part in stored}
+    found = build_index([inventory(stored)])
     specs = {
         (part, name): spec for part, tensors in stored.items() for name, spec in tensors.items()
     }
-    told = found.stored_in(0)
+    told = found.keys_in_folder(0)
     assert len(set(told)) == len(told)
     # One name with two dtypes or shapes is no save's: the first is taken.
     taken = {key for key in specs if key in set(told)}
     assert set(told) == taken
-    lines = {(part, fqn) for part, fqn, _, _ in listing.lines}
+    lines = {(part, fqn) for part, fqn, _, _ in listing.entries}
     assert found.specs.keys() == lines
-    if len(lines) == len(listing.lines):
+    if len(lines) == len(listing.entries):
         assert taken == specs.keys()
 
 
 @given(folders(), st.integers(0, 3))
 def test_an_inventory_comes_back(stored: dict[str, dict[str, TensorSpec]], number: int) -> None:
     one = inventory(stored, number=number, count=4, lost=("model.safetensors: is missing",))
-    name = listing_name(one.listing.encode())
-    found = decode_inventory(one.encode(listing=name), {name: one.listing}.__getitem__)
+    name = tensor_list_name(one.listing.encode())
+    found = decode_inventory(one.encode(tensor_list=name), {name: one.listing}.__getitem__)
     assert np.array_equal(found.spans, one.spans)
     assert found.spans.dtype == np.int64
     for field in (
@@ -108,7 +112,7 @@ def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[
     """Each layer has a matrix, cut by rows over two ranks of each machine."""
     boxes = [Box((2 * machine + rank, 0), (1, 5)) for rank in (0, 1)]
     names = [
-        fragment_name(f"layers.{layer}.w", box, (2 * machines, 5))
+        shard_name(f"layers.{layer}.w", box, (2 * machines, 5))
         for layer in range(layers)
         for box in boxes
     ]
@@ -119,14 +123,14 @@ def rows_of_machine(machine: int, machines: int, layers: int) -> dict[str, dict[
 def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
     """What a machine alone has to say does not grow with the tensors."""
     told = [classify(rows_of_machine(machine, machines, layers=30)) for machine in range(machines)]
-    assert len({listing_name(listing.encode()) for listing, _ in told}) == 1
+    assert len({tensor_list_name(listing.encode()) for listing, _ in told}) == 1
     listing, spans = told[1]
-    assert [(kind.shape, kind.fragments, kind.count) for kind in listing.kinds] == [
+    assert [(kind.shape, kind.are_shards, kind.count) for kind in listing.layout_classes] == [
         ((2 * machines, 5), True, 2)
     ]
     assert spans.tolist() == [2, 0, 1, 5, 3, 0, 1, 5]
-    short = inventory(rows_of_machine(1, machines, layers=1)).encode(listing="x")
-    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(listing="x")) == len(
+    short = inventory(rows_of_machine(1, machines, layers=1)).encode(tensor_list="x")
+    assert len(inventory(rows_of_machine(1, machines, layers=300)).encode(tensor_list="x")) == len(
         short
     )
 
@@ -134,7 +138,7 @@ def test_machines_that_are_cut_alike_share_a_listing(machines: int) -> None:
 def test_numbers_of_any_size() -> None:
     most = 2**63 - 1
     box = Box((most - 2,), (2,))
-    found = put_together(
-        [inventory({"model_fragments": {fragment_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
+    found = build_index(
+        [inventory({"model_fragments": {shard_name("w", box, (most,)): TensorSpec("I8", (2,))}})]
     )
-    assert found.family(("model", "w")).of_folder(0) == [(box, 0, True)]
+    assert found.layout(("model", "w")).boxes_in_folder(0) == [(box, 0, True)]

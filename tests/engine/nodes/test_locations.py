@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.nodes import locations
-from unified_ckpt.engine.nodes.locations import Places
+from unified_ckpt.engine.nodes.locations import LocationTable
 from unified_ckpt.engine.source.protocol import Catalog, Location
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.runtime.storage.storage import Reader
@@ -31,7 +31,9 @@ TENSORS = st.dictionaries(
 
 
 class Shelf:
-    """A folder that counts how often its headers and digests are asked for. `bad`: tensors that its headers lack."""
+    """A folder that counts how often its headers and digests are asked for. `bad`: tensors that its
+    headers lack.
+    """
 
     def __init__(self, tensors: Mapping[Key, Tensor], *, bad: Collection[Key] = ()) -> None:
         self.storage, self._tensors, self._bad = STORAGE, tensors, bad
@@ -52,11 +54,11 @@ class Shelf:
 
 
 def check(tensors: Mapping[Key, Tensor]) -> None:
-    folder, found = Shelf(tensors), Places(STORAGE, list(tensors))
-    found.prove(folder, list(tensors))
+    folder, found = Shelf(tensors), LocationTable(STORAGE, list(tensors))
+    found.load_digests(folder, list(tensors))
     for key, (file, start, words) in tensors.items():
         assert (
-            found.location(key) or found.look_up(folder, lambda: list(tensors), key)
+            found.location(key) or found.load_locations(folder, lambda: list(tensors), key)
         ) == Location(file, start)
         told = found.digests(key)
         assert (told is None) == (words is None)
@@ -71,16 +73,16 @@ def test_answers_are_the_folders(tensors: dict[Key, Tensor]) -> None:
 
 def test_names_that_would_share_a_mark_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a byte: of twenty tensors two share one by nearly every salt but some."""
-    monkeypatch.setattr(locations, "_MARK_NBYTES", 1)
+    monkeypatch.setattr(locations, "_HASH_NBYTES", 1)
     check({("model", f"w{i}"): ("a", i, [i]) for i in range(20)})
 
 
 def test_a_tensor_that_is_not_there_is_no_other_tensors_trouble() -> None:
     tensors: dict[Key, Tensor] = {("model", name): ("a", 8, None) for name in "xyz"}
-    folder, found = Shelf(tensors, bad=[("model", "y")]), Places(STORAGE, list(tensors))
-    assert found.look_up(folder, lambda: list(tensors), ("model", "x")) == Location("a", 8)
+    folder, found = Shelf(tensors, bad=[("model", "y")]), LocationTable(STORAGE, list(tensors))
+    assert found.load_locations(folder, lambda: list(tensors), ("model", "x")) == Location("a", 8)
     with pytest.raises(IntegrityError, match="has no such tensor"):
-        found.look_up(folder, lambda: list(tensors), ("model", "y"))
+        found.load_locations(folder, lambda: list(tensors), ("model", "y"))
     assert found.location(("model", "y")) is None
 
 
@@ -94,9 +96,9 @@ def test_a_tensor_takes_tens_of_bytes() -> None:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        found = Places(STORAGE, list(tensors))
-        found.prove(folder, list(tensors))
-        found.look_up(folder, lambda: list(tensors), next(iter(tensors)))
+        found = LocationTable(STORAGE, list(tensors))
+        found.load_digests(folder, list(tensors))
+        found.load_locations(folder, lambda: list(tensors), next(iter(tensors)))
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

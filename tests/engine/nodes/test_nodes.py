@@ -1,4 +1,6 @@
-"""Machines without a common folder: what any of them saved, any others load, as long as one copy of each element is left somewhere."""
+"""Machines without a common folder: what any of them saved, any others load, as long as one copy of
+each element is left somewhere.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ from tests.support.simulated_nodes import (
     states,
 )
 from unified_ckpt.core.planning import save_plan
-from unified_ckpt.core.text import short
-from unified_ckpt.testing import Arrangement
+from unified_ckpt.core.text import format_ranks
+from unified_ckpt.testing import DrawnLayout
 
 __all__ = ["states"]  # a fixture
 
@@ -46,7 +48,9 @@ __all__ = ["states"]  # a fixture
 
 
 def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -> dict[int, Paths]:
-    """The saved folders over the machines of a load, in turn; a machine that gets none has an empty place."""
+    """The saved folders over the machines of a load, in turn; a machine that gets none has an empty
+    place.
+    """
     found: dict[int, Paths] = {}
     for machine in range(machines):
         own = [
@@ -59,7 +63,9 @@ def dealt(root: Path, folders: Sequence[int], machines: int, *, turn: int = 0) -
 
 
 def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
-    """All folders, renumbered; one more machine that is empty; and each one away in turn: the others have it all, or say what is gone."""
+    """All folders, renumbered; one more machine that is empty; and each one away in turn: the
+    others have it all, or say what is gone.
+    """
     case, machines = case_of(layout, *saved), places(*saved)
     wanted, own = arranged(layout, *loaded), places(*loaded)
     folders = list(range(saved[0]))
@@ -88,13 +94,15 @@ def check_pair(root: Path, layout: str, saved: tuple[int, int], loaded: tuple[in
 def check_load(
     case: Case,
     machines: Sequence[int],
-    wanted: Arrangement,
+    wanted: DrawnLayout,
     own: Sequence[int],
     paths: dict[int, Paths],
     *,
     away: Sequence[int],
 ) -> bool:
-    """Everything is right where the other folders have it all; else every rank names what is gone, and who had it."""
+    """Everything is right where the other folders have it all; else every rank names what is gone,
+    and who had it.
+    """
     parts, unknown = gaps(case, machines, sorted(set(machines) - set(away)))
     found = load_case(case, wanted, own, paths)
     if not parts and not unknown:
@@ -108,7 +116,7 @@ def check_load(
         assert f"{part}:{fqn}: nobody has [" in text
     for part in {part for part, _ in unknown}:
         assert f"{part}: nobody names {sum(one == part for one, _ in unknown)} of " in text
-    wrote = short(rank for rank, machine in enumerate(machines) if machine in away)
+    wrote = format_ranks(rank for rank, machine in enumerate(machines) if machine in away)
     assert f"are on no machine here; rank(s) {wrote} of the save wrote them\n" in text
     return False
 
@@ -138,7 +146,9 @@ def test_any_number_of_machines_to_any_other(
 
 
 def test_what_is_stored_whole_and_what_in_fragments(tmp_path: Path) -> None:
-    """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte twice in a folder."""
+    """Whole where the machine has a copy; else under names that nobody takes for a model's. No byte
+    twice in a folder.
+    """
     save_case(case_of("whole on each machine", 2, 2), tmp_path / "whole", places(2, 2))
     save_case(case_of("rows over machines", 2, 2), tmp_path / "rows", places(2, 2))
     for machine in (0, 1):

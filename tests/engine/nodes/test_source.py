@@ -13,10 +13,10 @@ import torch
 import unified_ckpt as uc
 from tests.support.simulated_nodes import SAVE, folder_of, on_machine
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.engine.nodes.discover import gather, open_folders
-from unified_ckpt.engine.nodes.source import Joint
-from unified_ckpt.engine.nodes.storage import JointStorage, file_of
-from unified_ckpt.runtime.comm.comm import Comm, solo
+from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.nodes.storage import ShardedStorage, virtual_file
+from unified_ckpt.runtime.comm.comm import Comm, single_process
 from unified_ckpt.testing import run_ranks
 
 WORLD = 4
@@ -52,25 +52,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def joint_of(root: Path) -> Iterator[Joint]:
+def joint_of(root: Path) -> Iterator[ClusterSource]:
     with ExitStack() as owned:
         paths = [str(folder_of(root, machine)) for machine in range(WORLD)]
-        opened = open_folders(paths, owned, hold=False)
-        found = gather(solo(), "read", paths, opened, [0], owned, timeout_seconds=30)
-        assert isinstance(found, Joint)
+        opened = open_folders(paths, owned, lock=False)
+        found = open_cluster_source(
+            single_process(), "read", paths, opened, [0], owned, timeout_seconds=30
+        )
+        assert isinstance(found, ClusterSource)
         yield found
 
 
 def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has what is looked up once for each block that is read, not for each element."""
     looked = []
-    real = JointStorage._fill
+    real = ShardedStorage._read_tensor
 
     def counted(*what: object) -> int:
         looked.append(what)
         return real(*what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(JointStorage, "_fill", counted)
+    monkeypatch.setattr(ShardedStorage, "_read_tensor", counted)
     with joint_of(saved) as joint:
         for name, first, step, most in (
             ("rows", 7, 500, 5),
@@ -81,7 +83,9 @@ def test_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
             line, looked[:] = FULL[name].reshape(-1).numpy(), []
             body = np.zeros(1, np.float32)
             for at in range(first, len(line), step):
-                joint.storage.read_at(file_of(("model", name)), at * 4, memoryview(body).cast("B"))
+                joint.storage.read_at(
+                    virtual_file(("model", name)), at * 4, memoryview(body).cast("B")
+                )
                 assert body[0] == line[at], (name, at)
             assert len(looked) <= most, name
 

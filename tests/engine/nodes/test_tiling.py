@@ -1,4 +1,6 @@
-"""Which stored boxes a window of a tensor is read from, against masks; reading itself is in tests/test_machines.py."""
+"""Which stored boxes a window of a tensor is read from, against masks; reading itself is in
+tests/test_machines.py.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,26 @@ from hypothesis import strategies as st
 
 from tests.support.node_folders import SPECS, Held, boxes_of, whole_of
 from tests.support.oracles import where
-from unified_ckpt.core.nodes.node_groups import without
-from unified_ckpt.core.sharding.boxes import Box, intersect, whole
+from unified_ckpt.core.nodes.node_groups import subtract_box
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.folders import Folders
-from unified_ckpt.engine.nodes.storage import JointStorage
-from unified_ckpt.engine.nodes.tiling import band_of
+from unified_ckpt.engine.nodes.folders import FolderCache
+from unified_ckpt.engine.nodes.storage import ShardedStorage
+from unified_ckpt.engine.nodes.tiling import slab_range_of
 
 
 @st.composite
 def covered(draw: st.DrawFn) -> tuple[Key, list[Held]]:
-    """A tensor that some folders hold between them: in boxes that tile it, whole, or both, with any others."""
+    """A tensor that some folders hold between them: in boxes that tile it, whole, or both, with any
+    others.
+    """
     key = draw(st.sampled_from([key for key in sorted(SPECS) if SPECS[key].nbytes]))
     shape = SPECS[key].shape
-    tiles = [whole(shape)]
+    tiles = [full_box(shape)]
     for one in draw(st.lists(boxes_of(shape), max_size=3)):
         cut = [box for box in tiles if intersect(box, one) is not None]
-        tiles = [piece for box in tiles for piece in without(box, one)] + [
+        tiles = [piece for box in tiles for piece in subtract_box(box, one)] + [
             found for box in cut if (found := intersect(box, one)) is not None
         ]
     held: list[Held] = [{key: []} for _ in range(draw(st.integers(1, 4)))]
@@ -39,14 +43,16 @@ def covered(draw: st.DrawFn) -> tuple[Key, list[Held]]:
 
 
 def check_regions(
-    storage: JointStorage,
+    storage: ShardedStorage,
     key: Key,
     save: Sequence[Held],
     window: Box,
     spoilt: frozenset[Box],
     own: frozenset[int],
 ) -> None:
-    """Each element of the window that a box has which is not spoilt is in one region, that of a folder here where one has it."""
+    """Each element of the window that a box has which is not spoilt is in one region, that of a
+    folder here where one has it.
+    """
     shape = SPECS[key].shape
     needed, here, told, told_here = (np.zeros(shape, dtype=int) for _ in range(4))
     for number, held in enumerate(save):
@@ -55,16 +61,16 @@ def check_regions(
                 needed[where(shared)] = 1
                 here[where(shared)] |= number in own
     for region in storage._regions(key, window, spoilt):
-        assert intersect(region.box, region.of) == region.box
-        assert {folder for folder, _ in region.owners} == {
-            n for n, held in enumerate(save) if region.of in held.get(key, ())
+        assert intersect(region.box, region.stored_box) == region.box
+        assert {folder for folder, _ in region.holders} == {
+            n for n, held in enumerate(save) if region.stored_box in held.get(key, ())
         }
-        assert [folder in own for folder, _ in region.owners] == sorted(
-            (folder in own for folder, _ in region.owners), reverse=True
+        assert [folder in own for folder, _ in region.holders] == sorted(
+            (folder in own for folder, _ in region.holders), reverse=True
         )
         if (shared := intersect(region.box, window)) is not None:
             told[where(shared)] += 1
-            told_here[where(shared)] += region.owners[0][0] in own
+            told_here[where(shared)] += region.holders[0][0] in own
     assert np.array_equal(told, needed)
     assert np.array_equal(told_here, here)
 
@@ -72,12 +78,12 @@ def check_regions(
 def test_windows_between_the_same_edges_share_their_regions() -> None:
     """A tensor that is read row by row is not put together for each row."""
     key = ("model", "w")
-    storage = JointStorage(
+    storage = ShardedStorage(
         whole_of([{key: [Box((0, 0), (3, 4))]}, {key: [Box((3, 0), (3, 4))]}]),
-        Folders([]),
-        own=[],
-        turn=0,
-        proved=True,
+        FolderCache([]),
+        local=[],
+        rotation=0,
+        complete=True,
     )
     found = [storage._regions(key, Box((row, 0), (1, 4)), frozenset()) for row in range(6)]
     assert [found[row] is found[row - 1] for row in range(1, 6)] == [True, True, False, True, True]
@@ -87,10 +93,12 @@ def test_windows_between_the_same_edges_share_their_regions() -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_a_box_as_lines_of_its_tensor(data: st.DataObject) -> None:
-    """What a band says of the place of bytes, against numpy; what it does not say is in no line of the box."""
+    """What a band says of the place of bytes, against numpy; what it does not say is in no line of
+    the box.
+    """
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
     box, spec = data.draw(boxes_of(shape)), TensorSpec("I16", shape)
-    band = band_of(box, spec)
+    band = slab_range_of(box, spec)
     if band is None:
         assert (
             not box.numel
@@ -110,7 +118,9 @@ def test_a_box_as_lines_of_its_tensor(data: st.DataObject) -> None:
 
 @st.composite
 def partly(draw: st.DrawFn) -> tuple[Key, list[Held]]:
-    """A tensor of which some folders hold any boxes, of which some may overlap and none may have some elements."""
+    """A tensor of which some folders hold any boxes, of which some may overlap and none may have
+    some elements.
+    """
     key = draw(st.sampled_from([key for key in sorted(SPECS) if SPECS[key].nbytes]))
     boxes = st.lists(boxes_of(SPECS[key].shape), min_size=1, max_size=4, unique=True)
     return key, [{key: held} for held in draw(st.lists(boxes, min_size=1, max_size=4))]
@@ -134,16 +144,18 @@ def test_regions_are_disjoint_where_elements_are_missing(
 
 def check_windows(key: Key, save: list[Held], data: st.DataObject | None, *, proved: bool) -> None:
     if data is None:
-        storage = JointStorage(whole_of(save), Folders([]), own=(), turn=0, proved=proved)
-        check_regions(storage, key, save, whole(SPECS[key].shape), frozenset(), frozenset())
+        storage = ShardedStorage(
+            whole_of(save), FolderCache([]), local=(), rotation=0, complete=proved
+        )
+        check_regions(storage, key, save, full_box(SPECS[key].shape), frozenset(), frozenset())
         return
     found, shape = whole_of(save), SPECS[key].shape
     own = frozenset(data.draw(st.sets(st.sampled_from(range(len(save))))))
-    storage = JointStorage(
-        found, Folders([]), own=own, turn=data.draw(st.integers(0, 5)), proved=proved
+    storage = ShardedStorage(
+        found, FolderCache([]), local=own, rotation=data.draw(st.integers(0, 5)), complete=proved
     )
     for _ in range(3):
-        window = whole(shape)
+        window = full_box(shape)
         if shape:
             low = data.draw(st.integers(0, shape[0] - 1))
             window = Box(

@@ -1,4 +1,6 @@
-"""What rank 0 tells each rank of its holder groups, against sets; and how much it has to think for that."""
+"""What rank 0 tells each rank of its holder groups, against sets; and how much it has to think for
+that.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_ckpt.core.sharding.declarations import Group, Row, group_tables
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl, group_tables
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.plan import holders as census
-from unified_ckpt.engine.plan.holders import Census, announce, memberships, publish_by_machine
+from unified_ckpt.engine.plan.holders import (
+    Declarations,
+    gather_declarations,
+    publish_groups_by_node,
+    read_memberships,
+)
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
-ROWS = [Row("model", name, TensorSpec("F32", (4, 2)), Sharding()) for name in "abcd"]
+ROWS = [TensorDecl("model", name, TensorSpec("F32", (4, 2)), Sharding()) for name in "abcd"]
 
 
 @given(
@@ -36,15 +43,15 @@ def test_ranks_of_a_machine_that_name_the_same_rows_are_told_of_each_other(
         [machine for _, machine in ranks],
     )
 
-    def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[Row, ...]]]:
-        meeting = comm.meet("census", same=False, timeout_seconds=20)
+    def act(comm: Comm) -> list[tuple[int, tuple[int, ...], tuple[TensorDecl, ...]]]:
+        meeting = comm.begin_collective("census", cached=False, timeout_seconds=20)
         rows = sorted(held[comm.rank], key=lambda row: row.key)
-        with meeting.phase("census"):
-            table, found = announce(meeting, rows)
+        with meeting.step("census"):
+            table, found = gather_declarations(meeting, rows)
             if found is not None:
-                publish_by_machine(meeting, found, machines)
-        members, _ = memberships(meeting, table, rows, of=f"{machines[comm.rank]}/")
-        return [(one.index, one.holders, one.rows) for one in members]
+                publish_groups_by_node(meeting, found, machines)
+        members, _ = read_memberships(meeting, table, rows, prefix=f"{machines[comm.rank]}/")
+        return [(one.index, one.holders, one.decls) for one in members]
 
     told: dict[tuple[int, int], tuple[object, object]] = {}
     for rank, groups in enumerate(run_ranks(len(ranks), act)):
@@ -74,36 +81,40 @@ class Told:
         assert key not in self.words
         self.words[key] = value
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self.beats += 1
 
 
 def thought(
     monkeypatch: pytest.MonkeyPatch, *, machines: int, tables: int
 ) -> tuple[Told, list[int]]:
-    """What rank 0 tells machines of 8 ranks that hold `tables` tables in turn, and how many rows it looked at for each grouping."""
+    """What rank 0 tells machines of 8 ranks that hold `tables` tables in turn, and how many rows it
+    looked at for each grouping.
+    """
     world = 8 * machines
     rows = [
-        Row("model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((Cut(0, world, 1),)))
+        TensorDecl(
+            "model", f"w{i}", TensorSpec("F32", (64, 64)), Sharding((ShardDim(0, world, 1),))
+        )
         for i in range(50)
     ]
     own = {
-        f"t{t}": [*rows, Row("model", f"own{t}", TensorSpec("F32", ()), Sharding())]
+        f"t{t}": [*rows, TensorDecl("model", f"own{t}", TensorSpec("F32", ()), Sharding())]
         for t in range(tables)
     }
     looked: list[int] = []
 
     def counted(
-        named: Mapping[str, Sequence[Row]], roll: Mapping[str, Sequence[int]]
-    ) -> list[Group]:
+        named: Mapping[str, Sequence[TensorDecl]], roll: Mapping[str, Sequence[int]]
+    ) -> list[HolderGroup]:
         looked.append(sum(map(len, named.values())))
         return group_tables(named, roll)
 
     monkeypatch.setattr(census, "group_tables", counted)
     told: Any = Told()
-    publish_by_machine(
+    publish_groups_by_node(
         told,
-        Census(own, {f"t{t}": list(range(t, world, tables)) for t in range(tables)}),
+        Declarations(own, {f"t{t}": list(range(t, world, tables)) for t in range(tables)}),
         [r // 8 for r in range(world)],
     )
     return told, looked

@@ -52,13 +52,15 @@ def test_each_is_mended_from_the_others(root: Path) -> None:
     (folders[2] / names.EXTRA).unlink()
     reports = repair(root)
     assert [report.ok for report in reports] == [True] * 3, [report.problems for report in reports]
-    assert [len(report.mended) for report in reports] == [1, 2, 1]
+    assert [len(report.repaired) for report in reports] == [1, 2, 1]
     assert [body(one) for one in folders] == right
     assert [report.damage for report in repair(root)] == [()] * 3
 
 
 def test_what_one_cannot_do_does_not_stop_the_others(root: Path) -> None:
-    """No copy of what machine 1's rank left, none of machine 2's manifest; machine 0 is mended all the same."""
+    """No copy of what machine 1's rank left, none of machine 2's manifest; machine 0 is mended all
+    the same.
+    """
     flip(folder_of(root, 1) / names.RANK_EXTRA)
     (folder_of(root, 2) / names.MANIFEST).unlink()
     (folder_of(root, 0) / "model.safetensors.index.json").unlink()
@@ -85,7 +87,9 @@ def test_a_folder_of_another_save_and_a_machine_without_one(root: Path, tmp_path
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path, seed: int) -> None:
-    """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those that share, and nobody is refused."""
+    """Machines 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
+    that share, and nobody is refused.
+    """
     (root / "machine-3").symlink_to("machine-0")
     folders = [folder_of(root, machine) for machine in range(4)]
     right = [body(one) for one in folders]
@@ -94,7 +98,7 @@ def test_a_folder_that_machines_share_is_mended_once(root: Path, tmp_path: Path,
     (folders[0] / names.DIGESTS).unlink()
     reports = repair(root, [3, 1, 0, 2, 0] if seed else [0, 0, 1, 2, 3])
     assert [report.ok for report in reports] == [True] * 4, [report.problems for report in reports]
-    assert sum(bool(report.mended) for report in reports) == 2
+    assert sum(bool(report.repaired) for report in reports) == 2
     assert len(set(reports)) == 3, "those that share it have one report"
     assert [body(one) for one in folders] == right
 

@@ -1,4 +1,6 @@
-"""A damaged folder mended from copies: right to the last byte, or as it was. Each way to lose data that the module names is a test here."""
+"""A damaged folder mended from copies: right to the last byte, or as it was. Each way to lose data
+that the module names is a test here.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.damaged_folders import NAME, body, put, tensors
+from tests.support.damaged_folders import NAME, body, folder, good, put, tensors
 from tests.support.manifests import edit_manifest
 from tests.support.node_damage import flip, save, shorten
 from tests.support.simulated_nodes import folder_of
 from unified_ckpt.cli.main import main
-from unified_ckpt.engine.repair.repair import mend
+from unified_ckpt.engine.repair.repair import repair_folder
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.storage.locks import mending, removing
+from unified_ckpt.runtime.storage.locks import exclusive_lock, repair_lock
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped
+from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
+
+__all__ = ["folder", "good"]  # fixtures
 
 Harm = Callable[[Path], object]
 
@@ -55,7 +59,7 @@ def check_mended(folder: Path, good: Path, sources: Sequence[Path]) -> None:
     assert uc.verify(folder, deep=True).ok
     before = stamps(folder)
     again = uc.repair(folder, sources)
-    assert (again.damage, again.mended, again.problems, again.nbytes) == ((), (), (), 0)
+    assert (again.damage, again.repaired, again.problems, again.nbytes) == ((), (), (), 0)
     assert stamps(folder) == before
 
 
@@ -93,7 +97,7 @@ def test_each_kind_of_damage_to_each_file(folder: Path, good: Path, file: str, h
     HOW[how](folder / file)
     report = uc.repair(folder, [good])
     assert report.ok
-    assert report.mended == (file,)
+    assert report.repaired == (file,)
     assert any(file in text for text in report.damage)
     assert report.nbytes == len((good / file).read_bytes())
     check_mended(folder, good, [good])
@@ -105,8 +109,8 @@ def test_everything_but_the_digests_is_damaged(folder: Path, good: Path) -> None
             tear(folder / file)
     report = uc.repair(folder, [good])
     assert report.ok
-    assert len(report.mended) == len(FILES) - 3
-    assert report.mended[-1] == names.MANIFEST
+    assert len(report.repaired) == len(FILES) - 3
+    assert report.repaired[-1] == names.MANIFEST
     check_mended(folder, good, [good])
 
 
@@ -118,7 +122,9 @@ def test_nothing_is_wrong(folder: Path, good: Path) -> None:
 
 
 def test_two_half_good_copies_make_one_good_one(folder: Path, other: Path, good: Path) -> None:
-    """Other files, other blocks of a file, and other bytes of one block, of a header and of a file with one CRC."""
+    """Other files, other blocks of a file, and other bytes of one block, of a header and of a file
+    with one CRC.
+    """
     wide = "model-00003-of-00003.safetensors"
     for at, one in ((0.3, folder), (0.6, other)):
         for file in (
@@ -173,7 +179,7 @@ def test_what_no_copy_has_right_is_said_and_left(folder: Path, other: Path, good
     before = body(folder)
     report = uc.repair(folder, [other])
     assert not report.ok
-    assert report.mended == (names.EXTRA,)
+    assert report.repaired == (names.EXTRA,)
     (problem,) = report.problems
     assert f"{FILES[1]}: block 1 of model:wide has CRC" in problem
     assert "no copy has model:wide block 1; needed another copy of save" in problem
@@ -191,7 +197,7 @@ def test_without_sources_it_says_what_is_missing(folder: Path, good: Path, file:
     before = stamps(folder)
     report = uc.repair(folder)
     if file in (names.DIGESTS, "model.safetensors.index.json"):
-        assert report.mended == (file,)
+        assert report.repaired == (file,)
         check_mended(folder, good, [])
         return
     assert not report.ok
@@ -200,11 +206,13 @@ def test_without_sources_it_says_what_is_missing(folder: Path, good: Path, file:
 
 
 def test_digests_that_are_damaged_where_one_block_is_too(folder: Path, good: Path) -> None:
-    """Neither what the blocks give nor what the file says is right; between them they are, and prove it."""
+    """Neither what the blocks give nor what the file says is right; between them they are, and
+    prove it.
+    """
     flip(folder / names.DIGESTS, at=0.999)
     flip(folder / "optimizer-00001-of-00002.safetensors")
     report = uc.repair(folder)
-    assert report.mended == (names.DIGESTS,)
+    assert report.repaired == (names.DIGESTS,)
     assert len(report.problems) == 1
     assert (folder / names.DIGESTS).read_bytes() == (good / names.DIGESTS).read_bytes()
 
@@ -241,7 +249,9 @@ def test_what_is_left_of_a_manifest_tells_the_save(folder: Path, stranger: Path)
 
 
 def test_manifests_of_one_save_that_differ(folder: Path, other: Path, good: Path) -> None:
-    """Nobody can know which is right; without the one that the user knows to be wrong, the other is proved and put in."""
+    """Nobody can know which is right; without the one that the user knows to be wrong, the other is
+    proved and put in.
+    """
     edit_manifest(folder, lambda told: told.update(step=8))
     before = stamps(folder)
     with pytest.raises(
@@ -264,7 +274,9 @@ def test_two_sources_whose_manifests_differ(folder: Path, other: Path, good: Pat
 def test_without_manifest_and_digests_nothing_that_is_there_is_overwritten(
     folder: Path, good: Path
 ) -> None:
-    """All that is there is of the save: what is missing is brought. One block is not: whose folder it is, nobody knows."""
+    """All that is there is of the save: what is missing is brought. One block is not: whose folder
+    it is, nobody knows.
+    """
     for file in (names.MANIFEST, names.DIGESTS, FILES[0]):
         (folder / file).unlink()
     flip(folder / FILES[1])
@@ -335,7 +347,7 @@ def test_a_part_that_was_deleted_stays_deleted(folder: Path, good: Path) -> None
     flip(folder / FILES[0])
     report = uc.repair(folder, [good])
     assert report.ok
-    assert report.mended == (FILES[0],)
+    assert report.repaired == (FILES[0],)
     assert (
         "part optimizer: neither its index nor any of its files is there: it was deleted, and stays so"
         in report.notes
@@ -347,8 +359,8 @@ def test_a_part_that_was_deleted_stays_deleted(folder: Path, good: Path) -> None
 
 
 def mend_on(storage: LocalStorage, good: Path) -> uc.RepairReport:
-    with mending(storage.root) as found, storage:
-        return mend(storage, [LocalStorage(str(good))], folder=found)
+    with repair_lock(storage.root) as found, storage:
+        return repair_folder(storage, [LocalStorage(str(good))], folder=found)
 
 
 def check_no_worse(folder: Path, before: dict[str, bytes], right: dict[str, bytes]) -> None:
@@ -371,15 +383,15 @@ def test_a_crash_at_every_operation(folder: Path, good: Path, tmp_path: Path) ->
     before, right = body(folder), body(good)
     at, through = 0, False
     while not through:
-        root, fuse = tmp_path / f"at-{at}" / NAME, Fuse(at)
+        root, fuse = tmp_path / f"at-{at}" / NAME, FaultPoint(at)
         shutil.copytree(folder, root)
         try:
             mend_on(FaultyStorage(str(root), fuse), good)
-        except Stopped:
+        except SimulatedCrash:
             check_no_worse(root, before, right)
             if (root / names.MANIFEST).exists():
                 assert body(root).items() >= right.items(), "the manifest comes last"
-        through = not fuse.blown
+        through = not fuse.triggered
         assert uc.repair(root, [good]).ok
         check_mended(root, good, [good])
         shutil.rmtree(root.parent)
@@ -394,7 +406,7 @@ def test_a_crash_at_every_operation(folder: Path, good: Path, tmp_path: Path) ->
 
 def test_a_disk_that_fills_up_at_any_write(folder: Path, good: Path, tmp_path: Path) -> None:
     hurt(folder)
-    before, right, fuse = body(folder), body(good), Fuse()
+    before, right, fuse = body(folder), body(good), FaultPoint()
     mend_on(FaultyStorage(str(shutil.copytree(folder, tmp_path / "counted" / NAME)), fuse), good)
     writes = sum(operation.startswith("write_at") for operation in fuse.operations)
     assert writes > 8
@@ -431,7 +443,7 @@ def test_blocks_that_the_disk_does_not_give(folder: Path, good: Path) -> None:
 
     done: list[str] = []
     report = mend_on(Worn(str(folder)), good)
-    assert report.mended == (FILES[1],)
+    assert report.repaired == (FILES[1],)
     assert "block 1 of model:wide cannot be read" in report.damage[0]
     check_mended(folder, good, [good])
 
@@ -458,14 +470,14 @@ def test_nobody_removes_it_or_mends_it_meanwhile(folder: Path, good: Path) -> No
 
     def look(_: int) -> None:
         for path in (folder, good):
-            with removing(str(path)) as mine:
+            with exclusive_lock(str(path)) as mine:
                 alone.append(mine)
         with pytest.raises(uc.StorageError, match="is being mended by another process"):
             uc.repair(folder, [good])
 
     assert uc.repair(folder, [good], progress=look).ok
     assert set(alone) == {False}
-    with removing(str(folder)) as mine:
+    with exclusive_lock(str(folder)) as mine:
         assert mine
 
 
@@ -510,7 +522,9 @@ def elements(where: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Machine 0 holds whole copies; 1 and 2 hold fragments of another copy; 3 and 4 as 1 and 2, of a third."""
+    """Machine 0 holds whole copies; 1 and 2 hold fragments of another copy; 3 and 4 as 1 and 2, of
+    a third.
+    """
     root = tmp_path_factory.mktemp("machines")
     save(root, [0, 0, 1, 2, 3, 4], copies=3)
     return root
@@ -524,7 +538,9 @@ def machines(twice: Path, tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("hurt_one", [0, 1, 2])
 def test_machines_mend_each_other(twice: Path, tmp_path: Path, hurt_one: int, how: str) -> None:
-    """Whole from fragments, fragments from a whole, and fragments from fragments: every file of tensors, digests, extra, indexes."""
+    """Whole from fragments, fragments from a whole, and fragments from fragments: every file of
+    tensors, digests, extra, indexes.
+    """
     found = machines(twice, tmp_path)
     files = [
         *found[hurt_one].glob("model*.safetensors"),
@@ -575,7 +591,9 @@ def test_no_machine_has_it(twice: Path, tmp_path: Path) -> None:
 def test_a_machines_own_files_come_from_a_copy_of_its_folder_only(
     twice: Path, tmp_path: Path
 ) -> None:
-    """The manifest and what its ranks left. The folder of a machine that holds the same tensors is not taken for it."""
+    """The manifest and what its ranks left. The folder of a machine that holds the same tensors is
+    not taken for it.
+    """
     found = machines(twice, tmp_path)
     backup = Path(shutil.copytree(found[1], tmp_path / "backup"))
     flip(found[1] / names.RANK_EXTRA)
@@ -661,7 +679,9 @@ def test_the_command_refuses(
 
 
 def damage(draw: random.Random, folder: Path, *, flips: dict[str, list[int]]) -> None:
-    """A few bits here and there, a file cut off, a file gone. `flips`: places that are damaged in some copy, by file."""
+    """A few bits here and there, a file cut off, a file gone. `flips`: places that are damaged in
+    some copy, by file.
+    """
     for _ in range(draw.randint(0, 4)):
         file = folder / draw.choice(
             [path.name for path in folder.iterdir() if path.suffix == ".safetensors"]

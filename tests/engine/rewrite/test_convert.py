@@ -1,4 +1,6 @@
-"""`convert`: whatever ranks do it, what is written is the source bit for bit, or there is an error and nothing is there."""
+"""`convert`: whatever ranks do it, what is written is the source bit for bit, or there is an error
+and nothing is there.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,22 @@ from tests.support.paddles import FIXTURES, llama
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.rewrite.convert import ConvertReport, How
+from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
 from unified_ckpt.engine.rewrite.convert import convert as write_anew
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources import open_any
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
+from unified_ckpt.sources import open_source
+from unified_ckpt.testing import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 
 NAME = "new"
 
@@ -71,7 +80,9 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A unified folder with master weights, tied names, extra state of three ranks and an attached file."""
+    """A unified folder with master weights, tied names, extra state of three ranks and an attached
+    file.
+    """
     model, optimizer = trained(1, tied=True)
     root = tmp_path_factory.mktemp("ours")
 
@@ -140,7 +151,7 @@ def convert_by(
     }
 
     def act(comm: Comm) -> ConvertReport:
-        found = sources(comm.rank) if sources is not None else open_any(str(source))
+        found = sources(comm.rank) if sources is not None else open_source(str(source))
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(root))
         try:
             return write_anew(
@@ -148,8 +159,8 @@ def convert_by(
                 found,
                 storage,
                 NAME,
-                How(path=str(source), told={}, **told),
-                machines=machines or [0] * world,
+                ConvertRequest(source_path=str(source), recorded_options={}, **told),
+                nodes=machines or [0] * world,
             )
         finally:
             if not isinstance(found, Exception):
@@ -194,7 +205,7 @@ def test_the_manifest_says_what_it_was_made_of_and_what_was_checked(
         != manifest["save_id"]
     )
     assert told["compared"] == report.compared == 5, "of five parameters there are two copies"
-    assert told["proved"] == report.proved == sum(report.tensors.values())
+    assert told["proved"] == report.verified == sum(report.tensors.values())
     again = uc.convert(old_path := tmp_path / NAME, tmp_path / "again")
     assert again.tensors == report.tensors
     digests = [
@@ -299,7 +310,7 @@ def test_a_source_that_one_rank_cannot_open_fails_all(ours: Path, tmp_path: Path
         3,
         ours,
         tmp_path / "many",
-        sources=lambda rank: lost if rank == 1 else open_path(str(ours), hold=False),
+        sources=lambda rank: lost if rank == 1 else open_path(str(ours), lock=False),
     )
     same_error(found, uc.NotFoundError, "no such folder")
     assert os.listdir(tmp_path / "many") == []
@@ -309,7 +320,7 @@ def test_ranks_that_see_different_checkpoints_there_fail_all(
     ours: Path, old: Path, tmp_path: Path
 ) -> None:
     found = convert_by(
-        2, ours, tmp_path / "many", sources=lambda rank: open_any(str(old if rank else ours))
+        2, ours, tmp_path / "many", sources=lambda rank: open_source(str(old if rank else ours))
     )
     same_error(found, uc.RankError, "rank 1 sees other tensors there than rank 0")
     assert os.listdir(tmp_path / "many") == []
@@ -432,7 +443,7 @@ def test_a_checkpoint_that_is_there(ours: Path, old: Path, tmp_path: Path, if_ex
             uc.convert(ours, tmp_path / NAME)
     else:
         report = uc.convert(ours, tmp_path / NAME, if_exists=if_exists)
-        assert report.stays == (if_exists == "keep")
+        assert report.existed == (if_exists == "keep")
         assert (report.id == first.id) == (if_exists == "keep")
     assert uc.open(tmp_path / NAME).step == (11 if if_exists == "replace" else 7)
     assert os.listdir(tmp_path) == [NAME]
@@ -474,14 +485,14 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
             assert uc.verify(path, deep=True).problems == ()
         return [uc.open(path).step for path in root.glob(f"{NAME}*")]
 
-    root, fuse = prepared(tmp_path / "root"), Fuse()
+    root, fuse = prepared(tmp_path / "root"), FaultPoint()
     convert_by(
         2, ours, root, storages=lambda _: FaultyStorage(str(root), fuse), if_exists="replace"
     )
     count = len(fuse.operations)
     assert count > 20
     for at in (at for at in range(count) if at % every == 0 or at >= count - 4):
-        root, fuse = prepared(tmp_path / f"root-{at}"), Fuse(at)
+        root, fuse = prepared(tmp_path / f"root-{at}"), FaultPoint(at)
         found = convert_by(
             2,
             ours,
@@ -490,9 +501,9 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_one_su
             if_exists="replace",
             timeout_seconds=1.0,
         )
-        assert fuse.blown
+        assert fuse.triggered
         assert all(
-            isinstance(one, ConvertReport | Stopped | uc.CheckpointError) for one in found
+            isinstance(one, ConvertReport | SimulatedCrash | uc.CheckpointError) for one in found
         ), found
         assert steps(root) in ([11], [3] if exists else [])
         found = convert_by(2, ours, root, if_exists="replace")
@@ -620,7 +631,9 @@ def test_a_hugging_face_folder_becomes_a_unified_one(tmp_path: Path) -> None:
 def test_config_declares_the_dtype_of_the_weights(
     tmp_path: Path, to: str, config: dict[str, Any], declared: dict[str, Any]
 ) -> None:
-    """`from_pretrained` makes the model in the dtype that config.json says, whatever the files have."""
+    """`from_pretrained` makes the model in the dtype that config.json says, whatever the files
+    have.
+    """
     (tmp_path / "hf").mkdir()
     save_file(
         {"a": torch.ones(3, 4), "n": torch.ones(2, dtype=torch.int64)},

@@ -58,8 +58,8 @@ def change_in_place(tensors: Any) -> Any:
 def test_what_a_function_of_the_user_has_changed_in_a_mapped_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_pages, "_DROP_NBYTES", 1 << 20)
-    monkeypatch.setattr(shards, "KEPT_NBYTES", 1 << 20)
+    monkeypatch.setattr(mapped_pages, "_RECLAIM_NBYTES", 1 << 20)
+    monkeypatch.setattr(shards, "CACHE_NBYTES", 1 << 20)
     torch.save({"w": torch.zeros(3 << 20)}, tmp_path / "w.pt")
     KEPT["w"] = torch.load(tmp_path / "w.pt", mmap=True)["w"].fill_(1)
     source = uc.SourceOptions(conversion_fn=f"{__name__}:change_in_place")

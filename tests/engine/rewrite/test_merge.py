@@ -1,4 +1,6 @@
-"""Folders of several machines merged into one checkpoint: bit for bit what one machine would have saved, or an error and nothing there."""
+"""Folders of several machines merged into one checkpoint: bit for bit what one machine would have
+saved, or an error and nothing there.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,21 @@ from tests.support.simulated_nodes import (
 )
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.nodes.source import Joint
-from unified_ckpt.engine.rewrite.merge import Merged, MergeOptions, merge_paths
+from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.rewrite.merge import MergeOptions, MergeReport, merge_paths
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
+from unified_ckpt.testing import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 
 __all__ = ["once", "states", "twice"]  # fixtures
 
@@ -74,17 +83,19 @@ def merge_all(
     storages: Storages | None = None,
     beat: Callable[[int], object] = lambda _: None,
     **options: object,
-) -> list[Merged | BaseException]:
+) -> list[MergeReport | BaseException]:
     """Each rank brings the folders of its machine."""
     target.mkdir(exist_ok=True, parents=True)
     how = MergeOptions(
         **{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, **options}
     )
 
-    def act(comm: Comm) -> Merged:
+    def act(comm: Comm) -> MergeReport:
         storage = storages(comm.rank) if storages is not None else LocalStorage(str(target))
         own = [str(path) for path in paths[machines[comm.rank]]]
-        return merge_paths(comm, own, storage, NAME, how, machines=numbered(machines), beat=beat)
+        return merge_paths(
+            comm, own, storage, NAME, how, nodes=numbered(machines), on_progress=beat
+        )
 
     return try_ranks(len(machines), act)
 
@@ -93,7 +104,7 @@ def merge_all(
 
 
 def digests_of(folder: Path) -> dict[tuple[str, str], Sequence[int] | None]:
-    opened = open_path(str(folder), hold=False)
+    opened = open_path(str(folder), lock=False)
     try:
         return dict(
             opened.block_digests(
@@ -329,7 +340,9 @@ def test_one_process_merges_folders_that_were_brought_together(once: Path, tmp_p
 
 
 def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
-    """Saved over two machines, by rows: loaded, mended, joined and exported, from masters and the tensors beside them."""
+    """Saved over two machines, by rows: loaded, mended, joined and exported, from masters and the
+    tensors beside them.
+    """
     whole = {
         "w": torch.randn(6, 5).bfloat16(),
         "frozen": torch.randn(4, 3).bfloat16(),
@@ -371,7 +384,9 @@ def test_folders_without_the_model_have_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])
 def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Path, to: str) -> None:
-    """In any order, from Python and on the command line; where a slice is on no machine there is an error, and nothing."""
+    """In any order, from Python and on the command line; where a slice is on no machine there is an
+    error, and nothing.
+    """
     folders = [folder_of(once, 1), folder_of(once, 0)]
     assert uc.convert(folders, tmp_path / "new", to=to).format == "unified"
     assert main(["convert", *map(str, folders), str(tmp_path / "again"), "--to", to]) == 0
@@ -387,7 +402,7 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
             assert [source.source.rank_extra(rank) for rank in range(4)] == [
                 f"rank {rank}" for rank in range(4)
             ]
-            assert source.source.said().extra == {"step": 3, "bytes": bytes(9000)}
+            assert source.source.metadata().extra == {"step": 3, "bytes": bytes(9000)}
     if to != "dcp":
         assert {"config.json", "tokenizer"} <= set(os.listdir(tmp_path / "new"))
         assert not any("fragments" in entry for entry in os.listdir(tmp_path / "new"))
@@ -399,11 +414,13 @@ def test_convert_joins_the_folders_of_several_machines(once: Path, tmp_path: Pat
 
 
 def test_convert_without_a_machine_has_the_extra_of_no_rank(twice: Path, tmp_path: Path) -> None:
-    """Each machine has a copy of every tensor, and the state of its own ranks: half of these would be given back in silence."""
+    """Each machine has a copy of every tensor, and the state of its own ranks: half of these would
+    be given back in silence.
+    """
     report = uc.convert([folder_of(twice, 0)], tmp_path / "new")
     assert re.search(r"without rank_extra, that of all 4 ranks", "".join(report.notes))
     with uc.open(tmp_path / "new") as source:
-        assert source.source.said().rank_extras == 0
+        assert source.source.metadata().rank_extras == 0
 
 
 def test_what_a_machine_has_is_read_from_its_own_disk(
@@ -536,7 +553,7 @@ def test_damage_without_another_copy_is_an_error_and_nothing_is_there(
 
 
 def check_without_rank_extra(
-    found: Sequence[Merged | BaseException], target: Path, why: str
+    found: Sequence[MergeReport | BaseException], target: Path, why: str
 ) -> None:
     """Tensors and all else are merged; one rank says what was left out, and why."""
     (note,) = [
@@ -575,10 +592,10 @@ def test_a_rank_extra_that_cannot_be_read_now_is_an_error(
 ) -> None:
     """It is not lost: the merge is tried again."""
 
-    def broken(joint: Joint, rank: int) -> object:
+    def broken(joint: ClusterSource, rank: int) -> object:
         raise uc.StorageError("the disk does not answer")
 
-    monkeypatch.setattr(Joint, "rank_extra", broken)
+    monkeypatch.setattr(ClusterSource, "rank_extra", broken)
     same_error(
         merge_all(tmp_path / "root", MACHINES, own_folders(once)),
         uc.StorageError,
@@ -636,7 +653,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
         return root
 
     how = {"if_exists": "replace", "max_file_bytes": 1 << 20}
-    root, fuse = prepared(tmp_path / "root"), Fuse()
+    root, fuse = prepared(tmp_path / "root"), FaultPoint()
     fine(
         merge_all(
             root,
@@ -650,7 +667,7 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
     assert count > 30
     for at in (at for at in range(count) if at % every == 0 or at >= count - 5):
         root = prepared(tmp_path / f"root-{at}")
-        fuse = Fuse(at)
+        fuse = FaultPoint(at)
         found = merge_all(
             root,
             MACHINES,
@@ -659,8 +676,10 @@ def test_stopped_at_every_operation_nothing_bad_is_committed_and_the_next_merge_
             timeout_seconds=1.0,
             **how,
         )
-        assert fuse.blown
-        assert all(isinstance(one, Merged | Stopped | uc.CheckpointError) for one in found), found
+        assert fuse.triggered
+        assert all(
+            isinstance(one, MergeReport | SimulatedCrash | uc.CheckpointError) for one in found
+        ), found
         assert good(root) == [NAME] or not exists
         fine(merge_all(root, MACHINES, own_folders(once), **how))
         check_target(root)
@@ -673,7 +692,7 @@ def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
 ) -> None:
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     for at in (0, 1, 3):
-        root, fuse = tmp_path / f"root-{at}", Fuse(at)
+        root, fuse = tmp_path / f"root-{at}", FaultPoint(at)
         found = merge_all(
             root,
             MACHINES,
@@ -686,11 +705,13 @@ def test_a_machine_that_stops_fails_the_others_in_time_and_leaves_no_checkpoint(
             timeout_seconds=1.0,
             max_file_bytes=1 << 20,
         )
-        assert fuse.blown
+        assert fuse.triggered
         assert all(
             isinstance(
                 one,
-                uc.CheckpointError if MACHINES[rank] != machine else Stopped | uc.CheckpointError,
+                uc.CheckpointError
+                if MACHINES[rank] != machine
+                else SimulatedCrash | uc.CheckpointError,
             )
             for rank, one in enumerate(found)
         )

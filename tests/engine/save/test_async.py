@@ -1,4 +1,6 @@
-"""Saves in the background, of thread ranks and of one process: what is saved is what was there at the call, whatever happens since."""
+"""Saves in the background, of thread ranks and of one process: what is saved is what was there at
+the call, whatever happens since.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ from tests.support.async_saves import (
     Late,
     Net,
     Storages,
+    gate,
+    late,
     made,
+    storages,
     values,
 )
 from tests.support.refusals import same_error
@@ -50,7 +55,7 @@ from tests.support.reshard_cases import (
 from unified_ckpt.core.planning import save_plan
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save import snapshot as snapshot_module
-from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.engine.save.job import SaveCache
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.engine.save.save import begin_save, save
 from unified_ckpt.engine.save.snapshot import Snapshot
@@ -58,7 +63,9 @@ from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
+
+__all__ = ["gate", "late", "storages"]  # fixtures
 
 NAME = "checkpoint-1"
 
@@ -168,14 +175,16 @@ def test_every_tensor_changes_right_after_the_call(
     replicas: int,
     model_dtype: str | None,
 ) -> None:
-    """Not a byte has been written when they change. Two saves in a row, so that buffers are used again."""
+    """Not a byte has been written when they change. Two saves in a row, so that buffers are used
+    again.
+    """
     monkeypatch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
     options = QUICK.model_copy(update={"model_dtype": model_dtype, "max_file_bytes": 150_000})
     changed = threading.Barrier(world, action=gate.open)
     again = threading.Barrier(world, action=gate.opened.clear)
 
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             for seed in (3, 9):
                 net, optimizer, ema = made(comm, seed, replicas=replicas)
                 pending = checkpointer.save_async(
@@ -207,7 +216,9 @@ def test_any_mesh_is_saved_as_it_was_at_length(case: Case) -> None:
 
 
 def check_any(case: Case) -> None:
-    """Any dtypes, strides and cuts: each byte written once, the folder right, every file as `save` writes it."""
+    """Any dtypes, strides and cuts: each byte written once, the folder right, every file as `save`
+    writes it.
+    """
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_plan, "TILE_NBYTES", 64 << 10)
         writes, roots = Writes(), [Path(name) / kind for kind in ("waited", "background")]
@@ -215,7 +226,7 @@ def check_any(case: Case) -> None:
             root.mkdir()
 
         def act(comm: Comm) -> None:
-            kept, state = Kept(), case.state(comm.rank)
+            kept, state = SaveCache(), case.state(comm.rank)
             save(
                 comm,
                 LocalStorage(str(roots[0])),
@@ -229,7 +240,7 @@ def check_any(case: Case) -> None:
                 comm, storage, NAME, request_of(state), kept, timeout_seconds=SECONDS, lazy=False
             )
             staged.copy()
-            for part in state.parts:
+            for part in state.tensors:
                 part.local.view(INTS[part.local.element_size()]).bitwise_not_()
             staged.finish(None)
             kept.close()
@@ -269,7 +280,7 @@ EXTRA = {
 @pytest.mark.parametrize("lazy", [False, True])
 def test_files_are_those_of_a_save_that_waits(tmp_path: Path, world: int, lazy: bool) -> None:
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             net, optimizer, ema = made(comm, 1)
             what = {
                 "model": net, "optimizer": optimizer, "parts": {"ema": ema}, "extra": EXTRA, "rank_extra": {"rank": comm.rank},
@@ -448,7 +459,7 @@ def test_lazy_ranks_step_at_different_times(tmp_path: Path) -> None:
     """Tiles are filled by other ranks, each in its own time."""
 
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             for seed in (2, 4):
                 net, optimizer, ema = made(comm, seed)
                 pending = checkpointer.save_async(
@@ -534,7 +545,7 @@ def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_ran
     tmp_path: Path, optimizer: Any
 ) -> None:
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             checkpointer.save_async(
                 tmp_path / "c",
                 model={"weight": torch.ones(2, 2)},
@@ -554,17 +565,17 @@ def test_lazy_without_an_optimizer_whose_step_could_wait_is_refused_on_every_ran
 def test_lazy_an_error_of_the_copy_comes_with_the_result_and_steps_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = save_module.copy
+    real = save_module.copy_tensors
 
     def failing(snapshot: Snapshot, keys: Any) -> None:
         if threading.current_thread().name == "unified_ckpt-save" and snapshot.rank == 1:
             raise ValueError("the device is gone")
         real(snapshot, keys)
 
-    monkeypatch.setattr(save_module, "copy", failing)
+    monkeypatch.setattr(save_module, "copy_tensors", failing)
 
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             net, optimizer, _ = made(comm, 1)
             pending = checkpointer.save_async(
                 tmp_path / "c",
@@ -615,7 +626,7 @@ def test_an_error_at_any_operation_leaves_everything_as_it_was(
     counts: list[int] = []
 
     def act(comm: Comm, root: Path) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             checkpointer.save(root / "old", **small_of(comm, 1), options=QUICK)
             durable = QUICK.model_copy(update={"fsync": True})
             broken = [
@@ -671,7 +682,7 @@ def test_an_error_comes_with_the_next_call_once_and_is_the_same_on_every_rank(
     """`told`: by `result`, so not again."""
 
     def act(comm: Comm) -> BaseException | None:
-        checkpointer = checkpointer_of(comm)
+        checkpointer = make_checkpointer(comm)
         checkpointer.save(tmp_path / "old", **small_of(comm, 1), options=QUICK)
         if comm.rank == 1:
             storages.kinds["rank-1"] = Full
@@ -732,7 +743,7 @@ def test_a_name_that_is_taken_is_an_error_of_the_thread(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             checkpointer.save_async(
                 tmp_path / "c",
                 model={"w": torch.ones(3)},
@@ -755,7 +766,7 @@ def test_after_commit_runs_on_every_rank_once_the_checkpoint_is_there(
             if raises and comm.rank == 1:
                 raise ValueError("retention failed")
 
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             checkpointer.save_async(
                 tmp_path / "c", **small_of(comm, 1), options=QUICK, after_commit=after
             )
@@ -805,7 +816,7 @@ def test_idle_says_the_same_on_every_rank_and_does_not_disturb_the_save(
 
     def act(comm: Comm) -> list[bool]:
         said = []
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             said.append(checkpointer.idle())
             for seed in (1, 2):
                 pending = checkpointer.save_async(
@@ -882,7 +893,9 @@ def test_keys_do_not_pile_up(
 
 
 def own_threads() -> int:
-    """Threads of ours, once those that have said their last word are gone. Other tests' threads come and go."""
+    """Threads of ours, once those that have said their last word are gone. Other tests' threads
+    come and go.
+    """
     for thread in threading.enumerate():
         if thread.name == "unified_ckpt-save":
             thread.join(SECONDS)
@@ -912,13 +925,15 @@ def test_200_saves_grow_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_that_save_often_grow_nothing(tmp_path: Path) -> None:
-    """With tiles, over windows that the ranks share; a Checkpointer that is closed gives everything back."""
+    """With tiles, over windows that the ranks share; a Checkpointer that is closed gives everything
+    back.
+    """
     seen: list[int] = []
     before = len(os.listdir("/proc/self/fd"))
 
     def act(comm: Comm) -> None:
         for _ in range(3):
-            with checkpointer_of(comm) as checkpointer:
+            with make_checkpointer(comm) as checkpointer:
                 net, optimizer, ema = made(comm, 1)
                 for _ in range(10):
                     checkpointer.save_async(
@@ -926,10 +941,10 @@ def test_ranks_that_save_often_grow_nothing(tmp_path: Path) -> None:
                         options=QUICK.model_copy(update={"if_exists": "replace"}),
                     )  # fmt: skip
                 checkpointer.wait()
-                comm.meet("all are through", same=False, timeout_seconds=SECONDS)
+                comm.begin_collective("all are through", cached=False, timeout_seconds=SECONDS)
                 if comm.rank == 0:  # to look takes an open file
                     seen.append(len(os.listdir("/proc/self/fd")))
-                comm.meet("all have looked", same=False, timeout_seconds=SECONDS)
+                comm.begin_collective("all have looked", cached=False, timeout_seconds=SECONDS)
 
     run_ranks(2, act)
     assert own_threads() == 0
@@ -943,14 +958,14 @@ def test_a_handle_that_is_kept_keeps_neither_the_copy_nor_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers: list[weakref.ref[Tensor]] = []
-    real = save_module.prepare
+    real = save_module.prepare_snapshot
 
     def prepare(*what: Any) -> Snapshot:
         found = real(*what)
         buffers.append(weakref.ref(found.memory))
         return found
 
-    monkeypatch.setattr(save_module, "prepare", prepare)
+    monkeypatch.setattr(save_module, "prepare_snapshot", prepare)
     net = nn.Linear(300, 300)
     weight = weakref.ref(net.weight)
     pending = uc.save_async(tmp_path / "c", model=net, options=QUICK)
@@ -976,7 +991,7 @@ def test_the_call_returns_before_anything_is_written_however_slow_the_storage_is
     )
 
     def act(comm: Comm) -> None:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             for seed in range(3):
                 net, optimizer, ema = made(comm, seed)
                 pending = checkpointer.save_async(
@@ -1017,7 +1032,7 @@ def test_no_memory_for_a_copy_is_an_error_on_every_rank_and_a_save_that_waits_wo
             "layout": layout_of(2),
             "options": QUICK,
         }
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             try:
                 checkpointer.save_async(tmp_path / "a", **what)
             except uc.CheckpointError as error:
@@ -1058,7 +1073,7 @@ def test_a_save_slower_than_the_time_out_goes_on_as_long_as_its_ranks_do(
     )
 
     def act(comm: Comm) -> float:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             return (
                 checkpointer.save_async(tmp_path / "c", model=state, options=options)
                 .result(SECONDS)
@@ -1078,7 +1093,7 @@ def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
     errors: list[object] = []
 
     def act(comm: Comm) -> None:
-        checkpointer = checkpointer_of(comm)
+        checkpointer = make_checkpointer(comm)
         pending = checkpointer.save_async(
             tmp_path / "c",
             **small_of(comm, 1),
@@ -1104,7 +1119,7 @@ def test_a_rank_that_hangs_in_its_storage_is_named_and_nobody_hangs(
 def test_a_rank_that_does_not_come_to_a_background_save_is_named(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank != 1:
-            with checkpointer_of(comm) as checkpointer:
+            with make_checkpointer(comm) as checkpointer:
                 checkpointer.save_async(
                     tmp_path / "c",
                     **small_of(comm, 1),

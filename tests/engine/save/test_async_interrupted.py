@@ -1,4 +1,6 @@
-"""A call that waits for a save in the background, or begins one, is interrupted or fails half-way: no wrong byte, no hang."""
+"""A call that waits for a save in the background, or begins one, is interrupted or fails half-way:
+no wrong byte, no hang.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import unified_ckpt as uc
 from tests.support.async_saves import QUICK, SECONDS, Gate, gate, late, storages
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, try_ranks
+from unified_ckpt.testing import make_checkpointer, try_ranks
 
 __all__ = ["gate", "late", "storages"]  # fixtures
 
@@ -61,7 +63,9 @@ def values_of(folder: Path) -> list[float]:
 def test_a_save_whose_wait_was_interrupted_keeps_its_buffers_until_it_ends(
     tmp_path: Path, gate: Gate, call: str
 ) -> None:
-    """The usual emergency save after Ctrl-C copied over what was being written: no digest finds that."""
+    """The usual emergency save after Ctrl-C copied over what was being written: no digest finds
+    that.
+    """
     net = filled(1)
     with uc.Checkpointer(tmp_path, options=QUICK) as checkpointer:
         checkpointer.save_async("a", model=net)
@@ -136,7 +140,7 @@ def test_a_thread_that_does_not_start_is_an_error_of_all_ranks_at_once(
         net = filled(1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         threading.current_thread().name = f"rank {comm.rank}"
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             try:
                 checkpointer.save_async(
                     tmp_path / "c", model=net, optimizer=optimizer, lazy=lazy, options=QUICK
@@ -177,7 +181,7 @@ def test_lazy_an_optimizer_that_takes_no_hooks_is_refused_on_every_rank(tmp_path
         ]
         if comm.rank == 1:
             optimizers[1] = Wrapper(optimizers[1])
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             try:
                 checkpointer.save_async(
                     tmp_path / "c", model=both, optimizer=optimizers, lazy=True, options=QUICK

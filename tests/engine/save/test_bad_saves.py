@@ -1,4 +1,6 @@
-"""Saves that must be refused: one error of the tree, the same text on every rank, no hang, and a disk as it was."""
+"""Saves that must be refused: one error of the tree, the same text on every rank, no hang, and a
+disk as it was.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from unified_ckpt import api
 from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FullStorage, checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import FullStorage, make_checkpointer, run_ranks, try_ranks
 
 SOON = 1.5  # a time-out that a test waits out
 BIG = torch.zeros(8, 40_000)
@@ -51,7 +53,7 @@ def saves_fail(
 
     def act(comm: Comm) -> None:
         mine = {"options": uc.SaveOptions(timeout_seconds=HARD), **what[comm.rank]}
-        checkpointer_of(comm).save(path(comm.rank) if path else tmp_path / "c", **mine)
+        make_checkpointer(comm).save(path(comm.rank) if path else tmp_path / "c", **mine)
 
     error = same_error(list(try_ranks(len(what), act, timeout_seconds=HARD)), kind, match)
     assert sorted(tmp_path.rglob("*")) == before
@@ -278,7 +280,7 @@ def test_save_on_other_terms_on_one_rank(
             "model": {f"w{comm.rank}": BIG, "v": BIG},
             "options": uc.SaveOptions(),
         }
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             if before:
                 checkpointer.save(tmp_path / "before", **what, step=2)  # type: ignore[arg-type]
             with pytest.raises(uc.RankError, match=match) as caught:
@@ -319,7 +321,7 @@ def test_save_while_another_rank_makes_another_call(
     folder: Path, other: Callable[[uc.Checkpointer, Path], None], before: bool
 ) -> None:
     def act(comm: Comm) -> str:
-        with checkpointer_of(comm) as checkpointer:
+        with make_checkpointer(comm) as checkpointer:
             if before:
                 checkpointer.save(folder.parent / "before", model={"w": BIG}, step=2)
             with pytest.raises(
@@ -353,7 +355,7 @@ def test_a_root_that_is_not_shared(tmp_path: Path) -> None:
 def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         if comm.rank in (0, 2):
-            checkpointer_of(comm).save(
+            make_checkpointer(comm).save(
                 tmp_path / "c", model={"w": BIG}, options=uc.SaveOptions(timeout_seconds=SOON)
             )
 
@@ -392,7 +394,7 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(
             full.yes = comm.rank == rank
             options = uc.SaveOptions(timeout_seconds=10 * HARD, max_file_bytes=1)
             model = {f"w{n}": BIG for n in range(4)}
-            checkpointer_of(comm).save(
+            make_checkpointer(comm).save(
                 tmp_path / "c", model=model, rank_extra={"rng": comm.rank}, options=options
             )
 
@@ -422,7 +424,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         here.hangs = comm.rank == 1
         try:
             options = uc.SaveOptions(timeout_seconds=2, max_file_bytes=1)
-            checkpointer_of(comm).save(
+            make_checkpointer(comm).save(
                 tmp_path / "c", model={f"w{n}": BIG for n in range(3)}, options=options
             )
         finally:

@@ -1,4 +1,6 @@
-"""Storage that stops after operation k, for every k: the older checkpoint stays whole, the newer one is absent or whole."""
+"""Storage that stops after operation k, for every k: the older checkpoint stays whole, the newer
+one is absent or whole.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,25 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
-from unified_ckpt.engine.save.job import Kept
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.save.job import SaveCache
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.errors import RankError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import State
-from unified_ckpt.runtime.torch_state.tensors import Part
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, try_ranks
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+from unified_ckpt.testing import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash, try_ranks
 
 SECONDS = 20.0
 OLD, NEW = "checkpoint-1", "checkpoint-2"
 MINE = {"notes.txt": b"mine", "experiment/run.log": b"mine too", ".unified": b"not a save"}
 
-# (shape, dim that two ranks cut): large ones by rows, by columns and whole, each with a file of its own; small ones go together.
+# (shape, dim that two ranks cut): large ones by rows, by columns and whole, each with a file of its
+# own; small ones go together.
 TENSORS: Mapping[str, tuple[tuple[int, ...], int | None]] = {
     "model:embed": ((130, 132), 0),
     "model:o": ((132, 130), 1),
@@ -70,16 +73,18 @@ def contents(key: str, step: int) -> torch.Tensor:
     )
 
 
-def state_of(comm: Comm, step: int) -> State:
+def state_of(comm: Comm, step: int) -> FlatState:
     parts = []
     for key, (shape, dim) in TENSORS.items():
         part, _, fqn = key.partition(":")
-        cuts = (Cut(dim, comm.world, 1),) if dim is not None and comm.world > 1 else ()
+        cuts = (ShardDim(dim, comm.world, 1),) if dim is not None and comm.world > 1 else ()
         local = contents(key, step)
         if cuts and dim is not None:
             local = local.chunk(comm.world, dim)[comm.rank].contiguous()
-        parts.append(Part(Row(part, fqn, TensorSpec("F32", shape), Sharding(cuts)), local))
-    return State(parts=parts, asked={part.row.part for part in parts})
+        parts.append(
+            LocalTensor(TensorDecl(part, fqn, TensorSpec("F32", shape), Sharding(cuts)), local)
+        )
+    return FlatState(tensors=parts, requested={part.row.part for part in parts})
 
 
 def save_step(
@@ -89,7 +94,7 @@ def save_step(
     chosen = uc.SaveOptions(max_file_bytes=FILE_NBYTES, **options)
 
     def act(comm: Comm) -> None:
-        kept = Kept()
+        kept = SaveCache()
         extra = {"step": step, "seen": bytes(2000)}
         request = SaveRequest(
             state_of(comm, step),
@@ -106,7 +111,7 @@ def save_step(
         try:
             save(comm, storages(comm.rank), name, request, kept, timeout_seconds=SECONDS)
         finally:
-            kept.windows.close()
+            kept.tile_buffers.close()
 
     return list(try_ranks(world, act, timeout_seconds=60))
 
@@ -119,7 +124,9 @@ def save_whole(root: Path, name: str, step: int, *, world: int = 1, **options: o
 
 
 def holds(folder: Path) -> int:
-    """The step that a whole checkpoint is of: every digest is right, and every tensor is of that step."""
+    """The step that a whole checkpoint is of: every digest is right, and every tensor is of that
+    step.
+    """
     report = uc.verify(folder, deep=True)
     assert report.ok, report.problems
     with uc.open(folder) as opened:
@@ -134,7 +141,9 @@ def holds(folder: Path) -> int:
 
 
 def check_left(root: Path) -> None:
-    """Whatever a crash left under whatever name: it is whole, or it is refused. And what is not ours is as it was."""
+    """Whatever a crash left under whatever name: it is whole, or it is refused. And what is not
+    ours is as it was.
+    """
     for folder in root.iterdir():
         if folder.is_dir() and (folder / names.MANIFEST).exists():
             try:
@@ -172,14 +181,14 @@ def stop_everywhere(
     prepare(start)
     at, through = 0, False
     while not through:
-        root, fuse = tmp_path / f"at-{at}", Fuse(at)
+        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
         shutil.copytree(start, root, symlinks=True)
         errors = save_step(on(ALL, storage, root, fuse), world, NEW, 2, **options)
-        through = not fuse.blown
+        through = not fuse.triggered
         if through:
             assert errors == [None] * world
         else:
-            assert all(isinstance(error, Stopped | RankError) for error in errors), errors
+            assert all(isinstance(error, SimulatedCrash | RankError) for error in errors), errors
         assert holds(root / OLD) == 1
         check_left(root)
         check(root)
@@ -294,10 +303,10 @@ def test_one_of_two_ranks_stops(tmp_path: Path, dead: int) -> None:
     start = prepared(tmp_path / "start", world=2)
     at, through = 0, False
     while not through:
-        root, fuse = tmp_path / f"at-{at}", Fuse(at)
+        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
         shutil.copytree(start, root)
         errors = save_step(on([dead], FaultyStorage, root, fuse), 2, NEW, 2)
-        through = not fuse.blown
+        through = not fuse.triggered
         assert holds(root / OLD) == 1
         check_left(root)
         if through:
@@ -357,7 +366,7 @@ def test_a_disk_that_fills_up_at_any_write(
 
 
 def logged(root: Path, world: int, **options: object) -> list[list[str]]:
-    fuse = Fuse()
+    fuse = FaultPoint()
     assert save_step(on(ALL, FaultyStorage, root, fuse), world, NEW, 2, **options) == [None] * world
     return [operation.split(" ") for operation in fuse.operations]
 
@@ -372,8 +381,10 @@ def test_all_is_on_the_disk_before_it_is_published(
     storage: type[FaultyStorage],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No write after its file's fsync, none of either after the rename, the old one removed last of all."""
-    root, fuse = prepared(tmp_path / "root", world=1), Fuse()
+    """No write after its file's fsync, none of either after the rename, the old one removed last of
+    all.
+    """
+    root, fuse = prepared(tmp_path / "root", world=1), FaultPoint()
     if replace:
         save_whole(root, NEW, 9, fsync=False)
     assert (
@@ -458,13 +469,13 @@ def test_a_save_that_is_killed_while_it_clears_away(tmp_path: Path) -> None:
             super().remove_file(name)
 
     root = prepared(tmp_path / "root", world=1)
-    fuse = Fuse()
+    fuse = FaultPoint()
     save_step(on(ALL, Both, root, fuse), 1, NEW, 2)
     (last,) = [
         i for i, operation in enumerate(fuse.operations) if operation.startswith("remove_folder")
     ]
-    errors = save_step(on(ALL, Both, root, Fuse(last)), 1, NEW, 2)
-    assert isinstance(errors[0], Stopped)
+    errors = save_step(on(ALL, Both, root, FaultPoint(last)), 1, NEW, 2)
+    assert isinstance(errors[0], SimulatedCrash)
     assert len(list(root.glob(".unified-*"))) == 1
     check_left(root)
     save_whole(root, NEW, 2)

@@ -1,4 +1,6 @@
-"""A save by several machines is there on all of them or on none: whatever stops, and wherever, the older or the newer one loads."""
+"""A save by several machines is there on all of them or on none: whatever stops, and wherever, the
+older or the newer one loads.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import Fuse, Stopped, run_ranks, try_ranks
+from unified_ckpt.testing import FaultPoint, SimulatedCrash, run_ranks, try_ranks
 
 pytestmark = pytest.mark.slow  # minutes
 
@@ -61,12 +63,13 @@ def stop_everywhere(
     options: uc.SaveOptions,
     every: int,
 ) -> None:
-    """Saves step 2 again and again, its storage stopped on the machines `where` at an operation: each of the last, where names change, and
-    one in `every` of those before."""
+    """Saves step 2 again and again, its storage stopped on the machines `where` at an operation:
+    each of the last, where names change, and one in `every` of those before.
+    """
     start = tmp_path / "start"
     fine(save(start, 1, name=NAME if exists else "other"))
     shutil.copytree(start, tmp_path / "through")
-    fuse = Fuse(None)
+    fuse = FaultPoint(None)
     fine(save(tmp_path / "through", 2, storages=faulty(where, fuse), options=options))
     assert loads(tmp_path / "through") == 2
     count, last = len(fuse.operations), 9 * len(where)
@@ -74,12 +77,12 @@ def stop_everywhere(
     for at in range(count):
         if at < count - last and at % every:
             continue
-        root, fuse = tmp_path / f"at-{at}", Fuse(at)
+        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
         shutil.copytree(start, root)
         found = save(root, 2, storages=faulty(where, fuse), options=options)
-        assert fuse.blown
+        assert fuse.triggered
         assert all(
-            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+            isinstance(one, SimulatedCrash | uc.CheckpointError | uc.SaveReport) for one in found
         ), found
         if any(isinstance(one, uc.SaveReport) for one in found):
             assert loads(root) == 2, "a rank has said that it is there"
@@ -408,7 +411,7 @@ def test_lazy_saves(tmp_path: Path) -> None:
 
 def test_a_copy_that_fails_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others hear of it before their time is out."""
-    real = save_module.copy
+    real = save_module.copy_tensors
     once = iter([True])
 
     def broken(snapshot: object, keys: object) -> object:
@@ -416,7 +419,7 @@ def test_a_copy_that_fails_on_one_machine(tmp_path: Path, monkeypatch: pytest.Mo
             raise ValueError("no memory to copy into")
         return real(snapshot, keys)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(save_module, "copy", broken)
+    monkeypatch.setattr(save_module, "copy_tensors", broken)
     found = save(tmp_path, 1, background=True)
     same_error(found, uc.RankError, "no memory to copy into")
     assert left(tmp_path) == {0: [], 1: []}
@@ -442,4 +445,6 @@ def test_a_probe_that_cannot_be_written(tmp_path: Path) -> None:
     found = save(tmp_path, 1, storages=full_at(0, 1))
     same_error(found, uc.StorageError, "No space left on device")
     assert left(tmp_path) == {0: [], 1: []}
-    assert lands_module._PROBE.startswith("."), "a name that no trainer takes for a checkpoint"
+    assert lands_module._PROBE_PREFIX.startswith("."), (
+        "a name that no trainer takes for a checkpoint"
+    )

@@ -1,4 +1,6 @@
-"""Copies on other machines: as many machines may be lost as there are further copies, and everything comes back, bit by bit."""
+"""Copies on other machines: as many machines may be lost as there are further copies, and
+everything comes back, bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,22 @@ from tests.support.simulated_nodes import (
     states,
 )
 from unified_ckpt.cli.main import main
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.save import save as save_module
-from unified_ckpt.engine.save.node_replicas import check_source
+from unified_ckpt.engine.save.node_replicas import check_peer_manifest
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import Arrangement, Fuse, Held, Stopped, run_ranks, try_ranks
+from unified_ckpt.testing import (
+    DrawnLayout,
+    FaultPoint,
+    HeldTensor,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 
 __all__ = ["states"]  # a fixture
 
@@ -187,12 +196,12 @@ def test_a_tensor_that_some_machines_have(tmp_path: Path) -> None:
     """Of machines 0 and 2, one gives it to one more; what all have stays where it is."""
     specs = {"some": (0, 2), "all": (0, 1, 2, 3), "one": (3,)}
     held = [
-        Held(Row("model", fqn, TensorSpec("F32", (40, 50)), Sharding()), ranks)
+        HeldTensor(TensorDecl("model", fqn, TensorSpec("F32", (40, 50)), Sharding()), ranks)
         for fqn, ranks in specs.items()
     ]
     case = Case(
-        {one.row.key: global_array(one.row.key, one.row.spec) for one in held},
-        Arrangement(4, tuple(held)),
+        {one.decl.key: global_array(one.decl.key, one.decl.spec) for one in held},
+        DrawnLayout(4, tuple(held)),
     )
     save_each(case, tmp_path, [0, 1, 2, 3], twice(3))
     given: dict[str, list[int]] = {}
@@ -226,7 +235,9 @@ def test_machines_that_are_not_alike(tmp_path: Path, machines: list[int]) -> Non
 
 
 def test_machines_that_share_a_folder_count_once(tmp_path: Path) -> None:
-    """Two racks with a volume each: the copy is on the other one, written by machines that keep off each other's files."""
+    """Two racks with a volume each: the copy is on the other one, written by machines that keep off
+    each other's files.
+    """
     case, machines, racks = case_of("rows over machines", 4, 1), [0, 1, 2, 3], [0, 0, 1, 1]
 
     def act(comm: Comm, copies: int) -> None:
@@ -324,7 +335,9 @@ def spoil(file: Path, at: int) -> None:
 
 
 def test_damage_in_the_original_and_in_the_copy(tmp_path: Path) -> None:
-    """At different places: each block is read from where it is right. At the same: no byte is loaded."""
+    """At different places: each block is read from where it is right. At the same: no byte is
+    loaded.
+    """
     case, machines = case_of("rows over machines", 2, 1), places(2, 1)
     save_each(case, tmp_path, machines, twice())
     original = folder_of(tmp_path, 1) / "model_fragments.safetensors"
@@ -384,14 +397,14 @@ def test_a_copy_of_another_save_is_not_mixed_in(tmp_path: Path) -> None:
 
 def test_only_this_machine_of_this_save_is_copied(tmp_path: Path) -> None:
     save_each(case_of("rows over machines", 2, 1), tmp_path, places(2, 1), twice())
-    folder = open_path(str(folder_of(tmp_path, 1)), hold=False)
+    folder = open_path(str(folder_of(tmp_path, 1)), lock=False)
     assert folder.manifest is not None
-    check_source(folder, save_id=folder.manifest.save_id, number=1)
+    check_peer_manifest(folder, save_id=folder.manifest.save_id, number=1)
     for save_id, number in ((folder.manifest.save_id, 0), ("other", 1)):
         with pytest.raises(
             uc.IntegrityError, match=f"needed what machine {number} wrote of save {save_id}"
         ):
-            check_source(folder, save_id=save_id, number=number)
+            check_peer_manifest(folder, save_id=save_id, number=number)
     folder.close()
 
 
@@ -452,17 +465,17 @@ def test_a_crash_while_copies_are_made(tmp_path: Path, every: int, fsync: bool) 
     start, options = tmp_path / "start", TWICE.model_copy(update={"fsync": fsync})
     fine(save(start, 1, options=options))
     shutil.copytree(start, tmp_path / "through")
-    fuse = Fuse(None)
+    fuse = FaultPoint(None)
     fine(save(tmp_path / "through", 2, storages=faulty([0, 1], fuse), options=options))
     assert survives(tmp_path / "through") == {2}
     steps = [at for at, operation in enumerate(fuse.operations) if names.REPLICAS in operation]
     assert len(steps) > 20
     for at in steps[::every]:
-        root, fuse = tmp_path / f"at-{at}", Fuse(at)
+        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
         shutil.copytree(start, root)
         found = save(root, 2, storages=faulty([1] if at % 2 else [0, 1], fuse), options=options)
         assert all(
-            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+            isinstance(one, SimulatedCrash | uc.CheckpointError | uc.SaveReport) for one in found
         ), found
         if not any(isinstance(one, uc.SaveReport) for one in found):
             assert survives(root) <= {1, 2}
@@ -575,7 +588,9 @@ LAYOUT_W = uc.Layout(mesh={"dp": 4}, rules={"w": {"dp": 0}}, shapes={"w": (500, 
 
 
 def test_another_layout_and_another_number(tmp_path: Path) -> None:
-    """Orders are those of the state that is saved, also after a save that failed between the plan and the orders."""
+    """Orders are those of the state that is saved, also after a save that failed between the plan
+    and the orders.
+    """
 
     def act(comm: Comm) -> None:
         place = folder_of(tmp_path, comm.rank)
@@ -615,8 +630,8 @@ def test_a_part_may_be_deleted_with_its_copies(tmp_path: Path) -> None:
     for machine in range(3):
         for file in folder_of(tmp_path, machine).rglob("optimizer*"):
             file.unlink()
-    held = tuple(one for one in case.saved.held if one.row.part == "model")
-    fine(load_case(case, Arrangement(3, held), machines, lost(tmp_path, machines, [])))
+    held = tuple(one for one in case.saved.tensors if one.decl.part == "model")
+    fine(load_case(case, DrawnLayout(3, held), machines, lost(tmp_path, machines, [])))
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -643,7 +658,9 @@ class Tied(torch.nn.Module):
 
 
 def test_ties_and_attached_files(tmp_path: Path) -> None:
-    """Other names of a tensor are known from the folder of one machine, which has the other's in a copy."""
+    """Other names of a tensor are known from the folder of one machine, which has the other's in a
+    copy.
+    """
     layout = uc.Layout(mesh={"dp": 2}, rules={"w": {"dp": 0}})
 
     def attach(folder: str) -> None:

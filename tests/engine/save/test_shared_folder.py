@@ -1,5 +1,6 @@
-"""Ranks of several machines that save to one folder: bytes of one block are written by one machine, and what stands there is what any
-save makes."""
+"""Ranks of several machines that save to one folder: bytes of one block are written by one machine,
+and what stands there is what any save makes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,16 @@ from unified_ckpt.core.planning import save_plan
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save import tiles
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
-from unified_ckpt.testing import FaultyStorage, FullStorage, Fuse, Stopped, run_ranks, try_ranks
+from unified_ckpt.testing import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
 
 __all__ = ["states"]  # a fixture
 MACHINES = [0, 0, 1, 1]
@@ -235,7 +243,9 @@ def test_loaded_by_the_machines_that_saved(tmp_path: Path) -> None:
 
 
 def test_two_folders_of_two_machines_each(tmp_path: Path) -> None:
-    """Machines 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are the checkpoint."""
+    """Machines 0 and 1 share one folder, 2 and 3 another: fragments in each, and both together are
+    the checkpoint.
+    """
     machines, full = [0, 1, 2, 3], FULL["rows"]
     layout = uc.Layout(mesh={"dp": 4}, rules={"w": {"dp": 0}})
 
@@ -336,16 +346,16 @@ def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
     start, seen = tmp_path / "start", set[int]()
     fine(save(start, 1))
     shutil.copytree(start, tmp_path / "through")
-    fuse = Fuse(None)
+    fuse = FaultPoint(None)
     fine(save(tmp_path / "through", 2, storages=faulty(where, fuse), if_exists="replace"))
     for at in range(0, len(fuse.operations), every):
-        root, fuse = tmp_path / f"at-{at}", Fuse(at)
+        root, fuse = tmp_path / f"at-{at}", FaultPoint(at)
         shutil.copytree(start, root)
         found = save(
             root, 2, storages=faulty(where, fuse), if_exists="replace", timeout_seconds=6.0
         )
         assert all(
-            isinstance(one, Stopped | uc.CheckpointError | uc.SaveReport) for one in found
+            isinstance(one, SimulatedCrash | uc.CheckpointError | uc.SaveReport) for one in found
         ), found
         step = uc.open(root / NAME).step
         seen.add(step)
@@ -357,7 +367,7 @@ def test_a_crash_anywhere(tmp_path: Path, where: list[int], every: int) -> None:
     assert 1 in seen
 
 
-def faulty(where: Sequence[int], fuse: Fuse) -> Storages:
+def faulty(where: Sequence[int], fuse: FaultPoint) -> Storages:
     return lambda machine, place: (
         FaultyStorage(place, fuse) if machine in where else LocalStorage(place)
     )
@@ -368,7 +378,7 @@ def test_a_rank_that_fails_in_mid_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """The ranks that wait for its part of a tile hear why long before their time is out."""
-    real = tiles.spans_of
+    real = tiles.tile_spans
     once = iter([True])
 
     def broken(*args: object, **what: object) -> object:
@@ -376,7 +386,7 @@ def test_a_rank_that_fails_in_mid_exchange(
             raise ValueError("no such piece")
         return real(*args, **what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tiles, "spans_of", broken)
+    monkeypatch.setattr(tiles, "tile_spans", broken)
     same_error(
         save(tmp_path, 1, background=background, timeout_seconds=30.0),
         uc.RankError,
@@ -386,10 +396,10 @@ def test_a_rank_that_fails_in_mid_exchange(
 
 
 def test_a_rank_that_takes_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf(self: Post, *_: object) -> None:
+    def deaf(self: PeerTransport, *_: object) -> None:
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(Post, "_serve", deaf)
+    monkeypatch.setattr(PeerTransport, "_serve", deaf)
     found = save(tmp_path, 1, timeout_seconds=3.0)
     assert all(isinstance(one, uc.RankError) for one in found), found
     assert os.listdir(tmp_path) == []
@@ -401,14 +411,14 @@ def test_bytes_of_a_save_that_is_over_are_not_taken(tmp_path: Path) -> None:
     def act(comm: Comm) -> str:
         with on_machine(comm, [0, 1]) as made:
             made.save(tmp_path / NAME, model={"w": torch.ones(3)}, options=SAVE)
-            ((_, land),) = made._lands.values()
+            ((_, land),) = made._topologies.values()
             assert land is not None
-            assert land.post is not None
+            assert land.transport is not None
             if comm.rank == 1:
-                land.post.write("ab" * 8, 0, "model.safetensors", 0, [memoryview(b"late")])
+                land.transport.write("ab" * 8, 0, "model.safetensors", 0, [memoryview(b"late")])
                 with pytest.raises(uc.StorageError, match="save abababababababab is not open here"):
-                    land.post.flush()
-            comm.meet("end", same=False, timeout_seconds=10)
+                    land.transport.flush_writes()
+            comm.begin_collective("end", cached=False, timeout_seconds=10)
             return "ok"
 
     assert run_ranks(2, act) == ["ok", "ok"]
@@ -416,7 +426,9 @@ def test_bytes_of_a_save_that_is_over_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_one_side_sees_the_other_and_not_the_reverse(tmp_path: Path) -> None:
-    """A copy of a folder that somebody keeps, say: to take it for shared would lose one machine's bytes."""
+    """A copy of a folder that somebody keeps, say: to take it for shared would lose one machine's
+    bytes.
+    """
     (tmp_path / "other").mkdir()
 
     class OneWay(LocalStorage):
@@ -460,7 +472,9 @@ def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_manager_on_two_machines_with_one_root(tmp_path: Path, asynchronous: bool) -> None:
-    """One rank removes what the rules do not keep, once for all machines; all start from the same step."""
+    """One rank removes what the rules do not keep, once for all machines; all start from the same
+    step.
+    """
 
     def act(comm: Comm) -> list[str]:
         options = uc.SaveOptions(timeout_seconds=30, fsync=False, write_alignment=4096)
@@ -471,7 +485,7 @@ def test_a_manager_on_two_machines_with_one_root(tmp_path: Path, asynchronous: b
             interval_steps=1,
             keep_latest=2,
             asynchronous=asynchronous,
-            machine=f"m{comm.rank // 2}",
+            node=f"m{comm.rank // 2}",
         ) as manager:
             for step in range(1, 6):
                 manager.save(step, model=contents(step, comm.rank), layout=LAYOUT)

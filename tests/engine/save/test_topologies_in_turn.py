@@ -1,5 +1,6 @@
-"""One Checkpointer that saves to its machine's own folder and to one that all machines share, in turn: what is kept of the one save, for
-the next of the same ranks, means nothing to the other."""
+"""One Checkpointer that saves to its machine's own folder and to one that all machines share, in
+turn: what is kept of the one save, for the next of the same ranks, means nothing to the other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_machine
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.shared_memory import Window
+from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
 from unified_ckpt.testing import run_ranks
 
 MACHINES = [0, 0, 1, 1]
@@ -65,22 +66,26 @@ def test_folders_in_turn(tmp_path: Path, turns: str) -> None:
 def test_exchanges_are_counted_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
 ) -> None:
-    """A rank that is late to serve its window is waited for, whatever the window's last exchange was."""
-    serve, late = Window.serve, [0]
+    """A rank that is late to serve its window is waited for, whatever the window's last exchange
+    was.
+    """
+    serve, late = TileBuffer.open_for, [0]
 
-    def serve_late(window: Window, exchange: int) -> None:
+    def serve_late(window: TileBuffer, exchange: int) -> None:
         if threading.current_thread().name in ("rank-1", "rank-3"):
             late[0] += 1
             time.sleep(0.3)
         serve(window, exchange)
 
-    monkeypatch.setattr(Window, "serve", serve_late)
+    monkeypatch.setattr(TileBuffer, "open_for", serve_late)
     save_in_turn(tmp_path, [turn == "s" for turn in turns])
     assert late[0] > len(turns)
 
 
 def test_a_plan_is_not_that_of_other_ranks_after_a_save_that_failed(tmp_path: Path) -> None:
-    """A save to the shared folder is refused before anything is planned; the next one is planned for all ranks, not for a machine's."""
+    """A save to the shared folder is refused before anything is planned; the next one is planned
+    for all ranks, not for a machine's.
+    """
 
     def act(comm: Comm) -> None:
         what = {

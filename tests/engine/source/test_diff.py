@@ -17,7 +17,7 @@ import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source import diff as module
-from unified_ckpt.engine.source.diff import DiffReport, compare
+from unified_ckpt.engine.source.diff import DiffReport, diff_sources
 
 State = dict[str, torch.Tensor]
 
@@ -28,10 +28,10 @@ def report_of(tmp_path: Path, first: State, second: State, **options: Any) -> Di
             tmp_path / name, model=state, options=uc.SaveOptions(fsync=False, if_exists="replace")
         )
     one, other = (
-        open_path(str(tmp_path / "a"), hold=False),
-        open_path(str(tmp_path / "b"), hold=False),
+        open_path(str(tmp_path / "a"), lock=False),
+        open_path(str(tmp_path / "b"), lock=False),
     )
-    return compare(one, other, **options)
+    return diff_sources(one, other, **options)
 
 
 def state() -> State:
@@ -91,11 +91,11 @@ def test_a_tied_weight_is_equal_under_either_name(tmp_path: Path) -> None:
     uc.save(tmp_path / "tied", model={"a": shared, "b": shared})
     uc.save(tmp_path / "apart", model={"a": shared, "b": shared.clone()})
     with_alias, without = (
-        open_path(str(tmp_path / "tied"), hold=False),
-        open_path(str(tmp_path / "apart"), hold=False),
+        open_path(str(tmp_path / "tied"), lock=False),
+        open_path(str(tmp_path / "apart"), lock=False),
     )
     for one, other in ((with_alias, without), (without, with_alias)):
-        assert compare(one, other, deep=True).differences == ()
+        assert diff_sources(one, other, deep=True).differences == ()
 
 
 @given(
@@ -112,7 +112,7 @@ def test_any_elements_that_differ_are_found_over_chunks(
         other[place] += 3
     differ = int((one != other).sum())
     chunks = [(one[low : low + 7], other[low : low + 7]) for low in range(0, count, 7)]
-    found = [module._apart(a, b) for a, b in chunks]
+    found = [module._chunk_difference(a, b) for a, b in chunks]
     assert sum(elements for elements, _ in found) == differ
     assert max(step or 0.0 for _, step in found) == (3.0 if differ else 0.0)
 

@@ -1,4 +1,6 @@
-"""Objects as they are in `extra` and `rank_extra`: each gets its own state back, or every rank says which one cannot."""
+"""Objects as they are in `extra` and `rank_extra`: each gets its own state back, or every rank says
+which one cannot.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ import unified_ckpt as uc
 from tests.support.generators import drawn
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 TORCHDATA = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 W = {"w": torch.arange(6.0)}
@@ -81,7 +83,9 @@ def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
-    """Schedulers of every kind, a scaler, an average of the weights, random states, in dicts and lists, saved and loaded alike."""
+    """Schedulers of every kind, a scaler, an average of the weights, random states, in dicts and
+    lists, saved and loaded alike.
+    """
 
     def made() -> dict[str, object]:
         model = nn.Linear(4, 4)
@@ -134,7 +138,9 @@ def test_what_a_plain_script_has_goes_in_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_states_fills_objects_and_the_reverse(tmp_path: Path) -> None:
-    """`extra={"scheduler": scheduler.state_dict()}`, as it was always written, is the same checkpoint."""
+    """`extra={"scheduler": scheduler.state_dict()}`, as it was always written, is the same
+    checkpoint.
+    """
     uc.save(tmp_path / "a", model=W, extra={"counter": {"n": 1}}, rank_extra={"counter": {"n": 2}})
     uc.save(
         tmp_path / "b",
@@ -243,7 +249,7 @@ def test_what_is_missing_is_an_error_on_every_rank_before_the_first_byte(tmp_pat
             "counter": counters[comm.rank],
             **({"list": [0, Counter()], "none": Counter()} if comm.rank else {}),
         }
-        return checkpointer_of(comm).load(
+        return make_checkpointer(comm).load(
             tmp_path / "c", model=targets[comm.rank], extra=extra, rank_extra={"loader": Counter()}
         )
 
@@ -276,8 +282,8 @@ def test_an_object_that_does_not_take_its_state_is_told_on_every_rank(tmp_path: 
     def act(comm: Comm) -> uc.LoadReport:
         kind = Broken if comm.rank == 1 else Counter
         one = {"a": Counter({"n": 1}), "b": kind({"n": 2}), "c": Counter({"n": 3})}
-        checkpointer_of(comm).save(tmp_path / "c", model=W, extra=one)
-        return checkpointer_of(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
+        make_checkpointer(comm).save(tmp_path / "c", model=W, extra=one)
+        return make_checkpointer(comm).load(tmp_path / "c", model={"w": torch.zeros(6)}, extra=one)
 
     match = r"rank 1: extra\.b: Broken did not take its state: KeyError: 'momentum'; the tensors are loaded, extra\.c not"
     same_error(try_ranks(2, act), uc.CheckpointError, match)
@@ -307,7 +313,7 @@ def save_by(world: int, path: Path) -> None:
             "loader": Counter({"at": comm.rank}),
             "deep": [Elastic({"at": -comm.rank})],
         }
-        checkpointer_of(comm).save(path, model=W, rank_extra=own)
+        make_checkpointer(comm).save(path, model=W, rank_extra=own)
 
     run_ranks(world, act)
 
@@ -325,7 +331,7 @@ def test_another_number_of_ranks(
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         reports = run_ranks(
             loading,
-            lambda comm: checkpointer_of(comm).load(
+            lambda comm: make_checkpointer(comm).load(
                 tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own[comm.rank]
             ),
         )
@@ -350,9 +356,9 @@ def test_reading_one_ranks_state_does_not_read_all(
 ) -> None:
     save_by(6, tmp_path / "c")
     read: list[int] = []
-    theirs = uc.engine.checkpoint.Folder.rank_extra
+    theirs = uc.engine.folder.reader.Folder.rank_extra
     monkeypatch.setattr(
-        uc.engine.checkpoint.Folder,
+        uc.engine.folder.reader.Folder,
         "rank_extra",
         lambda self, rank: (read.append(rank), theirs(self, rank))[1],
     )
@@ -371,11 +377,13 @@ def test_reading_one_ranks_state_does_not_read_all(
 
 
 def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_path: Path) -> None:
-    """Where others die (the saved states of 4 ranks do not fit 3), or go on with one rank's states on all."""
+    """Where others die (the saved states of 4 ranks do not fit 3), or go on with one rank's states
+    on all.
+    """
     torch.manual_seed(5)
     run_ranks(
         2,
-        lambda comm: checkpointer_of(comm).save(
+        lambda comm: make_checkpointer(comm).save(
             tmp_path / "c", model=W, rank_extra={"random": uc.RandomStates()}
         ),
     )
@@ -384,7 +392,7 @@ def test_random_states_of_another_number_of_ranks_are_derived_and_differ(tmp_pat
 
         def act(comm: Comm, of: int = rank) -> float:
             own = {"random": uc.RandomStates() if comm.rank == of else Elastic()}
-            checkpointer_of(comm).load(
+            make_checkpointer(comm).load(
                 tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra=own, strict=False
             )
             return float(torch.rand(()))
@@ -401,11 +409,11 @@ def test_a_sampler_in_rank_extra_goes_on_over_any_number_of_ranks(tmp_path: Path
     def save(comm: Comm) -> None:
         sampler = uc.ElasticSampler(range(40), 2, comm.rank, seed=4)
         next(sampler.batches(DataLoader(range(40), 5, sampler=sampler)))
-        checkpointer_of(comm).save(tmp_path / "c", model=W, rank_extra={"sampler": sampler})
+        make_checkpointer(comm).save(tmp_path / "c", model=W, rank_extra={"sampler": sampler})
 
     def load(comm: Comm) -> tuple[int, int]:
         sampler = uc.ElasticSampler(range(40), 3, comm.rank)
-        checkpointer_of(comm).load(
+        make_checkpointer(comm).load(
             tmp_path / "c", model={"w": torch.zeros(6)}, rank_extra={"sampler": sampler}
         )
         return sampler.seen, len(sampler)
@@ -469,7 +477,9 @@ def drawn_from(of: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("where", ["extra", "rank_extra"])
 @pytest.mark.parametrize("background", [False, True])
 def test_generators_are_objects(tmp_path: Path, where: str, background: bool) -> None:
-    """Each goes on where it was, in place; a later draw does not change what a save in the background stores."""
+    """Each goes on where it was, in place; a later draw does not change what a save in the
+    background stores.
+    """
     mine = generators(1)
     drawn_from(mine)
     with uc.Checkpointer(tmp_path) as checkpointer:
@@ -538,7 +548,9 @@ def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path: Path) -> N
 
 
 def test_objects_on_every_rank_give_their_state(tmp_path: Path) -> None:
-    """`state_dict` of an object in `extra` may be collective: all ranks call it, rank 0's is stored."""
+    """`state_dict` of an object in `extra` may be collective: all ranks call it, rank 0's is
+    stored.
+    """
     counters = [
         Counter({"of": 0}),
         *(Counter({"of": print}) for _ in range(2)),
@@ -551,7 +563,9 @@ def test_objects_on_every_rank_give_their_state(tmp_path: Path) -> None:
             return counters[comm.rank].state
 
         counters[comm.rank].state_dict = state_dict
-        checkpointer_of(comm).save(tmp_path / "c", model=W, extra={"counter": counters[comm.rank]})
+        make_checkpointer(comm).save(
+            tmp_path / "c", model=W, extra={"counter": counters[comm.rank]}
+        )
 
     run_ranks(3, act)
     assert called == [1, 1, 1]
@@ -628,7 +642,9 @@ def test_a_stateful_loader_of_its_own_goes_on_exactly(tmp_path: Path, workers: i
 def test_the_epochs_after_a_resume_are_those_of_the_run(
     tmp_path: Path, workers: int, seen: int, own: bool
 ) -> None:
-    """A loader draws when it starts: of its own generator, or of the random states, which the training draws from, too."""
+    """A loader draws when it starts: of its own generator, or of the random states, which the
+    training draws from, too.
+    """
 
     def made(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)

@@ -1,4 +1,6 @@
-"""Accelerate through the engine, in one process: stopped and resumed, names, hooks, and errors that users make."""
+"""Accelerate through the engine, in one process: stopped and resumed, names, hooks, and errors that
+users make.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
-from unified_ckpt.integrations.accelerate.folders import is_stock
+from unified_ckpt.integrations.accelerate.folders import is_native
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated"
@@ -106,7 +108,9 @@ class Job:
         yield from self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
 
     def run(self, epochs: int, *, skip: int = 0, stop: int | None = None) -> Job:
-        """Trains up to `epochs`; `skip`: so many steps of the first; `stop`: after so many steps in all."""
+        """Trains up to `epochs`; `skip`: so many steps of the first; `stop`: after so many steps in
+        all.
+        """
         while self.epoch < epochs:
             for ids in self.batches(skip):
                 with self.accelerator.accumulate(self.model):
@@ -176,7 +180,9 @@ def test_stopped_and_resumed_is_uninterrupted(tmp_path: Path, straight: Job, sto
 
 
 def test_a_loop_that_skips_the_first_batches_goes_on_as_it_was(tmp_path: Path) -> None:
-    """Accelerate's way without a stateful dataloader; the order of the epochs after it is right, too."""
+    """Accelerate's way without a stateful dataloader; the order of the epochs after it is right,
+    too.
+    """
     whole = Job(stateful=False).run(3)
     stopped = Job(stateful=False).run(3, stop=10)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
@@ -207,7 +213,9 @@ def test_a_save_before_the_first_batch_keeps_the_position(tmp_path: Path, worker
 def test_another_batch_size_finds_its_place_by_samples(
     tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4 come again, which is said."""
+    """With 24 samples, 4 a step: after 3 steps, 2 steps of 6 and no sample twice; of 8, the last 4
+    come again, which is said.
+    """
     stopped = Job(workers=workers).run(1, stop=3)
     save_state(stopped.accelerator, tmp_path / "c", options=FAST)
     order = [ids.tolist() for batch in Job().loader for ids in batch]
@@ -247,7 +255,9 @@ def test_the_folder_opens_in_stock_transformers(tmp_path: Path) -> None:
 def two_models(
     seed: int, steps: int, swapped: bool = False
 ) -> tuple[Accelerator, list[nn.Module], list[Any], nn.Module]:
-    """A generator and a critic with an optimizer each, one optimizer over both, and an average that is registered."""
+    """A generator and a critic with an optimizer each, one optimizer over both, and an average that
+    is registered.
+    """
     torch.manual_seed(seed)
     accelerator = Accelerator(cpu=True)
     made, critic = nn.Linear(4, 3), nn.Linear(3, 1)
@@ -332,7 +342,9 @@ def test_automatic_names_and_total_limit(tmp_path: Path) -> None:
 def test_what_is_not_whole_is_passed_over_and_never_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one for it."""
+    """Symptom: auto-resume dies on an incomplete newest checkpoint; rotation deletes the good one
+    for it.
+    """
     job = Job(project=tmp_path)
     for stop in (2, 4, 6):
         job.run(1, stop=stop)
@@ -430,7 +442,7 @@ def test_attached_the_automatic_names_are_those_of_accelerate(tmp_path: Path) ->
     assert names(tmp_path) == ["checkpoint_0", "checkpoint_0-before-1", "checkpoint_1"], (
         "what has the name is kept"
     )
-    assert is_stock(str(tmp_path / "checkpoints/checkpoint_0-before-1"))
+    assert is_native(str(tmp_path / "checkpoints/checkpoint_0-before-1"))
     shutil.rmtree(tmp_path / "checkpoints/checkpoint_0")
     (tmp_path / "checkpoints/checkpoint_0-before-1").rename(tmp_path / "checkpoints/checkpoint_0")
     again = Job(seed=8, project=tmp_path)

@@ -1,4 +1,6 @@
-"""Lightning's Trainer with the callback, beside the stock one: what ModelCheckpoint does, hooks, removal, and errors that users make."""
+"""Lightning's Trainer with the callback, beside the stock one: what ModelCheckpoint does, hooks,
+removal, and errors that users make.
+"""
 
 from __future__ import annotations
 
@@ -507,7 +509,9 @@ def test_save_checkpoint_and_a_module_made_from_it(tmp_path: Path, whole: tuple[
 
 
 def test_save_checkpoint_over_a_folder_that_the_caller_names(tmp_path: Path) -> None:
-    """A name that no callback chose: the folder of a project, or of the run itself, stays where it is."""
+    """A name that no callback chose: the folder of a project, or of the run itself, stays where it
+    is.
+    """
     made = trainer(tmp_path / "run")
     made.fit(Net())
     made.save_checkpoint(tmp_path / "run" / "mine")

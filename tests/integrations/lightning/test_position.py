@@ -1,4 +1,6 @@
-"""Where a run of Lightning goes on: from each of its checkpoints, whatever wrote it and whatever gives the data, as if never stopped."""
+"""Where a run of Lightning goes on: from each of its checkpoints, whatever wrote it and whatever
+gives the data, as if never stopped.
+"""
 
 from __future__ import annotations
 

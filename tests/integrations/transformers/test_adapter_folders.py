@@ -1,4 +1,6 @@
-"""Adapters as stock PEFT and the stock Trainer write them: the parts that a checkpoint of ours has, and a model filled from them."""
+"""Adapters as stock PEFT and the stock Trainer write them: the parts that a checkpoint of ours has,
+and a model filled from them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adapters (PEFT) through Hugging Face's Trainer: beside the stock one, stopped and resumed, opened by stock PEFT."""
+"""Adapters (PEFT) through Hugging Face's Trainer: beside the stock one, stopped and resumed, opened
+by stock PEFT.
+"""
 
 from __future__ import annotations
 
@@ -244,6 +246,6 @@ def test_optimizer_state_of_adapters_has_the_names_of_the_saved_groups(tmp_path:
     made = trainer(tmp_path, two(), StopAt(2))
     made.train()
     with uc.open(tmp_path / "checkpoint-2") as source:
-        saved = {name for group in source.source.said().groups for name in group["names"]}
+        saved = {name for group in source.source.metadata().groups for name in group["names"]}
     names = parameter_names(made.model)
     assert {names[id(p)] for group in made.optimizer.param_groups for p in group["params"]} == saved

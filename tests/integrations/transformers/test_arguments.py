@@ -1,4 +1,6 @@
-"""Training arguments that touch checkpoints, beside the stock Trainer: the same checkpoints, the same best one, the same state file."""
+"""Training arguments that touch checkpoints, beside the stock Trainer: the same checkpoints, the
+same best one, the same state file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`async_save`: what a thread writes while the Trainer goes on is the state of the step, and nothing is counted on before it is there."""
+"""`async_save`: what a thread writes while the Trainer goes on is the state of the step, and
+nothing is counted on before it is there.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_that_of_its_st
 
 
 class Writes(TrainerCallback):
-    """Writes a file into each checkpoint's folder as soon as it is saved, as far as the Trainer knows."""
+    """Writes a file into each checkpoint's folder as soon as it is saved, as far as the Trainer
+    knows.
+    """
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
@@ -98,7 +102,9 @@ class Writes(TrainerCallback):
 def test_files_of_callbacks_are_carried_into_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They come while the checkpoint is being written. What the stock Trainer has left there half written is kept."""
+    """They come while the checkpoint is being written. What the stock Trainer has left there half
+    written is kept.
+    """
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"half")
     trainer(tmp_path, Writes()).train()

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer with the callback, beside the stock one: losses and weights, stopped and resumed, and errors that users make."""
+"""Hugging Face's Trainer with the callback, beside the stock one: losses and weights, stopped and
+resumed, and errors that users make.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def test_a_save_that_is_cut_short_leaves_nothing_that_a_resume_would_take(
 
 
 def test_what_was_in_the_way_outlives_the_best_checkpoint(tmp_path: Path) -> None:
-    """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a step's for one."""
+    """The stock Trainer removes all but the best checkpoint at its end, and takes every name like a
+    step's for one.
+    """
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "results.json").write_text("{}")
     limits = {
@@ -249,7 +253,9 @@ def loss_net(spec: JobSpec, seed: int) -> LossNet:
 def test_trainer_round_trip_is_bitwise_or_refused(
     precision: str, traits: frozenset[str], parts: tuple[str, ...] | None
 ) -> None:
-    """A run with any parts chosen either ends at its first save, which leaves nothing, or resumes bit for bit."""
+    """A run with any parts chosen either ends at its first save, which leaves nothing, or resumes
+    bit for bit.
+    """
     spec = JobSpec(precision, traits)
     without_masters, rounded = (
         precision != "model_dtype",

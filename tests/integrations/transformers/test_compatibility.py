@@ -1,4 +1,6 @@
-"""Resuming from what is not what the Trainer needs: each error says what is there and what to do, and nothing is loaded."""
+"""Resuming from what is not what the Trainer needs: each error says what is there and what to do,
+and nothing is loaded.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +130,9 @@ def test_a_resume_reads_each_tensor_once(
     assert len([line for line in caplog.messages if line.startswith("loaded")]) == 2, (
         "the model, and the optimizer"
     )
-    assert callback._bound is not None
-    assert callback._bound._report is not None
-    assert callback._bound._report.bytes_read == nbytes
+    assert callback._patched is not None
+    assert callback._patched._report is not None
+    assert callback._patched._report.bytes_read == nbytes
 
 
 def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:

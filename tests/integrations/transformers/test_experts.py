@@ -26,7 +26,9 @@ class Held(TrainerCallback):
 def test_experts_are_not_left_at_random_values_by_a_resume(
     tmp_path: Path, stopped_by_stock: bool
 ) -> None:
-    """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with random experts."""
+    """transformers issue 48805: `train(resume_from_checkpoint=...)` warns, and trains on with
+    random experts.
+    """
     straight = trainer(tmp_path / "straight", net=mixtral(), stock=True)
     straight.train()
     trainer(tmp_path / "run", StopAt(4), net=mixtral(), stock=stopped_by_stock).train()

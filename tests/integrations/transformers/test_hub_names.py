@@ -1,4 +1,6 @@
-"""The hub's names of models whose experts are stacked in memory: beside what save_pretrained writes."""
+"""The hub's names of models whose experts are stacked in memory: beside what save_pretrained
+writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The mixin: a Trainer class that saves and resumes through the engine, and what it does with a callback beside it."""
+"""The mixin: a Trainer class that saves and resumes through the engine, and what it does with a
+callback beside it.
+"""
 
 from __future__ import annotations
 

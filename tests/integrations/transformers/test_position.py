@@ -1,4 +1,6 @@
-"""The place in the data of Hugging Face's Trainer when the total batch size changes: every sample of an epoch once."""
+"""The place in the data of Hugging Face's Trainer when the total batch size changes: every sample
+of an epoch once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import torch
 
 from tests.support.trainer_positions import LENGTH, Numbered, seen, train
 from tests.support.trainers import StopAt
-from unified_ckpt.integrations.transformers.position import Pace, Place, place_of, same_place
+from unified_ckpt.integrations.transformers.position import (
+    BatchGeometry,
+    DataPosition,
+    convert_position,
+    position_at,
+)
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -119,13 +126,13 @@ def test_ignore_data_skip_begins_the_epoch_again(stopped: Path, order: list[int]
 
 
 def test_places() -> None:
-    pace = Pace(8, 2, "shuffled", 1, 100)
-    assert place_of(0.0, rounds_in_epoch=13, pace=pace) == Place(0, 0, 0)
-    assert place_of(2 + 6 / 13, rounds_in_epoch=13, pace=pace) == Place(2, 48, 6)
-    assert place_of(3.0, rounds_in_epoch=13, pace=pace) == Place(3, 0, 0)
+    pace = BatchGeometry(8, 2, "shuffled", 1, 100)
+    assert position_at(0.0, rounds_in_epoch=13, geometry=pace) == DataPosition(0, 0, 0)
+    assert position_at(2 + 6 / 13, rounds_in_epoch=13, geometry=pace) == DataPosition(2, 48, 6)
+    assert position_at(3.0, rounds_in_epoch=13, geometry=pace) == DataPosition(3, 0, 0)
     for rounds in (3, 7, 10_007, 1_000_003):
         assert all(
-            place_of(41 + k / rounds, rounds_in_epoch=rounds, pace=pace).rounds == k
+            position_at(41 + k / rounds, rounds_in_epoch=rounds, geometry=pace).rounds == k
             for k in range(0, rounds, rounds // 3)
         )
     saved = {
@@ -139,7 +146,10 @@ def test_places() -> None:
             "length": 100,
         },
     }
-    assert same_place(saved, Pace(3, 4, "shuffled", 1, 100)) == (Place(2, 48, 16), [])
-    place, notes = same_place(saved, Pace(10, 2, "shuffled", 1, 100))
-    assert place == Place(2, 40, 4)
+    assert convert_position(saved, BatchGeometry(3, 4, "shuffled", 1, 100)) == (
+        DataPosition(2, 48, 16),
+        [],
+    )
+    place, notes = convert_position(saved, BatchGeometry(10, 2, "shuffled", 1, 100))
+    assert place == DataPosition(2, 40, 4)
     assert len(notes) == 1

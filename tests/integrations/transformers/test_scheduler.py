@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from unified_ckpt.integrations.transformers.scheduler import regrouped
+from unified_ckpt.integrations.transformers.scheduler import regroup_state
 
 RATES = {"a": 0.1, "b": 0.1, "c": 0.3}  # by parameter
 
@@ -76,7 +76,7 @@ def test_each_parameter_goes_on_with_its_own_rate(
         for group, told in zip(one.param_groups, groups, strict=True)
         for n in told["names"]
     }
-    resumed.load_state_dict(regrouped(stopped.state_dict(), other, names, groups))
+    resumed.load_state_dict(regroup_state(stopped.state_dict(), other, names, groups))
     for group in other.param_groups:  # a load of the optimizer does so by names
         if group["params"]:
             group["lr"] = saved[names[id(group["params"][0])]]["lr"]
@@ -98,7 +98,7 @@ def test_a_list_that_is_not_of_groups_stays() -> None:
     one, _, groups = optimizer("ab", "c")
     state = sequence(one).state_dict()
     other, names, _ = optimizer("c", "ab")
-    found = regrouped(state, other, names, groups)
+    found = regroup_state(state, other, names, groups)
     assert found["_milestones"] == [2, 5]
     assert found["_schedulers"][2]["base_lrs"] == [0.3, 0.1]
 
@@ -106,4 +106,4 @@ def test_a_list_that_is_not_of_groups_stays() -> None:
 def test_the_same_groups_are_left_as_they_are() -> None:
     one, names, groups = optimizer("ab", "c")
     state = ReduceLROnPlateau(one).state_dict()
-    assert regrouped(state, one, names, groups) == state
+    assert regroup_state(state, one, names, groups) == state

@@ -1,4 +1,6 @@
-"""TRL's trainers with the callback: what they override is still called, and a resume is the stock trainer's uninterrupted run."""
+"""TRL's trainers with the callback: what they override is still called, and a resume is the stock
+trainer's uninterrupted run.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,14 @@ import pytest
 
 import unified_ckpt as uc
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rules
-from unified_ckpt.manager.rules.retry import Failures, may_pass
-from unified_ckpt.manager.rules.when import due, due_by_clock, pause_seconds, rules, uses_clock
+from unified_ckpt.manager.rules.retry import FailureCount, is_transient
+from unified_ckpt.manager.rules.when import (
+    backoff_seconds,
+    clock_reason,
+    due_reasons,
+    retention_rules,
+    uses_clock,
+)
 from unified_ckpt.options import ManagerOptions
 
 
@@ -26,14 +32,14 @@ from unified_ckpt.options import ManagerOptions
     ],
 )
 def test_due_by_the_step(options: dict[str, Any], step: int, why: tuple[str, ...]) -> None:
-    assert due(ManagerOptions(**options), step, last_step=None, first=False) == why
-    assert due(ManagerOptions(**options), step, last_step=step, first=False) == ()
+    assert due_reasons(ManagerOptions(**options), step, last_step=None, first=False) == why
+    assert due_reasons(ManagerOptions(**options), step, last_step=step, first=False) == ()
 
 
 def test_due_at_the_start_of_a_fresh_run_only() -> None:
     options = ManagerOptions(on_start=True)
-    assert due(options, 0, last_step=None, first=True) == ("start",)
-    assert due(options, 1, last_step=None, first=False) == ()
+    assert due_reasons(options, 0, last_step=None, first=True) == ("start",)
+    assert due_reasons(options, 1, last_step=None, first=False) == ()
 
 
 @pytest.mark.parametrize(
@@ -58,11 +64,11 @@ def test_due_by_the_clock(
     options: dict[str, Any], seconds: float, in_flight: bool, failed: int, why: str | None
 ) -> None:
     assert (
-        due_by_clock(
+        clock_reason(
             ManagerOptions(**options),
             seconds_since_last=seconds,
             in_flight=in_flight,
-            failed=failed,
+            failures=failed,
         )
         == why
     )
@@ -77,7 +83,9 @@ def test_the_clock_is_asked_only_where_it_can_want_something() -> None:
 
 
 def test_pauses_double() -> None:
-    assert [pause_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)] == [
+    assert [
+        backoff_seconds(ManagerOptions(retry_seconds=1.5), attempt) for attempt in (1, 2, 3)
+    ] == [
         1.5,
         3.0,
         6.0,
@@ -85,11 +93,11 @@ def test_pauses_double() -> None:
 
 
 def test_rules_of_the_options() -> None:
-    assert rules(ManagerOptions()) == Rules((), ())
-    assert rules(ManagerOptions(best_metric="loss")) == Rules((), ()), (
+    assert retention_rules(ManagerOptions()) == Rules((), ())
+    assert retention_rules(ManagerOptions(best_metric="loss")) == Rules((), ()), (
         "a metric alone limits nothing"
     )
-    found = rules(
+    found = retention_rules(
         ManagerOptions(
             keep_latest=3,
             keep_every_steps=100,
@@ -102,15 +110,15 @@ def test_rules_of_the_options() -> None:
     assert found == Rules(
         (LatestN(3), EverySteps(100), *common), (LatestN(1), EverySteps(100), *common)
     )
-    assert rules(ManagerOptions(keep_latest_model_only=2)) == Rules((), (LatestN(2),))
+    assert retention_rules(ManagerOptions(keep_latest_model_only=2)) == Rules((), (LatestN(2),))
     best = BestN("acc", "max", 2)
-    assert rules(ManagerOptions(keep_best=2, best_metric="acc", best_mode="max")) == Rules(
-        (best,), (best,)
-    )
+    assert retention_rules(
+        ManagerOptions(keep_best=2, best_metric="acc", best_mode="max")
+    ) == Rules((best,), (best,))
 
 
 def test_failures_are_counted_and_raised() -> None:
-    failures = Failures()
+    failures = FailureCount()
 
     def fail(*, retried: bool = False, attempts: int = 1) -> bool:
         return failures.count(retried=retried, attempts=attempts, raise_after=2, retries=1)
@@ -124,10 +132,10 @@ def test_failures_are_counted_and_raised() -> None:
 
 def test_what_may_pass() -> None:
     assert all(
-        may_pass(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x"))
+        is_transient(error) for error in (uc.StorageError("x"), uc.RankError("x"), OSError(5, "x"))
     )
     assert not any(
-        may_pass(error)
+        is_transient(error)
         for error in (
             uc.LayoutError("x"),
             uc.FormatError("x"),

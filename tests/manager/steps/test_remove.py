@@ -1,4 +1,6 @@
-"""Removing a checkpoint: not while it is read, not another one's, and never half of one that still counts."""
+"""Removing a checkpoint: not while it is read, not another one's, and never half of one that still
+counts.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ import unified_ckpt as uc
 from tests.support.managers import copy, cut_off, lose, manager_of, put, state, warnings_of
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import remove as removal
-from unified_ckpt.manager.steps.remove import clear, remove, remove_broken, removed_all
-from unified_ckpt.manager.steps.scan import look, scan
-from unified_ckpt.runtime.storage.locks import reading
+from unified_ckpt.manager.steps.remove import remove, remove_all, remove_broken, remove_folder
+from unified_ckpt.manager.steps.scan import read_step_record, scan
+from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultyStorage, Fuse, Stopped
+from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash
 
 
 def id_of(root: Path, name: str) -> str:
@@ -41,7 +43,7 @@ def test_it_goes_whole(tmp_path: Path) -> None:
 def test_not_while_it_is_read(tmp_path: Path) -> None:
     put(tmp_path, 1)
     storage, save_id = LocalStorage(str(tmp_path)), id_of(tmp_path, "checkpoint-1")
-    with reading(str(tmp_path / "checkpoint-1")), reading(str(tmp_path / "checkpoint-1")):
+    with shared_lock(str(tmp_path / "checkpoint-1")), shared_lock(str(tmp_path / "checkpoint-1")):
         assert not remove(storage, "checkpoint-1", save_id=save_id)
     assert uc.verify(tmp_path / "checkpoint-1").ok
     assert remove(storage, "checkpoint-1", save_id=save_id)
@@ -50,7 +52,7 @@ def test_not_while_it_is_read(tmp_path: Path) -> None:
 def _read_until_told(
     folder: str, ready: multiprocessing.synchronize.Event, end: multiprocessing.synchronize.Event
 ) -> None:
-    with reading(folder):
+    with shared_lock(folder):
         ready.set()
         end.wait(60)
 
@@ -89,7 +91,7 @@ def test_a_folder_without_manifest_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1" / "optimizer.pt").write_bytes(b"x")
     assert not remove(LocalStorage(str(tmp_path)), "checkpoint-1", save_id="x")
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
-    with reading(str(tmp_path / "checkpoint-1")), reading("memory://nowhere"):
+    with shared_lock(str(tmp_path / "checkpoint-1")), shared_lock("memory://nowhere"):
         pass
 
 
@@ -109,23 +111,23 @@ def test_a_reader_that_comes_too_late_is_told(
     monkeypatch.setattr(os, "open", slow)
     with (
         pytest.raises(uc.NotFoundError, match="was removed while it was opened"),
-        reading(str(tmp_path / "checkpoint-1")),
+        shared_lock(str(tmp_path / "checkpoint-1")),
     ):
         pass
 
 
 def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> None:
     put(tmp_path / "source", 1, 2)
-    fuse = Fuse()
+    fuse = FaultPoint()
     storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
     assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
     order = [operation.split()[0] for operation in fuse.operations]
     assert order == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
     for at in range(len(fuse.operations)):
         root = copy(tmp_path / "source", tmp_path / f"at-{at}")
-        with pytest.raises(Stopped, match="stopped at operation"):
+        with pytest.raises(SimulatedCrash, match="stopped at operation"):
             remove(
-                FaultyStorage(str(root), Fuse(at)),
+                FaultyStorage(str(root), FaultPoint(at)),
                 "checkpoint-1",
                 save_id=id_of(root, "checkpoint-1"),
             )
@@ -135,14 +137,14 @@ def test_stopped_at_any_moment_there_is_a_whole_one_or_none(tmp_path: Path) -> N
             assert uc.verify(one.path, deep=True).ok
         if at:  # half removed: under the name of a construction, where `prune --leftovers` finds it
             assert [one.name for one in found.steps] == ["checkpoint-2"]
-            assert len(found.leftovers) == 1
+            assert len(found.stale_folders) == 1
 
 
 def test_several_with_the_reason_for_those_that_stay(tmp_path: Path) -> None:
     put(tmp_path, 1, 2, 3)
     storage = LocalStorage(str(tmp_path))
-    with reading(str(tmp_path / "checkpoint-2")):
-        gone, stayed = removed_all(
+    with shared_lock(str(tmp_path / "checkpoint-2")):
+        gone, stayed = remove_all(
             storage, {f"checkpoint-{n}": id_of(tmp_path, f"checkpoint-{n}") for n in (1, 2)}
         )
     assert (gone, list(stayed)) == (["checkpoint-1"], ["checkpoint-2"])
@@ -151,8 +153,8 @@ def test_several_with_the_reason_for_those_that_stay(tmp_path: Path) -> None:
 
 def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
     put(tmp_path, 1)
-    fuse = Fuse()
-    clear(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
+    fuse = FaultPoint()
+    remove_folder(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
     assert [operation.split()[0] for operation in fuse.operations] == [
         "remove_file",
         "sync_folder",
@@ -164,9 +166,11 @@ def test_clearing_a_folder_takes_its_manifest_first(tmp_path: Path) -> None:
 def test_a_broken_one_is_moved_aside_before_it_goes(tmp_path: Path) -> None:
     put(tmp_path / "source", 1, 2)
     lose(tmp_path / "source" / "checkpoint-1")
-    fuse = Fuse()
+    fuse = FaultPoint()
     storage = FaultyStorage(str(copy(tmp_path / "source", tmp_path / "counted")), fuse)
-    assert remove_broken(storage, look(storage, "checkpoint-1", "checkpoint-"), "checkpoint-")
+    assert remove_broken(
+        storage, read_step_record(storage, "checkpoint-1", "checkpoint-"), "checkpoint-"
+    )
     assert os.listdir(storage.root) == ["checkpoint-2"]
     assert [operation.split()[0] for operation in fuse.operations] == [
         "rename",
@@ -184,20 +188,20 @@ def test_a_broken_one_that_a_run_has_replaced_meanwhile_stays(
     storage = LocalStorage(str(tmp_path))
     put(tmp_path, 1)
     (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
-    seen = look(storage, "checkpoint-1", "checkpoint-")
+    seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
     replaces = uc.SaveOptions(if_exists="replace")
     put(tmp_path, 1, options=replaces)
     assert not remove_broken(storage, seen, "checkpoint-")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
     def late(*arguments: Any) -> Any:  # the save comes after the last look
-        found = look(*arguments)
+        found = read_step_record(*arguments)
         put(tmp_path, 1, options=replaces)
         return found
 
     (lose if manifest else cut_off)(tmp_path / "checkpoint-1")
-    seen = look(storage, "checkpoint-1", "checkpoint-")
-    monkeypatch.setattr(removal, "look", late)
+    seen = read_step_record(storage, "checkpoint-1", "checkpoint-")
+    monkeypatch.setattr(removal, "read_step_record", late)
     assert not remove_broken(storage, seen, "checkpoint-")
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
@@ -206,9 +210,9 @@ def test_a_broken_one_that_is_read_stays(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
     put(tmp_path, 1)
     lose(tmp_path / "checkpoint-1")
-    with reading(str(tmp_path / "checkpoint-1")):
+    with shared_lock(str(tmp_path / "checkpoint-1")):
         assert not remove_broken(
-            storage, look(storage, "checkpoint-1", "checkpoint-"), "checkpoint-"
+            storage, read_step_record(storage, "checkpoint-1", "checkpoint-"), "checkpoint-"
         )
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
 

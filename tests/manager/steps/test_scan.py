@@ -28,7 +28,7 @@ def test_a_record_says_what_the_manifest_says(tmp_path: Path) -> None:
     )
     (one,) = scanned(tmp_path).steps
     manifest = json.loads((tmp_path / "checkpoint-12" / names.MANIFEST).read_bytes())
-    assert (one.name, one.status, one.why, one.step, one.full, one.ours) == (
+    assert (one.name, one.status, one.problem, one.step, one.full, one.is_unified) == (
         "checkpoint-12",
         "complete",
         "",
@@ -44,7 +44,7 @@ def test_a_record_says_what_the_manifest_says(tmp_path: Path) -> None:
     assert (one.parts, one.metrics) == (("model", "optimizer"), {"loss": 0.5})
     files = list((tmp_path / "checkpoint-12").iterdir())
     assert (one.files, one.nbytes) == (len(files), sum(file.stat().st_size for file in files))
-    assert one.saved.step == 12
+    assert one.retention_entry.step == 12
 
 
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_an_incomplete_one_says_why(tmp_path: Path, damage: object, why: str) ->
     damage(tmp_path / "checkpoint-2")  # type: ignore[operator]
     found = scanned(tmp_path)
     assert [one.step for one in found.complete] == [1]
-    (bad,) = found.newer_and_bad
+    (bad,) = found.newer_problems
     assert (bad.status, bad.name) == ("incomplete", "checkpoint-2")
-    assert bad.why.startswith(why)
+    assert bad.problem.startswith(why)
 
 
 def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path) -> None:
@@ -94,9 +94,13 @@ def test_a_name_that_says_another_step_than_the_manifest_is_told(tmp_path: Path)
     uc.save(tmp_path / "checkpoint-8", **state(8))
     found = {one.name: one for one in scanned(tmp_path).steps}
     assert (found["checkpoint-7"].status, found["checkpoint-7"].step) == ("misnamed", 5)
-    assert found["checkpoint-7"].why == "its manifest says step 5; needed a name that says the same"
     assert (
-        found["checkpoint-8"].why == "its manifest says no step; needed a name that says the same"
+        found["checkpoint-7"].problem
+        == "its manifest says step 5; needed a name that says the same"
+    )
+    assert (
+        found["checkpoint-8"].problem
+        == "its manifest says no step; needed a name that says the same"
     )
     assert [one.name for one in scanned(tmp_path).complete] == ["checkpoint-5"]
 
@@ -109,7 +113,7 @@ def test_a_part_that_was_deleted_is_no_damage(tmp_path: Path) -> None:
     assert (one.parts, one.full) == (("model",), False)
     for file in ("model.safetensors", "model.safetensors.index.json"):
         lose(tmp_path / "checkpoint-1", file)
-    assert scanned(tmp_path).steps[0].why == "all of its parts were deleted"
+    assert scanned(tmp_path).steps[0].problem == "all of its parts were deleted"
 
 
 def test_an_optimizer_without_state_makes_a_full_checkpoint_too(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_others_folders_are_seen_and_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3b").mkdir()
     (tmp_path / "checkpoint-4").write_text("a file")
     (one,) = scanned(tmp_path).steps
-    assert (one.name, one.ours, one.status, one.files, one.nbytes) == (
+    assert (one.name, one.is_unified, one.status, one.files, one.nbytes) == (
         "checkpoint-3",
         False,
         "incomplete",
@@ -140,8 +144,8 @@ def test_leftovers_are_apart(tmp_path: Path) -> None:
     (tmp_path / ".unified-abc-checkpoint-3" / "sub").mkdir(parents=True)
     (tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors").write_bytes(b"123")
     os.utime(tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors", (0, 0))
-    found = {left.name: left for left in scanned(tmp_path).leftovers}
-    assert {name: (left.kind, left.ours, left.needed) for name, left in found.items()} == {
+    found = {left.name: left for left in scanned(tmp_path).stale_folders}
+    assert {name: (left.kind, left.is_unified, left.only_copy) for name, left in found.items()} == {
         ".replaced-abc-checkpoint-1": ("replaced", True, True),
         ".replaced-abc-checkpoint-2": ("replaced", True, False),
         ".replaced-abc-checkpoint-9": ("replaced", False, False),

@@ -1,4 +1,6 @@
-"""A step on which ranks agree without waiting: ranks as threads that drift apart, and every order of events by hand."""
+"""A step on which ranks agree without waiting: ranks as threads that drift apart, and every order
+of events by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 import unified_ckpt as uc
-from unified_ckpt.manager.stopping.agreement import Agreement
-from unified_ckpt.manager.stopping.signals import Interruption
+from unified_ckpt.manager.stopping.agreement import StepConsensus
+from unified_ckpt.manager.stopping.signals import SignalFlag
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
@@ -39,18 +41,18 @@ class Counted:
 
 def agreements(
     world: int, *, margin: int = 2, look: float = 0.0, clock: Callable[[], float] | None = None
-) -> list[Agreement]:
+) -> list[StepConsensus]:
     """By a clock that goes on by a second whenever somebody looks at it, where none is given."""
     store = dist.HashStore()
     clock = clock or itertools.count().__next__
     return [
-        Agreement(
+        StepConsensus(
             store,
             "test",
             rank=rank,
             ranks=range(world),
             margin_steps=margin,
-            look_seconds=look,
+            poll_seconds=look,
             clock=clock,
         )
         for rank in range(world)
@@ -59,14 +61,14 @@ def agreements(
 
 def test_without_a_notice_nothing_happens() -> None:
     ranks = agreements(3)
-    assert [[one.at(step) for one in ranks] for step in range(5)] == [[None] * 3] * 5
+    assert [[one.poll(step) for one in ranks] for step in range(5)] == [[None] * 3] * 5
 
 
 def test_all_act_at_the_highest_step_and_a_margin() -> None:
     first, second, third = agreements(3)
     first.notify("because")
-    assert (first.at(10), second.at(11), third.at(9)) == (None, None, None)
-    assert [one.at(step) for one in (first, second, third) for step in (12, 13)] == [
+    assert (first.poll(10), second.poll(11), third.poll(9)) == (None, None, None)
+    assert [one.poll(step) for one in (first, second, third) for step in (12, 13)] == [
         None,
         "because",
     ] * 3
@@ -80,7 +82,7 @@ def test_it_can_be_raised_again_and_by_several_at_once() -> None:
         if step in (3, 12, 13):  # the third while the second is being agreed on: the same notice
             for one in ranks:
                 one.notify(str(step))
-        found = {one.at(step) for one in ranks}
+        found = {one.poll(step) for one in ranks}
         assert len(found) == 1, "all at the same step"
         acted += [step for why in found if why is not None]
     assert acted == [5, 14]
@@ -89,47 +91,47 @@ def test_it_can_be_raised_again_and_by_several_at_once() -> None:
 def test_alone_it_is_at_once() -> None:
     (one,) = agreements(1)
     one.notify("now")
-    assert one.at(7) == "now"
-    assert one.at(8) is None
+    assert one.poll(7) == "now"
+    assert one.poll(8) is None
 
 
 def test_a_rank_that_is_past_the_agreed_step_says_so_at_once_and_tells_the_others() -> None:
     late, other = agreements(2, margin=1)
     late.notify("x")
-    late.at(1)
-    other.at(1)
+    late.poll(1)
+    other.poll(1)
     with pytest.raises(
         uc.RankError,
         match=r"rank 1 is at step 7, past step 2 .* needed a margin_steps larger than 1",
     ):
-        other.at(7)
+        other.poll(7)
     with pytest.raises(uc.RankError, match="rank 1 is at step 7, past step 2"):
-        late.at(2)
+        late.poll(2)
 
 
 def test_a_rank_that_has_ended_leaves_the_others_training() -> None:
     one, _gone, other = agreements(3)
     one.notify("x")
-    assert [(one.at(step), other.at(step)) for step in range(50)] == [(None, None)] * 50
+    assert [(one.poll(step), other.poll(step)) for step in range(50)] == [(None, None)] * 50
 
 
 def test_ranks_look_at_most_once_in_a_while() -> None:
     now = [0.0]
     store = Counted(dist.HashStore())
-    one = Agreement(
-        store, "t", rank=0, ranks=range(2), margin_steps=2, look_seconds=1.0, clock=lambda: now[0]
+    one = StepConsensus(
+        store, "t", rank=0, ranks=range(2), margin_steps=2, poll_seconds=1.0, clock=lambda: now[0]
     )  # type: ignore[arg-type]
     for step in range(1000):
         now[0] += 0.01
-        one.at(step)
+        one.poll(step)
     assert 9 <= store.looks <= 11
 
 
 def test_in_a_large_world_they_look_less_often() -> None:
     assert (
-        Agreement(
-            dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, look_seconds=1.0
-        )._look_seconds
+        StepConsensus(
+            dist.HashStore(), "t", rank=0, ranks=range(50_000), margin_steps=2, poll_seconds=1.0
+        )._poll_seconds
         == 5.0
     )
 
@@ -142,14 +144,16 @@ def test_keys_do_not_pile_up() -> None:
         if step % 6 == 0:
             ranks[1].notify("x")
         for one in ranks:
-            one.at(step)
+            one.poll(step)
         sizes.append(store.num_keys())
     assert max(sizes[30:]) == max(sizes[6:30])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
-    """Each step ends in a barrier, as training does in a collective; between barriers each rank is as slow as it likes."""
+    """Each step ends in a barrier, as training does in a collective; between barriers each rank is
+    as slow as it likes.
+    """
     world = 5
     draw = random.Random(seed)
     naps = [[draw.choice([0.0, 0.0, 0.002]) for _ in range(300)] for _ in range(world)]
@@ -158,8 +162,8 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
 
     def act(comm: Comm) -> list[int]:
         look = 0.004 * comm.rank
-        one = Agreement(
-            comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, look_seconds=look
+        one = StepConsensus(
+            comm._store, "stop", rank=comm.rank, ranks=comm.ranks, margin_steps=2, poll_seconds=look
         )
         acted = []
         for step in range(150):
@@ -167,7 +171,7 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
             time.sleep(naps[comm.rank][step])
             if raisers.get(comm.rank) == step:
                 one.notify("x")
-            if one.at(step) is not None:
+            if one.poll(step) is not None:
                 acted.append(step)
         return acted
 
@@ -182,7 +186,7 @@ def test_threads_that_drift_by_a_step_agree(seed: int) -> None:
 
 def test_a_signal_is_a_flag_and_what_stood_there_comes_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Interruption() as interruption:
+    with SignalFlag() as interruption:
         assert interruption.received is None
         signal.raise_signal(signal.SIGTERM)
         assert interruption.received == "SIGTERM"
@@ -195,7 +199,7 @@ def test_the_second_interrupt_goes_through() -> None:
         signal.SIGINT, signal.default_int_handler
     )  # a shell's job in the background ignores it
     try:
-        with Interruption() as interruption:
+        with SignalFlag() as interruption:
             signal.raise_signal(signal.SIGINT)
             assert interruption.received == "SIGINT"
             with pytest.raises(KeyboardInterrupt):
@@ -208,7 +212,7 @@ def test_what_stood_there_before_is_called_too() -> None:
     called: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
     try:
-        with Interruption():
+        with SignalFlag():
             signal.raise_signal(signal.SIGTERM)
         assert called == [signal.SIGTERM]
     finally:
@@ -221,7 +225,7 @@ def test_whoever_came_after_us_stays() -> None:
     def theirs(number: int, frame: object) -> None: ...
 
     try:
-        with Interruption():
+        with SignalFlag():
             signal.signal(signal.SIGTERM, theirs)
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
@@ -232,7 +236,7 @@ def test_outside_of_the_main_thread_it_does_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def act() -> None:
-        with Interruption():
+        with SignalFlag():
             found.append(signal.getsignal(signal.SIGTERM))
 
     found: list[object] = []
@@ -259,7 +263,7 @@ def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(
     received: list[int],
 ) -> None:
     own = signal.getsignal(signal.SIGTERM)
-    first, second = Interruption(), Interruption()
+    first, second = SignalFlag(), SignalFlag()
     first.start()
     second.start()
     first.stop()
@@ -272,7 +276,7 @@ def test_closed_in_the_order_in_which_they_were_made_nobody_swallows_signals(
 
 
 def test_closed_in_another_thread_it_passes_signals_on(received: list[int]) -> None:
-    interruption = Interruption()
+    interruption = SignalFlag()
     interruption.start()
     thread = threading.Thread(target=interruption.stop)
     thread.start()
@@ -302,7 +306,7 @@ def test_a_program_ends_by_a_signal_after_its_managers_were_closed_in_another_th
 def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(
     received: list[int],
 ) -> None:
-    beneath, above = Interruption(), Interruption()
+    beneath, above = SignalFlag(), SignalFlag()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     beneath.start()
     theirs = signal.getsignal(signal.SIGTERM)
@@ -318,16 +322,16 @@ def test_one_that_is_closed_beneath_somebody_elses_does_not_end_the_program(
 def test_what_comes_while_it_ends_is_sent_again_when_it_has_ended() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interruption = Interruption()
+        interruption = SignalFlag()
         interruption.start()
-        interruption.end()
+        interruption.defer()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # the second one, at once
         interruption.stop()
-        interruption = Interruption()
+        interruption = SignalFlag()
         interruption.start()
-        interruption.end()
+        interruption.defer()
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             interruption.stop()
@@ -336,9 +340,9 @@ def test_what_comes_while_it_ends_is_sent_again_when_it_has_ended() -> None:
 
 
 def test_what_came_before_it_ends_is_not_sent_again(received: list[int]) -> None:
-    interruption = Interruption()
+    interruption = SignalFlag()
     interruption.start()
     signal.raise_signal(signal.SIGINT)
-    interruption.end()
+    interruption.defer()
     interruption.stop()
     assert received == []

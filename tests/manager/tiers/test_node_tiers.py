@@ -1,4 +1,6 @@
-"""Two tiers over several machines: each saves to its own disk, what is due is merged to the root; the newest complete one is found."""
+"""Two tiers over several machines: each saves to its own disk, what is due is merged to the root;
+the newest complete one is found.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,19 @@ from tests.support.managers import QUICK, Gate, flip, steps_in, warnings_of
 from tests.support.refusals import same_error
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import merge_queue
-from unified_ckpt.manager.tiers.cluster_listing import joined
+from unified_ckpt.manager.tiers.cluster_listing import merge_scans
 from unified_ckpt.manager.tiers.run_marker import MARKER
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import (
+    FaultPoint,
+    FaultyStorage,
+    SimulatedCrash,
+    make_checkpointer,
+    run_ranks,
+    try_ranks,
+)
 
 MACHINES = (0, 0, 1, 1)
 ROOT = "root"
@@ -35,7 +44,7 @@ SAVE = uc.SaveOptions(timeout_seconds=30.0)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr(merge_queue, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(merge_queue, "_POLL_SECONDS", 0.02)
 
 
 def local_of(top: Path, machine: int) -> Path:
@@ -43,7 +52,9 @@ def local_of(top: Path, machine: int) -> Path:
 
 
 class Job:
-    """One life of a run: its machines, and how many copies of the state they hold. `disks`: where machine i's local directory is."""
+    """One life of a run: its machines, and how many copies of the state they hold. `disks`: where
+    machine i's local directory is.
+    """
 
     def __init__(
         self,
@@ -68,9 +79,9 @@ class Job:
             self.top / ROOT,
             options=uc.ManagerOptions(**{**QUICK, **defaults, **options}),
             save_options=self.save,
-            machine=f"machine {machine}",
+            node=f"machine {machine}",
         )
-        made._checkpointer._comm = checkpointer_of(comm)._comm
+        made._checkpointer._comm = make_checkpointer(comm)._comm
         return made
 
     def layout(self, world: int) -> uc.Layout:
@@ -369,7 +380,7 @@ def test_a_root_that_fails_is_tried_again_and_told(
     def act(comm: Comm) -> None:
         with job.manager(comm, retries=0, raise_after=2) as manager:
             job.train(comm, manager, range(12, 21))
-            while manager._tiers._copies.owed():  # type: ignore[union-attr]
+            while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                 time.sleep(0.02)
             job.train(comm, manager, range(21, 31))
             manager.wait()
@@ -436,7 +447,7 @@ def test_damage_that_is_met_while_it_is_merged_is_never_in_the_root(
                 for file in (job.disks[1] / "checkpoint-10").glob("*.safetensors"):
                     flip(file.parent, file.name)
                 gate.open.set()
-                while manager._tiers._copies.owed():  # type: ignore[union-attr]
+                while manager._tiers._upload_queue.pending_steps():  # type: ignore[union-attr]
                     time.sleep(0.02)
             everybody.wait(30)
             assert steps_in(tmp_path / ROOT) == []
@@ -454,14 +465,17 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
     monkeypatch.setattr(collective, "_STOP_SECONDS", 0.2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for at in range(0, 200, every):
-        job, fuse = Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)), Fuse(at)
+        job, fuse = (
+            Job(tmp_path / str(at), save=uc.SaveOptions(timeout_seconds=2.0)),
+            FaultPoint(at),
+        )
 
-        def act(comm: Comm, job: Job = job, fuse: Fuse = fuse) -> None:
+        def act(comm: Comm, job: Job = job, fuse: FaultPoint = fuse) -> None:
             manager = job.manager(comm, retries=0)
             job.train(comm, manager, range(1, 13))
             if comm.rank in (0, 2):
                 convoy_of(manager)._ended_or_blown(fuse)  # type: ignore[attr-defined]
-            if fuse.blown:  # the processes are gone
+            if fuse.triggered:  # the processes are gone
                 manager._tiers.stop()  # type: ignore[union-attr]
             else:
                 manager.close()
@@ -470,13 +484,13 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
             patch.setattr(
                 merge_queue, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
             )
-            patch.setattr(merge_queue.Convoy, "_ended_or_blown", ended_or_blown, raising=False)
+            patch.setattr(merge_queue.MergeQueue, "_ended_or_blown", ended_or_blown, raising=False)
             found = try_ranks(4, act)
-        assert fuse.blown or not any(isinstance(one, BaseException) for one in found), found
+        assert fuse.triggered or not any(isinstance(one, BaseException) for one in found), found
         assert all(step == 10 for step in job.root_steps())
         after = Job(job.top)
         assert after.restored() == 12
-        if fuse.blown:
+        if fuse.triggered:
             after.run(range(13, 21))
             assert 20 in after.root_steps()
         else:
@@ -484,21 +498,21 @@ def test_stopped_in_a_merge_at_any_operation_the_next_life_goes_on(
     assert at > 18
 
 
-def convoy_of(manager: uc.CheckpointManager) -> merge_queue.Convoy:
-    found = manager._tiers._convoy  # type: ignore[union-attr]
+def convoy_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
+    found = manager._tiers._merge_queue  # type: ignore[union-attr]
     assert found is not None
     return found
 
 
-def ended_or_blown(self: merge_queue.Convoy, fuse: Fuse) -> None:
+def ended_or_blown(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
     until = time.monotonic() + 20
-    while not fuse.blown and not self._keys.check(["ended"]) and time.monotonic() < until:
+    while not fuse.triggered and not self._keys.check(["ended"]) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def test_stopped_is_no_exception() -> None:
     """The threads of merges do not answer it, as a process that is killed does not."""
-    assert not issubclass(Stopped, Exception)
+    assert not issubclass(SimulatedCrash, Exception)
 
 
 # what all machines have, as one
@@ -518,7 +532,7 @@ def test_folders_of_one_save_are_one_step() -> None:
         record_of(4, None),
         record_of(5, None),
     ]
-    found, apart = joined([(first, []), (second, [])], "/here")
+    found, apart = merge_scans([(first, []), (second, [])], "/here")
     assert apart == frozenset()
     assert [(one.name, one.status, one.save_id) for one in found.steps] == [
         ("checkpoint-3", "complete", "a"),
@@ -531,8 +545,8 @@ def test_folders_of_one_save_are_one_step() -> None:
 
 def test_a_save_counts_where_any_machine_counts_it() -> None:
     records = [record_of(3, "a", "model")]
-    assert joined([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
-    assert joined([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
+    assert merge_scans([(records, ["a"]), (records, [])], "/here")[1] == frozenset()
+    assert merge_scans([(records, ["a"]), (records, ["a"]), ([], [])], "/here")[1] == {"a"}
 
 
 def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_something(
@@ -553,9 +567,9 @@ def test_an_emptied_root_is_a_new_run_where_any_machine_knows_that_it_held_somet
 def with_own_root(job: Job, comm: Comm, machine: int, **more: Any) -> uc.CheckpointManager:
     options = uc.ManagerOptions(**{**QUICK, "interval_steps": 1, "keep_latest": 2, **more})
     made = uc.CheckpointManager(
-        job.disks[machine], options=options, save_options=SAVE, machine=f"machine {machine}"
+        job.disks[machine], options=options, save_options=SAVE, node=f"machine {machine}"
     )
-    made._checkpointer._comm = checkpointer_of(comm)._comm
+    made._checkpointer._comm = make_checkpointer(comm)._comm
     return made
 
 

@@ -1,4 +1,6 @@
-"""Two tiers: saves to a local directory, copied to the root beside the training; whatever is lost, the newest good one is found."""
+"""Two tiers: saves to a local directory, copied to the root beside the training; whatever is lost,
+the newest good one is found.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ from tests.support.managers import (
 from tests.support.manifests import edit_manifest
 from unified_ckpt.manager.steps import rotate as rotation
 from unified_ckpt.manager.tiers import tiers, upload_queue
-from unified_ckpt.manager.tiers.protected_steps import Newest
-from unified_ckpt.manager.tiers.run_marker import MARKER, Lineage, read, strangers
+from unified_ckpt.manager.tiers.protected_steps import ProtectedSteps
+from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves, read
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import FaultyStorage, Fuse, Stopped, run_ranks
+from unified_ckpt.testing import FaultPoint, FaultyStorage, SimulatedCrash, run_ranks
 
 ROOT, LOCAL = "root", "local"
 
@@ -153,7 +155,7 @@ def test_the_last_save_is_made_though_copies_have_failed_in_a_row(
         gate.failures = 99
         manager.save(10, **state(10))
         assert manager._tiers is not None
-        while manager._tiers._copies.owed():
+        while manager._tiers._upload_queue.pending_steps():
             time.sleep(0.01)
         gate.failures = 0
         assert manager.finish(13, **state(13)) is not None
@@ -191,7 +193,7 @@ def test_training_does_not_wait_for_a_slow_root(
             gate.open.clear()
             train(manager, range(1, 46))  # would never end
             assert gate.reached.wait(30)
-            manager._saves.collect()
+            manager._scheduler.collect()
             if comm.rank == 0:
                 assert steps_in(tmp_path / ROOT) == []
                 assert steps_in(tmp_path / LOCAL) == [10, 40, 45], (
@@ -235,7 +237,7 @@ def test_copies_that_fail_in_a_row_are_raised_on_all_ranks_in_the_same_call(
                 return step
             manager.save(step, **state(step))
             if comm.rank == 0:
-                manager._tiers._copies.wait()  # type: ignore[union-attr]
+                manager._tiers._upload_queue.wait()  # type: ignore[union-attr]
             barrier.wait(30)
         raise AssertionError("never raised")
 
@@ -268,7 +270,7 @@ def test_a_copy_that_hangs_stops_nobody_and_is_reported_by_close(
         )
         gate.open.clear()
         train(manager, range(1, 26))
-        manager._saves.collect()
+        manager._scheduler.collect()
         began = time.monotonic()
         with pytest.raises(
             uc.StorageError,
@@ -333,20 +335,22 @@ def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(
 ) -> None:
     count = 40
     for at in range(0, 60, 3):
-        top, fuse = tmp_path / str(at), Fuse(at)
+        top, fuse = tmp_path / str(at), FaultPoint(at)
 
-        def faulty(root: str, fuse: Fuse = fuse, **_: object) -> LocalStorage:
+        def faulty(root: str, fuse: FaultPoint = fuse, **_: object) -> LocalStorage:
             return FaultyStorage(root, fuse)
 
         with monkeypatch.context() as patch:
             patch.setattr(upload_queue, "LocalStorage", faulty)
-            patch.setattr(upload_queue.Copies, "_run", swallowing(upload_queue.Copies._run))
+            patch.setattr(
+                upload_queue.UploadQueue, "_run", swallowing(upload_queue.UploadQueue._run)
+            )
             manager = tiers_of(None, top)
             train(manager, range(1, 13))
-            thread = manager._tiers._copies._thread  # type: ignore[union-attr]
+            thread = manager._tiers._upload_queue._thread  # type: ignore[union-attr]
             assert thread is not None
-            thread.join(30 if fuse.blown else 0.5)
-            if fuse.blown:
+            thread.join(30 if fuse.triggered else 0.5)
+            if fuse.triggered:
                 manager._tiers.stop()  # type: ignore[union-attr]
             else:
                 count = len(fuse.operations)
@@ -354,25 +358,27 @@ def test_stopped_in_a_copy_at_any_operation_the_next_life_goes_on(
         for path in (top / ROOT).glob("checkpoint-*"):
             assert uc.verify(path, deep=True).ok
         assert restored(top) == (12, LOCAL)
-        if fuse.blown:
+        if fuse.triggered:
             with tiers_of(None, top) as manager:
                 manager.restore(**state(0))
                 train(manager, range(13, 21))
             assert 20 in steps_in(top / ROOT)
         shutil.rmtree(top / LOCAL)
         assert restored(top)[0] in (None, 10, 20)
-        if not fuse.blown:
+        if not fuse.triggered:
             break
     assert 15 < count < 60
 
 
-def swallowing(run: Callable[[upload_queue.Copies], None]) -> Callable[[upload_queue.Copies], None]:
+def swallowing(
+    run: Callable[[upload_queue.UploadQueue], None],
+) -> Callable[[upload_queue.UploadQueue], None]:
     """The process is gone, and its threads with it."""
 
-    def swallow(self: upload_queue.Copies) -> None:
+    def swallow(self: upload_queue.UploadQueue) -> None:
         try:
             run(self)
-        except Stopped:
+        except SimulatedCrash:
             return
 
     return swallow
@@ -387,7 +393,7 @@ def test_a_damaged_local_one_is_never_copied_as_good_and_the_next_goes_straight_
         assert gate.reached.wait(30)  # the index and digests are read, the optimizer is not yet
         flip(tmp_path / LOCAL / "checkpoint-10", "optimizer.safetensors")
         gate.open.set()
-        manager._tiers._copies.wait()  # type: ignore[union-attr]
+        manager._tiers._upload_queue.wait()  # type: ignore[union-attr]
         assert steps_in(tmp_path / ROOT) == []
         train(manager, range(11, 21))
     assert steps_in(tmp_path / ROOT) == [20]
@@ -611,7 +617,11 @@ def test_a_damaged_step_in_the_local_directory_goes_when_the_run_has_passed_it(
 def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rotate, committed, keep_local = rotation.rotate, tiers.Tiers.committed, tiers.Tiers._keep_local
+    rotate, committed, keep_local = (
+        rotation.rotate,
+        tiers.TieredStorage.on_commit,
+        tiers.TieredStorage._apply_local_retention,
+    )
     copied, seen = threading.Event(), threading.Event()
 
     def rotate_late(storage: LocalStorage, *args: Any, **more: Any) -> object:
@@ -625,7 +635,7 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
         return found
 
     def committed_while_it_ends(
-        self: tiers.Tiers, place: tiers.Place, step: int, **more: Any
+        self: tiers.TieredStorage, place: tiers.SaveTarget, step: int, **more: Any
     ) -> None:
         if step == 11:
             gate.open.set()
@@ -634,14 +644,14 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
             )
         committed(self, place, step, **more)
 
-    def keep_after_commit(self: tiers.Tiers, *args: Any) -> None:
-        if self._newest == {11}:
+    def keep_after_commit(self: tiers.TieredStorage, *args: Any) -> None:
+        if self._last_local_steps == {11}:
             seen.set()
         keep_local(self, *args)
 
     monkeypatch.setattr(rotation, "rotate", rotate_late)
-    monkeypatch.setattr(tiers.Tiers, "committed", committed_while_it_ends)
-    monkeypatch.setattr(tiers.Tiers, "_keep_local", keep_after_commit)
+    monkeypatch.setattr(tiers.TieredStorage, "on_commit", committed_while_it_ends)
+    monkeypatch.setattr(tiers.TieredStorage, "_apply_local_retention", keep_after_commit)
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 10))
         gate.open.clear()
@@ -653,15 +663,19 @@ def test_a_copy_that_ends_beside_a_commit_leaves_no_old_step(
 def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_is_damaged(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    committed, keep_local, kept = tiers.Tiers.committed, tiers.Tiers._keep_local, threading.Event()
+    committed, keep_local, kept = (
+        tiers.TieredStorage.on_commit,
+        tiers.TieredStorage._apply_local_retention,
+        threading.Event(),
+    )
 
-    def keep(self: tiers.Tiers, *args: Any) -> None:
+    def keep(self: tiers.TieredStorage, *args: Any) -> None:
         keep_local(self, *args)
         if threading.current_thread() is not threading.main_thread():
             kept.set()
 
     def committed_after_the_copy(
-        self: tiers.Tiers, place: tiers.Place, step: int, **more: Any
+        self: tiers.TieredStorage, place: tiers.SaveTarget, step: int, **more: Any
     ) -> None:
         if step == 12:
             gate.open.set()
@@ -671,8 +685,8 @@ def test_a_copy_that_ends_beside_a_commit_keeps_the_new_step_where_a_later_one_i
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 20))
     flip(tmp_path / LOCAL / "checkpoint-19")
-    monkeypatch.setattr(tiers.Tiers, "_keep_local", keep)
-    monkeypatch.setattr(tiers.Tiers, "committed", committed_after_the_copy)
+    monkeypatch.setattr(tiers.TieredStorage, "_apply_local_retention", keep)
+    monkeypatch.setattr(tiers.TieredStorage, "on_commit", committed_after_the_copy)
     with tiers_of(None, tmp_path) as manager:
         report = manager.restore(**state(0))
         assert report is not None
@@ -695,7 +709,9 @@ def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(
         gate.open.clear()
         manager.save(20, **state(20))
         assert gate.reached.wait(60)
-        manager._saves.foreground(manager._wanted(30, None, state(30), due=True), final=True)
+        manager._scheduler.save_sync(
+            manager._save_job(30, None, state(30), for_root=True), is_last=True
+        )
         assert 30 in steps_in(tmp_path / ROOT)
         gate.open.set()
     assert 30 in steps_in(tmp_path / ROOT)
@@ -703,16 +719,16 @@ def test_a_slow_copy_that_ends_after_the_last_save_does_not_remove_it(
 
 
 def test_a_save_straight_to_the_root_stays_until_a_later_one_is_there() -> None:
-    newest = Newest()
-    newest.begun(30, due=2)
-    newest.copied(2)
+    newest = ProtectedSteps()
+    newest.on_begin(30, scheduled=2)
+    newest.on_upload(2)
     assert newest.steps() == {30}, "what was copied was saved before it"
-    newest.saved(30)
-    newest.begun(40, due=2)
+    newest.on_commit(30)
+    newest.on_begin(40, scheduled=2)
     assert newest.steps() == {30, 40}, "which may fail"
-    newest.saved(40)
+    newest.on_commit(40)
     assert newest.steps() == {40}
-    newest.copied(3)
+    newest.on_upload(3)
     assert newest.steps() == set()
 
 
@@ -783,11 +799,13 @@ def test_of_the_same_step_a_newer_save_in_the_root_is_better(tmp_path: Path) -> 
 
 
 def test_strangers_by_the_rule() -> None:
-    def rule(said: Lineage | None, *, committed: str, local: str) -> set[str]:
-        return set(strangers(said, "/root", committed=committed.split(), local=local.split()))
+    def rule(said: RunMarker | None, *, committed: str, local: str) -> set[str]:
+        return set(
+            foreign_saves(said, "/root", root_saves=committed.split(), local_saves=local.split())
+        )
 
-    def lineage(saves: str, apart: str = "", root: str = "/root") -> Lineage:
-        return Lineage(root, frozenset(saves.split()), frozenset(apart.split()))
+    def lineage(saves: str, apart: str = "", root: str = "/root") -> RunMarker:
+        return RunMarker(root, frozenset(saves.split()), frozenset(apart.split()))
 
     assert rule(None, committed="a", local="a b") == {"b"}
     assert rule(lineage(""), committed="", local="a b") == set()

@@ -19,7 +19,7 @@ from unified_ckpt.errors import (
     MismatchError,
     RankError,
 )
-from unified_ckpt.runtime.comm.comm import Comm, from_torch, solo
+from unified_ckpt.runtime.comm.comm import Comm, from_torch, single_process
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 
 SECONDS = 10.0  # far more than any of this needs
@@ -105,17 +105,21 @@ Connect = Callable[[int], list[Comm]]
 def test_meet_compares_calls_and_terms(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
-    """A rank that failed before it knew its terms is not compared. All of them meet again after an error."""
+    """A rank that failed before it knew its terms is not compared. All of them meet again after an
+    error.
+    """
     ours = connected(3)
 
     def act(rank: int) -> str | None:
         what, terms = calls[rank]
         found = None
         try:
-            ours[rank].meet(what, same=False, timeout_seconds=SECONDS, terms=terms)
+            ours[rank].begin_collective(
+                what, cached=False, timeout_seconds=SECONDS, arguments=terms
+            )
         except RankError as error:
             found = str(error)
-        ours[rank].meet("again", same=False, timeout_seconds=SECONDS)
+        ours[rank].begin_collective("again", cached=False, timeout_seconds=SECONDS)
         return found
 
     (found,) = set(in_threads(3, act))
@@ -128,11 +132,13 @@ def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
     def act(rank: int) -> list[object]:
         said: list[object] = []
         for turn in range(3):
-            meeting = ours[rank].meet("save", same=turn == 1 or rank > 0, timeout_seconds=SECONDS)
-            said.append(meeting.all_same)
+            meeting = ours[rank].begin_collective(
+                "save", cached=turn == 1 or rank > 0, timeout_seconds=SECONDS
+            )
+            said.append(meeting.all_cached)
             said.append(meeting.broadcast("id", f"id-{turn}".encode() if rank == 0 else None))
-            said.append(meeting.collect("sizes", f"{rank}".encode(), at=2, ranks=(3, 1)))
-            meeting.agree("written")
+            said.append(meeting.collect("sizes", f"{rank}".encode(), dst=2, ranks=(3, 1)))
+            meeting.finish_step("written")
         return said
 
     results = in_threads(4, act)
@@ -147,7 +153,7 @@ def test_values_may_be_any_bytes(connected: Connect) -> None:
         2,
         lambda r: (
             ours[r]
-            .meet("x", same=False, timeout_seconds=SECONDS)
+            .begin_collective("x", cached=False, timeout_seconds=SECONDS)
             .broadcast("v", value if r == 0 else None)
         ),
     )
@@ -159,7 +165,7 @@ def test_a_missing_rank_is_named_on_every_rank_that_came(connected: Connect) -> 
 
     def act(rank: int) -> None:
         if rank not in (1, 3, 4):
-            ours[rank].meet("save to /ckpt", same=False, timeout_seconds=SOON)
+            ours[rank].begin_collective("save to /ckpt", cached=False, timeout_seconds=SOON)
 
     results = in_threads(5, act)
     text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not come within 0.5 s; needed the same call on all 5 ranks$"
@@ -171,7 +177,7 @@ def test_a_missing_rank_is_named_on_every_rank_that_came(connected: Connect) -> 
 def test_ranks_of_a_group_are_named_by_their_global_number() -> None:
     ours = comms(3, ranks=(4, 7, 9))
     with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not come"):
-        ours[0].meet("save", same=False, timeout_seconds=SOON)
+        ours[0].begin_collective("save", cached=False, timeout_seconds=SOON)
 
 
 @pytest.mark.parametrize("step", ["agree", "collect"])
@@ -179,10 +185,10 @@ def test_later_steps_too_name_ranks_of_a_group_by_their_global_number(step: str)
     ours = comms(2, ranks=(4, 7))
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
         if rank == 0:
-            meeting.agree("written") if step == "agree" else meeting.collect(
-                "sizes", b"1", at=0, ranks=range(2)
+            meeting.finish_step("written") if step == "agree" else meeting.collect(
+                "sizes", b"1", dst=0, ranks=range(2)
             )
 
     with pytest.raises(RankError, match=r"rank\(s\) 7 did not"):
@@ -193,11 +199,11 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_class_and_text(connected
     ours = connected(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
-        meeting.agree("planned")
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting.finish_step("planned")
         if rank == 2:
             time.sleep(0.05)
-        meeting.agree("written", LayoutError("w: a gap") if rank == 1 else None)
+        meeting.finish_step("written", LayoutError("w: a gap") if rank == 1 else None)
 
     for error in in_threads(4, act):
         assert type(error) is LayoutError
@@ -209,7 +215,7 @@ def test_any_other_error_becomes_a_rank_error() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        ours[rank].meet("save", same=False, timeout_seconds=SECONDS).agree(
+        ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS).finish_step(
             "written", ZeroDivisionError("oh") if rank == 1 else None
         )
 
@@ -227,7 +233,7 @@ def test_lists_of_a_mismatch_reach_every_rank() -> None:
     error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
 
     def act(rank: int) -> None:
-        ours[rank].meet("load", same=False, timeout_seconds=SECONDS).agree(
+        ours[rank].begin_collective("load", cached=False, timeout_seconds=SECONDS).finish_step(
             "matched", error if rank == 0 else None
         )
 
@@ -245,8 +251,8 @@ def test_of_two_errors_all_ranks_raise_the_same_one() -> None:
     ours = comms(4)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
-        meeting.agree("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        meeting.finish_step("written", LayoutError(f"from {rank}") if rank in (1, 2) else None)
 
     assert len({(type(error), str(error)) for error in in_threads(4, act)}) == 1
 
@@ -255,12 +261,12 @@ def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
     ours, left = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
         if rank == 1:
             assert left.wait(SECONDS), "rank 0 waits for rank 1"
-            meeting.agree("written")
+            meeting.finish_step("written")
         try:
-            meeting.agree("written", IntegrityError("no"))
+            meeting.finish_step("written", IntegrityError("no"))
         finally:
             left.set()
 
@@ -276,8 +282,8 @@ def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(
     ours = connected(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=600)
-        with meeting.phase("write"):
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=600)
+        with meeting.step("write"):
             if rank == 0:
                 time.sleep(0.1)
                 raise IntegrityError("the disk is full")
@@ -286,7 +292,7 @@ def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(
             elif way == "broadcast":
                 meeting.broadcast("id", None)
             elif way == "collect":
-                meeting.collect("sizes", b"1", at=rank, ranks=range(3))
+                meeting.collect("sizes", b"1", dst=rank, ranks=range(3))
 
     started = time.monotonic()
     for error in in_threads(3, act):
@@ -299,9 +305,12 @@ def test_a_phase_that_all_get_through() -> None:
     ours = comms(3)
 
     def act(rank: int) -> list[str]:
-        meeting, seen = ours[rank].meet("save", same=False, timeout_seconds=SECONDS), []
+        meeting, seen = (
+            ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS),
+            [],
+        )
         for name in ("plan", "write"):
-            with meeting.phase(name):
+            with meeting.step(name):
                 seen.append(name)
         return seen
 
@@ -312,8 +321,8 @@ def test_an_error_that_all_ranks_have_is_told_once() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
-        with meeting.phase("outer"), meeting.phase("inner"):
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        with meeting.step("outer"), meeting.step("inner"):
             if rank == 1:
                 raise LayoutError("oh")
 
@@ -327,14 +336,14 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
         error: CheckpointError = (
             RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
         )
         error.echo = rank == 0
         if rank == 1:
             time.sleep(0.2)
-        meeting.agree("write", error)
+        meeting.finish_step("write", error)
 
     for error in in_threads(2, act):
         with pytest.raises(IntegrityError, match=r"^rank 1: the disk is full$"):
@@ -343,24 +352,28 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
 
 @pytest.mark.parametrize("where", ["roll call", "phase", "key"])
 def test_a_meeting_within_another_ends_when_that_one_fails(where: str) -> None:
-    """Rank 2 fails before it comes to the smaller meeting, or in it before it says what the others wait for; the next ones are fine."""
+    """Rank 2 fails before it comes to the smaller meeting, or in it before it says what the others
+    wait for; the next ones are fine.
+    """
     ours = comms(3)
 
     def act(rank: int) -> list[int | str]:
         numbers = list[int | str]()
-        inner = ours[rank].among("some", [0, 1, 2])
+        inner = ours[rank].subgroup("some", [0, 1, 2])
         for turn in range(4):
-            outer = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
+            outer = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
             try:
-                with outer.phase("part"):
+                with outer.step("part"):
                     if turn == 1 and rank == 2 and where == "roll call":
                         raise LayoutError("oh")
-                    part = inner.meet("part", same=False, timeout_seconds=SECONDS, within=outer)
+                    part = inner.begin_collective(
+                        "part", cached=False, timeout_seconds=SECONDS, parent=outer
+                    )
                     if turn == 1 and rank == 2:
                         raise LayoutError("oh")
                     if where == "key":
-                        part.collect("said", b"1", at=0, ranks=range(3))
-                    part.agree("x")
+                        part.collect("said", b"1", dst=0, ranks=range(3))
+                    part.finish_step("x")
                     numbers.append(part.number)
             except LayoutError as error:
                 numbers.append(str(error))
@@ -377,11 +390,11 @@ def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
     ours, over = connected(3), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
         if rank == 2:
             over.wait(SECONDS)
         try:
-            meeting.agree("written")
+            meeting.finish_step("written")
         finally:
             over.set()
 
@@ -401,16 +414,16 @@ def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(
     ours, over = connected(3), threading.Event()
 
     def act(rank: int) -> object:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=0.4)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=0.4)
         if rank == 1:
             for _ in range(200):
                 if alive:
-                    meeting.beat()
+                    meeting.heartbeat()
                 if over.wait(0.01):
                     break
         if way == "agree":
             try:
-                meeting.agree("written")
+                meeting.finish_step("written")
             finally:
                 over.set()
         elif way == "get":
@@ -423,7 +436,7 @@ def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(
                     over.set()
         else:
             try:
-                return meeting.collect("sizes", b"7", at=0, ranks=range(3))
+                return meeting.collect("sizes", b"7", dst=0, ranks=range(3))
             finally:
                 if rank == 0:
                     over.set()
@@ -448,14 +461,14 @@ def test_signs_of_life_that_end_are_no_reason_to_wait_on() -> None:
     ours, over = comms(2), threading.Event()
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=0.3)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=0.3)
         if rank == 1:
             for _ in range(60):
-                meeting.beat()
+                meeting.heartbeat()
                 time.sleep(0.01)
             over.wait(SECONDS)
         try:
-            meeting.agree("written")
+            meeting.finish_step("written")
         finally:
             over.set()
 
@@ -475,11 +488,13 @@ def test_signs_of_life_are_few() -> None:
     counting: Any = Paced(
         store, lambda name, arguments: adds.append(arguments[0]) if name == "add" else None
     )
-    meeting = Comm(counting, rank=0, ranks=(0,)).meet("save", same=False, timeout_seconds=2)
+    meeting = Comm(counting, rank=0, ranks=(0,)).begin_collective(
+        "save", cached=False, timeout_seconds=2
+    )
     adds.clear()
     deadline = time.monotonic() + 0.45
     while time.monotonic() < deadline:
-        meeting.beat()
+        meeting.heartbeat()
     assert 1 <= len(adds) <= 5
 
 
@@ -489,23 +504,23 @@ def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it
     ours, turn = connected(2), threading.Barrier(2)
 
     def act(rank: int) -> None:
-        background = ours[rank].meet("save", same=False, timeout_seconds=SECONDS)
-        background.to_background()
+        background = ours[rank].begin_collective("save", cached=False, timeout_seconds=SECONDS)
+        background.move_to_background()
         background.put(f"said/{rank}", b"1")
 
         def meet_others(there: bool) -> None:
             turn.wait(SECONDS)
             for _ in range(2):
-                ours[rank].meet("idle", same=False, timeout_seconds=SECONDS)
+                ours[rank].begin_collective("idle", cached=False, timeout_seconds=SECONDS)
             turn.wait(SECONDS)
             assert [background.has(f"said/{r}") for r in range(2)] == [there, there]
 
         meet_others(True)
         if rank == 0:
-            background.leave()
+            background.finish()
         meet_others(True)
         if rank == 1:
-            background.leave()
+            background.finish()
         meet_others(False)
 
     assert in_threads(2, act) == [None, None]
@@ -516,7 +531,9 @@ def test_some_rank_is_busy() -> None:
 
     def act(rank: int) -> list[bool]:
         meetings = [
-            ours[rank].meet("idle", same=False, timeout_seconds=SECONDS, busy=rank in who)
+            ours[rank].begin_collective(
+                "idle", cached=False, timeout_seconds=SECONDS, busy=rank in who
+            )
             for who in ((), (1,), (0, 2), ())
         ]
         return [meeting.any_busy for meeting in meetings]
@@ -527,16 +544,16 @@ def test_some_rank_is_busy() -> None:
 def test_a_value_that_nobody_sets_is_an_error() -> None:
     (one,) = comms(1)
     with pytest.raises(RankError, match=r"rank 0 waited 0.5 s for 'window/0', which no rank set"):
-        one.meet("save", same=False, timeout_seconds=SOON).get("window/0")
+        one.begin_collective("save", cached=False, timeout_seconds=SOON).get("window/0")
 
 
 def test_a_rank_that_does_not_report_is_named() -> None:
     ours = comms(3)
 
     def act(rank: int) -> None:
-        meeting = ours[rank].meet("save", same=False, timeout_seconds=SOON)
+        meeting = ours[rank].begin_collective("save", cached=False, timeout_seconds=SOON)
         if rank != 1:
-            meeting.collect("sizes", b"1", at=0, ranks=range(3))
+            meeting.collect("sizes", b"1", dst=0, ranks=range(3))
 
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not get to 'sizes' within 0.5 s"):
         raise in_threads(3, act)[0]
@@ -545,11 +562,11 @@ def test_a_rank_that_does_not_report_is_named() -> None:
 def test_a_late_comer_does_not_join_a_closed_meeting() -> None:
     ours = comms(2)
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
-        ours[0].meet("first", same=True, timeout_seconds=SOON)
+        ours[0].begin_collective("first", cached=True, timeout_seconds=SOON)
     with pytest.raises(RankError, match=r"rank\(s\) 0 did not come"):
-        ours[1].meet("first", same=True, timeout_seconds=SOON)
+        ours[1].begin_collective("first", cached=True, timeout_seconds=SOON)
     meetings = in_threads(
-        2, lambda rank: ours[rank].meet("second", same=True, timeout_seconds=SECONDS)
+        2, lambda rank: ours[rank].begin_collective("second", cached=True, timeout_seconds=SECONDS)
     )
     assert [meeting.all_same for meeting in meetings] == [True, True]
     assert meetings[0].number == meetings[1].number == 2
@@ -560,9 +577,9 @@ def test_ranks_meet_again_after_an_error() -> None:
 
     def act(rank: int) -> bool:
         for turn in range(20):
-            meeting = ours[rank].meet("save", same=True, timeout_seconds=SECONDS)
+            meeting = ours[rank].begin_collective("save", cached=True, timeout_seconds=SECONDS)
             with pytest.raises(LayoutError, match=rf"^rank {turn % 3}: oh$"):
-                meeting.agree("written", LayoutError("oh") if rank == turn % 3 else None)
+                meeting.finish_step("written", LayoutError("oh") if rank == turn % 3 else None)
         return True
 
     assert in_threads(3, act) == [True] * 3
@@ -610,14 +627,14 @@ def test_a_rank_that_dies_at_any_word_of_a_meeting_is_named(last: bool) -> None:
             for _ in range(2):
                 if (rank == 2) == last:
                     time.sleep(0.03)
-                meeting = ours[rank].meet("save", same=True, timeout_seconds=2)
+                meeting = ours[rank].begin_collective("save", cached=True, timeout_seconds=2)
                 for step in ("planned", "written"):
                     if (rank == 2) == last:
                         time.sleep(0.03)
-                    meeting.agree(step)
+                    meeting.finish_step(step)
             if rank == 2:
                 enough = words
-            meeting.agree("end")
+            meeting.finish_step("end")
 
         *lived, died = in_threads(3, act)
         if isinstance(died, Died):
@@ -659,8 +676,8 @@ def test_two_ranks_that_lose_patience_together_close_one_meeting() -> None:
             time.sleep(0.2)
         else:
             with pytest.raises(RankError, match=r"rank\(s\) 2 did not come"):
-                ours[rank].meet("first", same=False, timeout_seconds=SOON)
-        return ours[rank].meet("second", same=False, timeout_seconds=3).number
+                ours[rank].begin_collective("first", cached=False, timeout_seconds=SOON)
+        return ours[rank].begin_collective("second", cached=False, timeout_seconds=3).number
 
     assert in_threads(3, act) == [1, 1, 1]
 
@@ -684,10 +701,10 @@ def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
     ours = [Comm(paced[rank], rank=rank, ranks=range(2)) for rank in range(2)]
 
     def act(rank: int) -> int:
-        meeting = ours[rank].meet("first", same=False, timeout_seconds=3)
+        meeting = ours[rank].begin_collective("first", cached=False, timeout_seconds=3)
         with pytest.raises(LayoutError, match="rank 0: oh"):
-            meeting.agree("planned", LayoutError("oh") if rank == 0 else None)
-        return ours[rank].meet("second", same=False, timeout_seconds=3).number
+            meeting.finish_step("planned", LayoutError("oh") if rank == 0 else None)
+        return ours[rank].begin_collective("second", cached=False, timeout_seconds=3).number
 
     assert in_threads(2, act) == [1, 1]
 
@@ -702,15 +719,15 @@ def test_keys_do_not_pile_up(turns_of_a_comm: int) -> None:
         for turn in range(200):
             if turn % turns_of_a_comm == 0:
                 comm = Comm(store, rank=rank, ranks=range(3))
-            meeting = comm.meet("save", same=True, timeout_seconds=SECONDS)
+            meeting = comm.begin_collective("save", cached=True, timeout_seconds=SECONDS)
             meeting.broadcast("id", b"1" if rank == 0 else None)
-            meeting.collect("sizes", b"1", at=0, ranks=range(3))
-            meeting.agree("planned")
-            meeting.agree("written")
+            meeting.collect("sizes", b"1", dst=0, ranks=range(3))
+            meeting.finish_step("planned")
+            meeting.finish_step("written")
             if rank == 0 and turn in (5, 199):
                 counts.append(store.num_keys())
             if turn % turns_of_a_comm == turns_of_a_comm - 1:
-                comm.leave()
+                comm.detach()
 
     assert in_threads(3, act) == [None] * 3
     assert max(counts) < 120, "the keys of two meetings"
@@ -723,19 +740,19 @@ def test_keys_of_calls_that_failed_do_not_pile_up() -> None:
     for _ in range(10):
         one = Comm(store, rank=0, ranks=range(2))
         with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
-            one.meet("save", same=True, timeout_seconds=0.01)
-        one.leave()
+            one.begin_collective("save", cached=True, timeout_seconds=0.01)
+        one.detach()
         pair = comms(2, store)
         in_threads(
             2,
             lambda rank, pair=pair: (
                 pair[rank]
-                .meet("save", same=True, timeout_seconds=SECONDS)
-                .agree("x", LayoutError("oh"))
+                .begin_collective("save", cached=True, timeout_seconds=SECONDS)
+                .finish_step("x", LayoutError("oh"))
             ),
         )  # type: ignore[misc]
         for comm in pair:
-            comm.leave()
+            comm.detach()
         counts.append(store.num_keys())
     assert counts[-1] - counts[2] < 10
 
@@ -754,11 +771,11 @@ def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
     comm = Comm(store, rank=0, ranks=(0,))
 
     def act() -> None:
-        meeting = comm.meet("save", same=True, timeout_seconds=SOON)
+        meeting = comm.begin_collective("save", cached=True, timeout_seconds=SOON)
         meeting.put("x", b"1")
         meeting.get("x")
-        meeting.collect("sizes", b"1", at=0, ranks=(0,))
-        meeting.agree("written")
+        meeting.collect("sizes", b"1", dst=0, ranks=(0,))
+        meeting.finish_step("written")
 
     act()
     gone = True
@@ -767,17 +784,17 @@ def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
         match=r"the ranks' common store cannot be reached; .*Connection was likely closed",
     ):
         act()
-    comm.leave()  # on the way out of an error: says nothing itself
+    comm.detach()  # on the way out of an error: says nothing itself
 
 
 def test_alone() -> None:
-    meeting = solo().meet("save", same=True, timeout_seconds=SOON)
-    assert meeting.all_same
+    meeting = single_process().begin_collective("save", cached=True, timeout_seconds=SOON)
+    assert meeting.all_cached
     assert meeting.broadcast("id", b"7") == b"7"
-    assert meeting.collect("sizes", b"1", at=0, ranks=(0,)) == [b"1"]
-    meeting.agree("written")
+    assert meeting.collect("sizes", b"1", dst=0, ranks=(0,)) == [b"1"]
+    meeting.finish_step("written")
     with pytest.raises(LayoutError, match=r"^oh$"):
-        meeting.agree("done", LayoutError("oh"))
+        meeting.finish_step("done", LayoutError("oh"))
 
 
 @pytest.mark.parametrize(
@@ -801,14 +818,16 @@ def test_a_process_group_of_one_rank_needs_no_store() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comm = from_torch(None)
-        comm.meet("save", same=False, timeout_seconds=SECONDS).agree("written")
+        comm.begin_collective("save", cached=False, timeout_seconds=SECONDS).finish_step("written")
         assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
         again = from_torch(dist.group.WORLD)
-        assert again.meet("save", same=False, timeout_seconds=SECONDS).number == 0, (
+        assert again.begin_collective("save", cached=False, timeout_seconds=SECONDS).number == 0, (
             "alone over the group's store: the first one there"
         )
         assert (
-            from_torch(dist.group.WORLD).meet("save", same=False, timeout_seconds=SECONDS).number
+            from_torch(dist.group.WORLD)
+            .begin_collective("save", cached=False, timeout_seconds=SECONDS)
+            .number
             == 1
         ), "the same ranks, the same meetings"
     finally:

@@ -1,4 +1,6 @@
-"""A rank that fails where the others do not look for it: they learn of it at once, wherever they wait."""
+"""A rank that fails where the others do not look for it: they learn of it at once, wherever they
+wait.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ import torch
 import unified_ckpt as uc
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import SAVE, folder_of, on_machine
-from unified_ckpt.core.nodes.write_alignment import Volume
+from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.errors import FormatError, RankError, StorageError
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
-from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
+from unified_ckpt.runtime.exchange.windows import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.testing import checkpointer_of, run_ranks, try_ranks
+from unified_ckpt.testing import make_checkpointer, run_ranks, try_ranks
 
 NAME, SECONDS = "checkpoint-1", 60.0
 LOAD = uc.LoadOptions(timeout_seconds=SECONDS)
@@ -37,16 +39,18 @@ def wanted(rank: int) -> dict[str, torch.Tensor]:
 def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 fails while rank 1 waits for rank 0's window; rank 0 comes last, and would wait for rank 1 for as long as it may."""
+    """Rank 2 fails while rank 1 waits for rank 0's window; rank 0 comes last, and would wait for
+    rank 1 for as long as it may.
+    """
     run_ranks(
         1,
-        lambda comm: checkpointer_of(comm).save(
+        lambda comm: make_checkpointer(comm).save(
             tmp_path / NAME, model={n: torch.ones(s) for n, s in SHAPES.items()}
         ),
     )
-    left, ready = threading.Event(), Windows.ready
+    left, ready = threading.Event(), TileBuffers.prepare
 
-    def late(windows: Windows, meeting: Meeting, **what: Any) -> Any:
+    def late(windows: TileBuffers, meeting: Collective, **what: Any) -> Any:
         if meeting.rank == 2:
             raise StorageError("oh")
         if meeting.rank == 0:
@@ -58,10 +62,10 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
                 left.set()
 
     def act(comm: Comm) -> None:
-        checkpointer_of(comm).load(tmp_path / NAME, model=wanted(comm.rank), options=LOAD)
+        make_checkpointer(comm).load(tmp_path / NAME, model=wanted(comm.rank), options=LOAD)
 
     run_ranks(3, act)
-    monkeypatch.setattr(Windows, "ready", late)
+    monkeypatch.setattr(TileBuffers, "prepare", late)
     started = time.monotonic()
     same_error(try_ranks(3, act), StorageError, "rank 2: oh")
     assert time.monotonic() - started < SECONDS / 2
@@ -72,13 +76,15 @@ def test_a_rank_that_left_before_the_exchange_is_not_waited_for(
 def test_a_load_that_gets_on_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, verify: str
 ) -> None:
-    """Rank 0's storage takes more than twice the time-out; the others wait for its tiles, or until all are through."""
+    """Rank 0's storage takes more than twice the time-out; the others wait for its tiles, or until
+    all are through.
+    """
     names = [f"w{number}" for number in range(16)]
     full = {name: torch.arange(160_000.0).reshape(400, 400) for name in names}
     layout = uc.Layout(
         mesh={"dp": 2}, rules={"w*": {"dp": cut}}, shapes=dict.fromkeys(names, (400, 400))
     )
-    run_ranks(1, lambda comm: checkpointer_of(comm).save(tmp_path / NAME, model=full))
+    run_ranks(1, lambda comm: make_checkpointer(comm).save(tmp_path / NAME, model=full))
     make, read_at, of_first = LocalStorage.__init__, LocalStorage.read_at, set[int]()
 
     def made(storage: LocalStorage, *args: Any, **what: Any) -> None:
@@ -97,7 +103,7 @@ def test_a_load_that_gets_on_is_waited_for(
             name: torch.zeros_like(tensor.chunk(2, cut)[comm.rank]) for name, tensor in full.items()
         }
         options = uc.LoadOptions(timeout_seconds=1.0, verify=verify)
-        checkpointer_of(comm).load(tmp_path / NAME, model=target, layout=layout, options=options)
+        make_checkpointer(comm).load(tmp_path / NAME, model=target, layout=layout, options=options)
         assert all(torch.equal(target[name], full[name].chunk(2, cut)[comm.rank]) for name in names)
 
     slept: list[float] = []
@@ -108,7 +114,9 @@ def test_a_load_that_gets_on_is_waited_for(
 
 
 def test_what_cannot_be_saved_ends_the_waiting_of_all_machines(tmp_path: Path) -> None:
-    """In the background, with a layout that is known, the ranks of a machine go straight to a meeting of their own."""
+    """In the background, with a layout that is known, the ranks of a machine go straight to a
+    meeting of their own.
+    """
     machines = [0, 0, 1, 1]
     options = SAVE.model_copy(update={"if_exists": "replace", "timeout_seconds": SECONDS})
 
@@ -145,9 +153,11 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines 0 and 1 share a folder, 2 and 3 another; rank 3 has no socket left."""
-    make = Post.__init__
+    make = PeerTransport.__init__
 
-    def without_sockets(post: Post, volume: Volume, find: Any, *, rank: int, **what: Any) -> None:
+    def without_sockets(
+        post: PeerTransport, volume: WriteAlignment, find: Any, *, rank: int, **what: Any
+    ) -> None:
         if threading.current_thread().name == "rank-3":
             raise OSError(errno.EMFILE, "Too many open files")
         make(post, volume, find, rank=rank, **what)
@@ -162,7 +172,7 @@ def test_a_rank_that_cannot_listen_is_known_to_machines_with_another_folder(
     run_ranks(4, act)
     shutil.rmtree(tmp_path / "pair-0")
     shutil.rmtree(tmp_path / "pair-1")
-    monkeypatch.setattr(Post, "__init__", without_sockets)
+    monkeypatch.setattr(PeerTransport, "__init__", without_sockets)
     started = time.monotonic()
     same_error(try_ranks(4, act), RankError, "rank 3: OSError: .*Too many open files")
     assert time.monotonic() - started < SECONDS / 2

@@ -1,4 +1,6 @@
-"""One rank fails at any moment of a call: all ranks raise one error at once, nobody waits for the time-out, and the next call is fine."""
+"""One rank fails at any moment of a call: all ranks raise one error at once, nobody waits for the
+time-out, and the next call is fine.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from tests.support.managers import flip
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_machine
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
-from unified_ckpt.runtime.exchange.shared_memory import Window
-from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
+from unified_ckpt.runtime.exchange.windows import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.testing import run_ranks
 
@@ -36,7 +38,7 @@ FULL = {
     for name, shape in SHAPES.items()
 }
 LAYOUT = uc.Layout(mesh={"dp": WORLD}, rules={"w": {"dp": 0}, "o": {"dp": 1}}, shapes=SHAPES)
-TALK = ("put", "get", "count", "collect", "broadcast", "settle")
+TALK = ("put", "get", "add", "collect", "broadcast", "set_once")
 STORAGE = (
     "read",
     "read_at",
@@ -49,10 +51,10 @@ STORAGE = (
     "entries",
     "names",
     "kind",
-    "stamp",
+    "version_token",
 )
 _OWN = (
-    "meeting.py",
+    "collective.py",
     "comm.py",
     "contextlib.py",
 )  # a meeting's own talk, which goes on when a rank fails
@@ -89,7 +91,7 @@ class Moments:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code
-            if not (owner is Meeting and caller.co_filename.endswith(_OWN)):
+            if not (owner is Collective and caller.co_filename.endswith(_OWN)):
                 self.pass_by(f"{owner.__name__}.{name} in {caller.co_name}")
             return real(*args, **kwargs)
 
@@ -107,20 +109,22 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
     monkeypatch.setattr(threading.Thread, "start", of_the_same_rank)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     for owner, names in (
-        (Meeting, TALK),
+        (Collective, TALK),
         (LocalStorage, STORAGE),
-        (Window, ("serve", "advance", "mark")),
+        (TileBuffer, ("open_for", "advance", "set_done")),
     ):
         for name in names:
             made.watch(owner, name, monkeypatch)
-    made.watch(Windows, "ready", monkeypatch)
+    made.watch(TileBuffers, "prepare", monkeypatch)
     made.watch(PeerStorage, "read_at", monkeypatch)
     return made
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of all ranks. `machines`: of each rank; `apart`: whether each machine has a folder of its own."""
+    """A call of all ranks. `machines`: of each rank; `apart`: whether each machine has a folder of
+    its own.
+    """
 
     do: str  # save, load or repair
     machines: tuple[int, ...] = (0, 0, 0, 0)
@@ -222,7 +226,9 @@ CALLS = {
 def run(
     call: Call, root: Path, moments: Moments, at: tuple[int, int]
 ) -> tuple[list[object], list[object], float]:
-    """What the call gave on each rank when it failed there, and right after; and how many seconds both took."""
+    """What the call gave on each rank when it failed there, and right after; and how many seconds
+    both took.
+    """
     together, seconds = threading.Barrier(WORLD), list[float]()
 
     def act(comm: Comm) -> tuple[object, object]:

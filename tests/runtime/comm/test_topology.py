@@ -8,11 +8,11 @@ from unified_ckpt.testing import run_ranks
 
 
 def test_a_machine_is_a_kernel() -> None:
-    assert topology.machine_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert topology.node_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def test_machines_count_in_the_order_of_their_first_ranks() -> None:
-    assert topology.numbered(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
+    assert topology.node_numbers(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
     assert topology.first_ranks([0, 1, 0, 2, 1]) == (0, 1, 3)
     assert topology.first_ranks([1, 0, 0]) == (1, 0), "by machine"
     assert topology.first_ranks([0]) == (0,)
@@ -20,8 +20,8 @@ def test_machines_count_in_the_order_of_their_first_ranks() -> None:
 
 def test_everybody_hears_what_each_rank_says() -> None:
     def act(comm: Comm) -> list[object]:
-        meeting = comm.meet("talk", same=False, timeout_seconds=5)
-        with meeting.phase("talk"):
-            return topology.everybody(meeting, "word", ["é", comm.rank, None])
+        meeting = comm.begin_collective("talk", cached=False, timeout_seconds=5)
+        with meeting.step("talk"):
+            return topology.all_gather(meeting, "word", ["é", comm.rank, None])
 
     assert run_ranks(3, act) == [[["é", rank, None] for rank in range(3)]] * 3

@@ -1,4 +1,6 @@
-"""Files of other machines over TCP: who may read what, and what is left when somebody dies or a load is over."""
+"""Files of other machines over TCP: who may read what, and what is left when somebody dies or a
+load is over.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.simulated_nodes import LOAD, SAVE, Held, counting, folder_of,
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import tcp
-from unified_ckpt.runtime.exchange.file_server import PeerStorage, Server
+from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 from unified_ckpt.testing import run_ranks, try_ranks
 
@@ -30,13 +32,13 @@ SECONDS = 5.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[FolderServer]:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "served").write_bytes(BODY)
         (tmp_path / folder / "private").write_bytes(b"secret")
     (tmp_path / "outside").write_bytes(b"secret")
-    made = Server(
+    made = FolderServer(
         [(str(tmp_path / "one"), ["served", "gone"]), (str(tmp_path / "two"), [])],
         timeout_seconds=SECONDS,
     )
@@ -45,7 +47,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def client(
-    server: Server,
+    server: FolderServer,
     *,
     folder: int = 0,
     token: str | None = None,
@@ -58,7 +60,7 @@ def client(
     )
 
 
-def raw(server: Server) -> socket.socket:
+def raw(server: FolderServer) -> socket.socket:
     return socket.create_connection((server.address.host, server.address.port), timeout=SECONDS)
 
 
@@ -77,7 +79,7 @@ def ask(connection: socket.socket, **asked: object) -> tuple[dict[str, object], 
     return told, connection.recv(nbytes, socket.MSG_WAITALL) if nbytes else b""
 
 
-def test_a_file_that_is_served(server: Server) -> None:
+def test_a_file_that_is_served(server: FolderServer) -> None:
     there = client(server)
     assert there.read("served") == BODY
     assert there.size("served") == len(BODY)
@@ -90,7 +92,7 @@ def test_a_file_that_is_served(server: Server) -> None:
     there.close()
 
 
-def test_what_is_not_there(server: Server) -> None:
+def test_what_is_not_there(server: FolderServer) -> None:
     there = client(server)
     assert there.size("gone") is None
     assert there.size("never heard of") is None
@@ -106,7 +108,7 @@ def test_what_is_not_there(server: Server) -> None:
 
 
 @pytest.mark.parametrize("token", ["0" * 32, "", "\0" * 32])
-def test_a_wrong_token_gets_nothing(server: Server, token: str) -> None:
+def test_a_wrong_token_gets_nothing(server: FolderServer, token: str) -> None:
     with raw(server) as connection:
         connection.sendall(token.encode().ljust(32, b"x"))
         assert ask(connection, folder=0, file="served", what="read") == ({"closed": True}, b"")
@@ -129,7 +131,7 @@ NAMES = [
 
 @pytest.mark.parametrize("what", ["read", "size", "read_at"])
 @pytest.mark.parametrize("name", NAMES)
-def test_names_outside_of_the_manifest(server: Server, name: str, what: str) -> None:
+def test_names_outside_of_the_manifest(server: FolderServer, name: str, what: str) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
         told, body = ask(connection, folder=0, file=name, what=what, start=0, nbytes=3)
@@ -153,7 +155,7 @@ def test_names_outside_of_the_manifest(server: Server, name: str, what: str) -> 
         {"file": "served"},
     ],
 )
-def test_requests_that_make_no_sense(server: Server, asked: dict[str, object]) -> None:
+def test_requests_that_make_no_sense(server: FolderServer, asked: dict[str, object]) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
         told, body = ask(connection, **asked)
@@ -162,7 +164,7 @@ def test_requests_that_make_no_sense(server: Server, asked: dict[str, object]) -
         assert ask(connection, folder=0, file="served", what="size")[0] == {"size": len(BODY)}
 
 
-def test_words_that_are_no_json_end_the_connection(server: Server) -> None:
+def test_words_that_are_no_json_end_the_connection(server: FolderServer) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode() + struct.pack("<QQ", 3, 0) + b"{{{")
         assert connection.recv(1) == b""
@@ -176,7 +178,7 @@ def test_requests_of_any_size_in_bounded_memory(tmp_path: Path) -> None:
     nbytes = 64 << 20
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", nbytes)
-    served = Server([(str(tmp_path), ["large"])], timeout_seconds=SECONDS)
+    served = FolderServer([(str(tmp_path), ["large"])], timeout_seconds=SECONDS)
     there = PeerStorage(
         served.address, folder=0, root="/there", rank=0, names=["large"], timeout_seconds=SECONDS
     )
@@ -192,7 +194,7 @@ def test_requests_of_any_size_in_bounded_memory(tmp_path: Path) -> None:
     assert peak < 8 << 20
 
 
-def test_a_closed_server_answers_nobody(server: Server) -> None:
+def test_a_closed_server_answers_nobody(server: FolderServer) -> None:
     there = client(server)
     assert there.size("served") == len(BODY)
     server.close()
@@ -220,16 +222,18 @@ def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
 
 
 def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
-    """Each small read would take 40 ms: the kernel waits for the other end's word that it has the first part."""
+    """Each small read would take 40 ms: the kernel waits for the other end's word that it has the
+    first part.
+    """
     accepted: list[int] = []
 
     def serve(connection: socket.socket) -> None:
         accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        tcp.send_words(connection, {})
+        tcp.send_header(connection, {})
 
-    listener = tcp.Listener(serve, at_end=lambda: None, timeout_seconds=SECONDS)
+    listener = tcp.Listener(serve, on_closed=lambda: None, timeout_seconds=SECONDS)
     with tcp.connect(listener.address, timeout_seconds=SECONDS) as made:
-        assert tcp.receive_words(made) == ({}, 0)
+        assert tcp.receive_header(made) == ({}, 0)
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     listener.close()
     assert all(accepted)
@@ -237,12 +241,14 @@ def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
 
 
 def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach MASTER_ADDR."""
+    """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach
+    MASTER_ADDR.
+    """
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
-    assert tcp._seen_from_here("127.0.1.1") == "10.1.2.3"
-    assert tcp._seen_from_here("10.9.9.9") == "10.9.9.9"
+    assert tcp._reachable_host("127.0.1.1") == "10.1.2.3"
+    assert tcp._reachable_host("10.9.9.9") == "10.9.9.9"
     monkeypatch.delenv("MASTER_ADDR")
-    assert tcp._seen_from_here("127.0.0.1") == "127.0.0.1"
+    assert tcp._reachable_host("127.0.0.1") == "127.0.0.1"
 
 
 def test_an_address_comes_back() -> None:
@@ -313,15 +319,15 @@ def test_a_load_that_fails_leaves_nothing_either(tmp_path: Path) -> None:
 
 def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
     """Servers that end after so many answers."""
-    answer, count = Server._answer, iter(range(1 << 30))
+    answer, count = FolderServer._handle, iter(range(1 << 30))
 
-    def some(self: Server, connection: socket.socket, asked: dict[str, object]) -> None:
+    def some(self: FolderServer, connection: socket.socket, asked: dict[str, object]) -> None:
         if next(count) >= after:
             self.close()
             raise ConnectionResetError("dead")
         answer(self, connection, asked)
 
-    monkeypatch.setattr(Server, "_answer", some)
+    monkeypatch.setattr(FolderServer, "_respond", some)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])

@@ -15,11 +15,11 @@ import torch
 from unified_ckpt.errors import RankError, StorageError
 from unified_ckpt.runtime.exchange.shared_memory import (
     SLOTS,
-    Wait,
-    Window,
-    create_window,
-    giving_up,
-    open_window,
+    PeerWait,
+    TileBuffer,
+    create_tile_buffer,
+    marking_failed,
+    open_tile_buffer,
 )
 
 TILE = 8192
@@ -27,11 +27,11 @@ SECONDS = 30.0  # far more than any of this needs
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[int], Window]]:
-    made: list[tuple[Window, int]] = []
+def make() -> Iterator[Callable[[int], TileBuffer]]:
+    made: list[tuple[TileBuffer, int]] = []
 
-    def one(world: int) -> Window:
-        made.append(create_window(world=world, tile_nbytes=TILE))
+    def one(world: int) -> TileBuffer:
+        made.append(create_tile_buffer(world=world, tile_nbytes=TILE))
         return made[-1][0]
 
     yield one
@@ -40,24 +40,24 @@ def make() -> Iterator[Callable[[int], Window]]:
         os.close(fd)
 
 
-def opened(window: Window, *, world: int) -> Window:
-    return open_window(window.token, world=world, tile_nbytes=TILE)
+def opened(window: TileBuffer, *, world: int) -> TileBuffer:
+    return open_tile_buffer(window.token, world=world, tile_nbytes=TILE)
 
 
-def test_the_memory_is_shared(make: Callable[[int], Window]) -> None:
+def test_the_memory_is_shared(make: Callable[[int], TileBuffer]) -> None:
     ours = make(3)
     theirs = opened(ours, world=3)
     theirs.tile(1)[:] = torch.arange(TILE, dtype=torch.int64).to(torch.uint8)
     assert ours.tile(1).tolist() == [i % 256 for i in range(TILE)]
     assert ours.tile(0).sum() == 0
-    theirs.mark(2, 5)
+    theirs.set_done(2, 5)
     assert [ours.done(rank) for rank in range(3)] == [0, 0, 5]
     theirs.close()
     assert ours.tile(1)[1] == 1, "closing one view of it leaves the others alone"
 
 
 def test_tiles_take_turns() -> None:
-    window, fd = create_window(world=2, tile_nbytes=TILE)
+    window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     for number in range(2 * SLOTS):
         window.tile(number)[:] = number + 1
     assert [int(window.tile(number)[0]) for number in range(SLOTS)] == [
@@ -74,15 +74,15 @@ def test_tiles_take_turns() -> None:
 
 @pytest.mark.parametrize("world", [1, 8, 4096])
 def test_counters_of_many_ranks_do_not_touch_the_tiles(world: int) -> None:
-    window, fd = create_window(world=world, tile_nbytes=TILE)
+    window, fd = create_tile_buffer(world=world, tile_nbytes=TILE)
     window.tile(0)[:] = 7
     window.tile(1)[:] = 7
-    window.serve(3)
+    window.open_for(3)
     window.advance(9)
     for rank in range(world):
-        window.mark(rank, rank + 1)
+        window.set_done(rank, rank + 1)
     assert [window.done(rank) for rank in range(world)] == list(range(1, world + 1))
-    assert window.serving() == 3
+    assert window.current_exchange() == 3
     assert window.progress() == 9
     assert not window.failed()
     assert (window.tile(0) == 7).all()
@@ -91,20 +91,25 @@ def test_counters_of_many_ranks_do_not_touch_the_tiles(world: int) -> None:
     os.close(fd)
 
 
-def test_serving_starts_all_counters_at_zero(make: Callable[[int], Window]) -> None:
+def test_serving_starts_all_counters_at_zero(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
-    window.serve(1)
+    window.open_for(1)
     window.advance(4)
-    window.mark(1, 4)
-    window.serve(2)
-    assert (window.serving(), window.progress(), window.done(0), window.done(1)) == (2, 0, 0, 0)
+    window.set_done(1, 4)
+    window.open_for(2)
+    assert (window.current_exchange(), window.progress(), window.done(0), window.done(1)) == (
+        2,
+        0,
+        0,
+        0,
+    )
 
 
 def test_each_window_has_a_token_of_its_own() -> None:
-    first, fd = create_window(world=2, tile_nbytes=TILE)
+    first, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     first.close()
     os.close(fd)
-    second, fd = create_window(world=2, tile_nbytes=2 * TILE)
+    second, fd = create_tile_buffer(world=2, tile_nbytes=2 * TILE)
     second.close()
     os.close(fd)
     assert first.token != second.token, "else a rank that has opened the first keeps talking to it"
@@ -112,7 +117,7 @@ def test_each_window_has_a_token_of_its_own() -> None:
 
 def test_memory_is_given_back() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    window, fd = create_window(world=2, tile_nbytes=TILE)
+    window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     other = opened(window, world=2)
     mapped = f" {os.fstat(fd).st_ino} "
     assert Path("/proc/self/maps").read_text().count(mapped) == 2
@@ -126,8 +131,13 @@ def test_memory_is_given_back() -> None:
 # the two ways of an exchange
 
 
-def waiting(windows: dict[int, Window], *, seconds: float = SECONDS) -> Wait:
-    return Wait(timeout_seconds=seconds, windows=windows, heed=lambda: None, signs=lambda: 0)
+def waiting(windows: dict[int, TileBuffer], *, seconds: float = SECONDS) -> PeerWait:
+    return PeerWait(
+        timeout_seconds=seconds,
+        tile_buffers=windows,
+        raise_if_failed=lambda: None,
+        progress=lambda: 0,
+    )
 
 
 WORLD, COUNT, SHARE = 3, 7, TILE // 3
@@ -137,15 +147,15 @@ def mine(rank: int) -> slice:
     return slice(rank * SHARE, (rank + 1) * SHARE)
 
 
-def fill(windows: dict[int, Window], rank: int) -> list[list[int]]:
+def fill(windows: dict[int, TileBuffer], rank: int) -> list[list[int]]:
     """Each rank fills its part of each of rank 0's tiles. Rank 0 returns what it found in them."""
     window, wait, found = windows[0], waiting(windows), []
     if rank == 0:
-        window.serve(1)
+        window.open_for(1)
     for number in range(COUNT):
         wait.until_progress(0, exchange=1, tiles=number - SLOTS + 1)
         window.tile(number)[mine(rank)] = 10 * number + rank
-        window.mark(rank, number + 1)
+        window.set_done(rank, number + 1)
         if rank == 0:
             wait.until_done(window, range(WORLD), number + 1)
             found.append([int(window.tile(number)[mine(r)].unique()) for r in range(WORLD)])
@@ -153,11 +163,11 @@ def fill(windows: dict[int, Window], rank: int) -> list[list[int]]:
     return found
 
 
-def empty(windows: dict[int, Window], rank: int) -> list[int]:
+def empty(windows: dict[int, TileBuffer], rank: int) -> list[int]:
     """Rank 0 fills its tiles; the others return what they found in them."""
     window, wait, found = windows[0], waiting(windows), []
     if rank == 0:
-        window.serve(2)
+        window.open_for(2)
     for number in range(COUNT):
         if rank == 0:
             wait.until_done(window, range(1, WORLD), number - SLOTS + 1)
@@ -166,11 +176,11 @@ def empty(windows: dict[int, Window], rank: int) -> list[int]:
         else:
             wait.until_progress(0, exchange=2, tiles=number + 1)
             found.append(int(window.tile(number).unique()))
-            window.mark(rank, number + 1)
+            window.set_done(rank, number + 1)
     return found
 
 
-def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], Window]) -> None:
+def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], TileBuffer]) -> None:
     windows = {rank: make(WORLD) for rank in range(WORLD)}
     with ThreadPoolExecutor(WORLD) as pool:
         filled, emptied = zip(
@@ -246,16 +256,16 @@ def child() -> Iterator[Child]:
 
 
 def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
-    make: Callable[[int], Window], child: Child
+    make: Callable[[int], TileBuffer], child: Child
 ) -> None:
     """One test, as it takes seconds to start a process that imports torch."""
     window = make(2)
     assert child.says() == str(3 * TILE), (
         "a view of a closed window that is still held stays readable"
     )
-    theirs = open_window(child.says(), world=2, tile_nbytes=TILE)
+    theirs = open_tile_buffer(child.says(), world=2, tile_nbytes=TILE)
     wait = waiting({0: window, 1: theirs})
-    window.serve(1)
+    window.open_for(1)
     child.tell(window.token)
     seen = []
     for number in range(6):
@@ -265,7 +275,7 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
     wait.until_progress(1, exchange=5, tiles=1)
     assert seen == [1, 2, 3, 4, 5, 6]
     assert int(theirs.tile(0).unique()) == 99
-    theirs.mark(0, 1)
+    theirs.set_done(0, 1)
     assert child.says() == "through"
 
     child.process.kill()  # nobody has waited for it yet: it is a zombie
@@ -279,16 +289,16 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
     with pytest.raises(
         StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"
     ):
-        open_window(theirs.token, world=2, tile_nbytes=TILE)
+        open_tile_buffer(theirs.token, world=2, tile_nbytes=TILE)
 
 
 # waiting
 
 
-def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> None:
+def test_a_rank_that_does_not_come_is_named(make: Callable[[int], TileBuffer]) -> None:
     windows = {0: make(3), 2: make(3)}
     wait = waiting(windows, seconds=0.2)
-    windows[2].serve(4)
+    windows[2].open_for(4)
     windows[2].advance(1)
     with pytest.raises(
         RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"
@@ -298,23 +308,25 @@ def test_a_rank_that_does_not_come_is_named(make: Callable[[int], Window]) -> No
         RankError, match=r"rank 2 did not come to tile 0 of exchange 5 within 0.2 s"
     ):
         wait.until_progress(2, exchange=5, tiles=1)
-    windows[0].mark(0, 1)
+    windows[0].set_done(0, 1)
     with pytest.raises(RankError, match=r"rank 2 did not come to its part of tile 0 within 0.2 s"):
         wait.until_done(windows[0], (0, 2), 1)
 
 
-def test_a_rank_that_is_further_already_is_not_waited_for(make: Callable[[int], Window]) -> None:
+def test_a_rank_that_is_further_already_is_not_waited_for(
+    make: Callable[[int], TileBuffer],
+) -> None:
     windows = {1: make(2)}
-    windows[1].serve(8)
+    windows[1].open_for(8)
     waiting(windows, seconds=0.2).until_progress(1, exchange=7, tiles=100)
-    windows[1].mark(0, 9)
+    windows[1].set_done(0, 9)
     waiting(windows, seconds=0.2).until_done(windows[1], (), 100)
 
 
-def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window]) -> None:
+def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], TileBuffer]) -> None:
     windows = {0: make(2), 1: make(2)}
     wait = waiting(windows)
-    threading.Timer(0.1, windows[1].fail).start()
+    threading.Timer(0.1, windows[1].mark_failed).start()
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
         wait.until_progress(1, exchange=1, tiles=1)
@@ -326,11 +338,14 @@ def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], Window])
     assert time.monotonic() - started < SECONDS / 2
 
 
-def test_the_time_out_is_one_of_silence(make: Callable[[int], Window]) -> None:
+def test_the_time_out_is_one_of_silence(make: Callable[[int], TileBuffer]) -> None:
     """Whoever gets on is waited for: three signs of life, and then none."""
     window, signs = make(2), iter([1, 2, 3, 3])
-    wait = Wait(
-        timeout_seconds=0.2, windows={1: window}, heed=lambda: None, signs=lambda: next(signs)
+    wait = PeerWait(
+        timeout_seconds=0.2,
+        tile_buffers={1: window},
+        raise_if_failed=lambda: None,
+        progress=lambda: next(signs),
     )
     began = time.monotonic()
     with pytest.raises(
@@ -340,21 +355,21 @@ def test_the_time_out_is_one_of_silence(make: Callable[[int], Window]) -> None:
     assert time.monotonic() - began > 0.8
 
 
-def test_what_was_done_before_giving_up_counts(make: Callable[[int], Window]) -> None:
+def test_what_was_done_before_giving_up_counts(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
-    window.serve(1)
+    window.open_for(1)
     window.advance(1)
-    window.fail()
+    window.mark_failed()
     waiting({1: window}).until_progress(1, exchange=1, tiles=1)
 
 
-def test_a_block_that_fails_gives_up(make: Callable[[int], Window]) -> None:
+def test_a_block_that_fails_gives_up(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
-    with giving_up(window):
+    with marking_failed(window):
         pass
     assert not window.failed()
-    with pytest.raises(ZeroDivisionError, match="oh"), giving_up(window):
+    with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(window):
         raise ZeroDivisionError("oh")
     assert window.failed()
-    with pytest.raises(ZeroDivisionError, match="oh"), giving_up(None):
+    with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(None):
         raise ZeroDivisionError("oh")

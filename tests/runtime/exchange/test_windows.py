@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from unified_ckpt.errors import RankError
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.shared_memory import Window
-from unified_ckpt.runtime.exchange.windows import Windows
+from unified_ckpt.runtime.exchange.shared_memory import TileBuffer
+from unified_ckpt.runtime.exchange.windows import TileBuffers
 
 WORLD, TILE = 3, 8192
 
@@ -27,15 +27,17 @@ class Ranks:
         )  # of other tests, whose errors may still hold frames that hold views
         store = dist.HashStore()
         self.comms = [Comm(store, rank=rank, ranks=range(WORLD)) for rank in range(WORLD)]
-        self.windows = [Windows() for _ in range(WORLD)]
+        self.windows = [TileBuffers() for _ in range(WORLD)]
 
-    def ready(self, *, tile_nbytes: int, partners: dict[int, set[int]]) -> list[dict[int, Window]]:
-        def act(rank: int) -> dict[int, Window]:
-            meeting = self.comms[rank].meet("save", same=False, timeout_seconds=20)
-            found = self.windows[rank].ready(
+    def ready(
+        self, *, tile_nbytes: int, partners: dict[int, set[int]]
+    ) -> list[dict[int, TileBuffer]]:
+        def act(rank: int) -> dict[int, TileBuffer]:
+            meeting = self.comms[rank].begin_collective("save", cached=False, timeout_seconds=20)
+            found = self.windows[rank].prepare(
                 meeting, tile_nbytes=tile_nbytes, partners=partners.get(rank, set())
             )
-            meeting.agree("ready")
+            meeting.finish_step("ready")
             return found
 
         with ThreadPoolExecutor(WORLD) as pool:
@@ -97,15 +99,15 @@ def test_ranks_without_partners_have_no_window(ranks: Ranks) -> None:
 
 def test_a_window_that_gave_up_serves_again(ranks: Ranks) -> None:
     first = ranks.ready(tile_nbytes=TILE, partners=ALL)
-    first[1][1].fail()
+    first[1][1].mark_failed()
     assert first[0][1].failed()
     assert not any(one[1].failed() for one in ranks.ready(tile_nbytes=TILE, partners=ALL))
 
 
 def test_a_partner_without_a_window_is_missed(ranks: Ranks) -> None:
-    meeting = Meeting(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
+    meeting = Collective(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not get to 'window/1' within 0.2 s"):
-        ranks.windows[0].ready(meeting, tile_nbytes=TILE, partners={0, 1})
+        ranks.windows[0].prepare(meeting, tile_nbytes=TILE, partners={0, 1})
 
 
 def test_everything_is_given_back(ranks: Ranks) -> None:

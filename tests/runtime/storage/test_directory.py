@@ -19,8 +19,8 @@ def pinned(tmp_path: Path) -> LocalStorage:
         (tmp_path / name / name).touch()
         (tmp_path / name / "f").write_text(name)
     storage = LocalStorage(str(tmp_path / "first"))
-    storage.pin()
-    assert not storage.place.is_replaced()
+    storage.open_handle()
+    assert not storage.directory.was_replaced()
     (tmp_path / "first").rename(tmp_path / "former")
     (tmp_path / "second").rename(tmp_path / "first")
     return storage
@@ -35,7 +35,7 @@ def read(storage: LocalStorage) -> bytes:
 def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
     with pinned:
         pinned.close()
-        assert pinned.place.is_replaced()
+        assert pinned.directory.was_replaced()
         assert pinned.names() == ["below", "f", "first"]
         assert (pinned.read("f"), read(pinned)) == (b"first", b"first")
         assert (pinned.size("first"), pinned.size("second")) == (0, None)
@@ -46,16 +46,16 @@ def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
             None,
         ]
         assert pinned.entries("below") == []
-        stamp = pinned.stamp("f")
+        stamp = pinned.version_token("f")
         assert stamp is not None
         assert stamp[0] == os.stat(Path(pinned.root).with_name("former") / "f").st_ino
-    pinned.place.close()
+    pinned.directory.close()
 
 
 def test_nothing_is_read_once_it_is_closed(pinned: LocalStorage) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        pinned.place.close()
+        pinned.directory.close()
         assert len(os.listdir("/proc/self/fd")) == before - 1
     with pytest.raises(StorageError, match="f: open failed: Bad file descriptor"):
         read(pinned)
@@ -64,15 +64,15 @@ def test_nothing_is_read_once_it_is_closed(pinned: LocalStorage) -> None:
 
 
 def test_one_that_is_not_pinned_goes_by_its_name(pinned: LocalStorage) -> None:
-    pinned.place.close()
+    pinned.directory.close()
     with LocalStorage(pinned.root) as storage:
         assert read(storage) == b"secon"
     with LocalStorage(pinned.root) as storage:
-        assert not storage.place.is_replaced()
+        assert not storage.directory.was_replaced()
 
 
 def test_what_is_no_folder_cannot_be_pinned(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "gone"):
         with pytest.raises(NotFoundError, match=f"{name}: open: no such file or folder"):
-            LocalStorage(str(tmp_path / name)).pin()
+            LocalStorage(str(tmp_path / name)).open_handle()

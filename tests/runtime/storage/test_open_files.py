@@ -1,4 +1,6 @@
-"""Files kept open: few, of all storages together; none closed under a reader; none that another file has taken the place of."""
+"""Files kept open: few, of all storages together; none closed under a reader; none that another
+file has taken the place of.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "KEPT", 4)
+    monkeypatch.setattr(open_files, "MAX_IDLE", 4)
 
 
 def of(root: Path) -> list[str]:
@@ -70,11 +72,11 @@ def test_a_bounded_number_of_all_storages_stays_open(tmp_path: Path) -> None:
                 storage.write_at(f"new{n}", 0, [memoryview(b"x")])
                 assert len(of(tmp_path)) <= 12
         assert len(of(tmp_path)) == 12, "4 that are read, of both, and 4 that each has written"
-        assert a.written() == [f"new{n}" for n in range(20)]
+        assert a.unsynced_files() == [f"new{n}" for n in range(20)]
         for n in range(20):
             a.sync(f"new{n}")
             assert (tmp_path / "a" / f"new{n}").read_bytes() == b"x"
-        assert a.written() == []
+        assert a.unsynced_files() == []
     assert of(tmp_path) == []
 
 
@@ -196,7 +198,7 @@ def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
 
 def test_a_child_of_a_process_whose_thread_reads_can_read(tmp_path: Path) -> None:
     (name,) = put(tmp_path, 1)
-    with open_files.READERS.lock:
+    with open_files.SHARED_READ_CACHE.lock:
         child = os.fork()
         if not child:
             signal.alarm(20)

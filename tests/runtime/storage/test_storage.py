@@ -13,8 +13,14 @@ import fsspec
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, RemoteStorage, is_url, reader
-from unified_ckpt.runtime.storage.write_calls import ALONE, Calls
+from unified_ckpt.runtime.storage.storage import (
+    LocalStorage,
+    Reader,
+    RemoteStorage,
+    is_url,
+    open_reader,
+)
+from unified_ckpt.runtime.storage.write_calls import BULK, WritePolicy
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
         (tmp_path / "sub").mkdir()
         (tmp_path / "sub" / "one").write_bytes(b"1")
         url = str(tmp_path) if request.param == "local" else f"file://{tmp_path}"
-    storage = reader(url)
+    storage = open_reader(url)
     yield storage
     storage.close()
 
@@ -91,8 +97,8 @@ def test_paths_and_urls(tmp_path: Path) -> None:
         True,
         True,
     ]
-    assert isinstance(reader(f"file://{tmp_path}"), LocalStorage)
-    assert isinstance(reader("memory://a"), RemoteStorage)
+    assert isinstance(open_reader(f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(open_reader("memory://a"), RemoteStorage)
 
 
 def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
@@ -145,8 +151,8 @@ def test_file_systems_that_cache_all_writes_are_written_to_all_the_same(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", cached)
-    monkeypatch.setattr("unified_ckpt.runtime.storage.storage.can_be_uncached", lambda _: True)
-    with LocalStorage(str(tmp_path), how=Calls(4, uncached=True)) as storage:
+    monkeypatch.setattr("unified_ckpt.runtime.storage.storage.supports_uncached", lambda _: True)
+    with LocalStorage(str(tmp_path), write_policy=WritePolicy(4, uncached=True)) as storage:
         storage.write_at("f", 0, views(b"abcdefg", b"hi"))
     assert (tmp_path / "f").read_bytes() == b"abcdefghi"
     assert refused == [0], "asked once"
@@ -160,7 +166,7 @@ def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(
 
     monkeypatch.setattr(os, "pwritev", full)
     with (
-        LocalStorage(str(tmp_path), how=ALONE) as storage,
+        LocalStorage(str(tmp_path), write_policy=BULK) as storage,
         pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"),
     ):
         storage.write_at("f", 0, views(b"abc"))
@@ -170,8 +176,8 @@ def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Pa
     """Two storages stand for two processes: each has the file open for itself."""
     whole, step = os.urandom(3 << 20), 1000
     with (
-        LocalStorage(str(tmp_path), how=ALONE) as one,
-        LocalStorage(str(tmp_path), how=ALONE) as other,
+        LocalStorage(str(tmp_path), write_policy=BULK) as one,
+        LocalStorage(str(tmp_path), write_policy=BULK) as other,
     ):
 
         def write(storage: LocalStorage, first: int) -> None:
@@ -395,16 +401,16 @@ def test_a_whole_tree_is_synced(
 
 def test_a_stamp_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
-    first = local.stamp("f")
+    first = local.version_token("f")
     assert first is not None
-    assert local.stamp("f") == first
-    assert local.stamp("none") is None
+    assert local.version_token("f") == first
+    assert local.version_token("none") is None
     (tmp_path / "g").write_bytes(b"old")
     (tmp_path / "g").replace(tmp_path / "f")
-    assert local.stamp("f") != first
-    second = local.stamp("f")
+    assert local.version_token("f") != first
+    second = local.version_token("f")
     os.truncate(tmp_path / "f", 2)
-    assert local.stamp("f") != second
+    assert local.version_token("f") != second
 
 
 def test_kinds_and_entries(local: LocalStorage, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.runtime.storage.write_calls import after, calls, can_be_uncached
+from unified_ckpt.runtime.storage.write_calls import skip_bytes, split_iovecs, supports_uncached
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
@@ -15,7 +15,7 @@ def test_calls_have_all_bytes_in_order_and_end_at_multiples(
 ) -> None:
     found = [
         b"".join(those)
-        for those in calls(start, [memoryview(one) for one in pieces], nbytes=nbytes)
+        for those in split_iovecs(start, [memoryview(one) for one in pieces], call_nbytes=nbytes)
     ]
     assert b"".join(found) == b"".join(pieces)
     at = start
@@ -26,7 +26,7 @@ def test_calls_have_all_bytes_in_order_and_end_at_multiples(
 
 
 def test_a_call_takes_no_more_buffers_than_the_system() -> None:
-    found = list(calls(0, [memoryview(b"x")] * 2500, nbytes=1 << 20))
+    found = list(split_iovecs(0, [memoryview(b"x")] * 2500, call_nbytes=1 << 20))
     assert [len(those) for those in found] == [1000, 1000, 500]
 
 
@@ -34,7 +34,7 @@ def test_a_call_takes_no_more_buffers_than_the_system() -> None:
 def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(pieces)
     done = data.draw(st.integers(0, len(whole)))
-    left = after([memoryview(one) for one in pieces], done)
+    left = skip_bytes([memoryview(one) for one in pieces], done)
     assert b"".join(left) == whole[done:]
     assert all(len(one) for one in left)
 
@@ -51,4 +51,4 @@ def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObj
     ],
 )
 def test_uncached_writes_are_for_kernels_that_have_them_right(release: str, can: bool) -> None:
-    assert can_be_uncached(release) == can
+    assert supports_uncached(release) == can

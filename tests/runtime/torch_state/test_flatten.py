@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.core.sharding.shardings import Cut, Sharding
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.runtime.torch_state.flatten import State, flatten_state, place_targets
-from unified_ckpt.runtime.torch_state.placements import Placer
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
+from unified_ckpt.runtime.torch_state.placements import ShardingResolver
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
-TP = Sharding((Cut(0, 2, 1),))
+TP = Sharding((ShardDim(0, 2, 1),))
 
 
 def model(rows: int = 4) -> nn.Module:
@@ -39,7 +39,7 @@ def layout(shape: tuple[int, ...] | None = None) -> Layout:
     )
 
 
-def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> State:
+def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> FlatState:
     asked = {
         "model": None,
         "optimizer": None,
@@ -48,11 +48,11 @@ def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> State:
         "model_dtype": None,
         **given,
     }
-    return flatten_state(Placer(rank, range(2), rules), **asked)
+    return flatten_state(ShardingResolver(rank, range(2), rules), **asked)
 
 
-def by_key(parts: list[Part]) -> Mapping[tuple[str, str], Part]:
-    found = {part.row.key: part for part in parts}
+def by_key(parts: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
+    found = {part.decl.key: part for part in parts}
     assert len(found) == len(parts)
     return found
 
@@ -61,41 +61,41 @@ def test_parts_of_a_model_and_its_optimizer() -> None:
     module = model()
     optimizer = stepped(module)
     state = flatten(model=module, optimizer=optimizer)
-    found = by_key(state.parts)
+    found = by_key(state.tensors)
     states = [
         ("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")
     ]
     assert set(found) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
-    assert state.asked == {"model", "optimizer"}
+    assert state.requested == {"model", "optimizer"}
     assert found["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
-    assert found["model", "count"].row.spec.dtype == "I64"
+    assert found["model", "count"].decl.spec.dtype == "I64"
 
 
 def test_nothing_asked_nothing_found() -> None:
     state = flatten()
-    assert (state.parts, state.asked) == ([], set())
+    assert (state.tensors, state.requested) == ([], set())
 
 
 def test_state_follows_its_parameter() -> None:
     module = model()
-    found = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).parts)
-    assert {key for key, part in found.items() if part.row.sharding == TP} == {
+    found = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).tensors)
+    assert {key for key, part in found.items() if part.decl.sharding == TP} == {
         ("model", "w"),
         ("optimizer", "w/exp_avg"),
         ("optimizer", "w/exp_avg_sq"),
     }
-    assert found["optimizer", "w/exp_avg"].row.spec.shape == (8, 3)
-    assert found["optimizer", "w/step"].row.spec.shape == ()
+    assert found["optimizer", "w/exp_avg"].decl.spec.shape == (8, 3)
+    assert found["optimizer", "w/step"].decl.spec.shape == ()
 
 
 def test_state_of_a_padded_parameter_is_cut_off_like_it() -> None:
     for rank, rows in enumerate((8, 2)):
         module = model(8)
         found = by_key(
-            flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).parts
+            flatten(rank, layout((10, 3)), model=module, optimizer=stepped(module)).tensors
         )
         for key in (("model", "w"), ("optimizer", "w/exp_avg"), ("optimizer", "w/exp_avg_sq")):
-            assert found[key].row.spec.shape == (10, 3)
+            assert found[key].decl.spec.shape == (10, 3)
             assert tuple(found[key].local.shape) == (rows, 3)
 
 
@@ -109,16 +109,16 @@ def test_state_of_another_shape_of_a_sharded_parameter_is_refused() -> None:
     ):
         flatten(0, layout(), model=module, optimizer=optimizer)
     assert ("optimizer", "w/row_var") in by_key(
-        flatten(0, None, model=module, optimizer=optimizer).parts
+        flatten(0, None, model=module, optimizer=optimizer).tensors
     ), "fine where nothing is cut"
 
 
 def test_masters_follow_too() -> None:
     module = model().to(torch.bfloat16)
     masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
-    found = by_key(flatten(1, layout(), model=module, master_weights=masters).parts)
-    assert found["master_weights", "w"].row.sharding == found["model", "w"].row.sharding == TP
-    assert (found["model", "w"].row.spec.dtype, found["master_weights", "w"].row.spec.dtype) == (
+    found = by_key(flatten(1, layout(), model=module, master_weights=masters).tensors)
+    assert found["master_weights", "w"].decl.sharding == found["model", "w"].decl.sharding == TP
+    assert (found["model", "w"].decl.spec.dtype, found["master_weights", "w"].decl.spec.dtype) == (
         "BF16",
         "F32",
     )
@@ -128,8 +128,8 @@ def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
     module = model()
     module.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
     module.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
-    found = by_key(flatten(model=module, model_dtype="bfloat16").parts)
-    assert {fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "model"} == {
+    found = by_key(flatten(model=module, model_dtype="bfloat16").tensors)
+    assert {fqn: p.decl.spec.dtype for (part, fqn), p in found.items() if part == "model"} == {
         "w": "BF16",
         "b": "BF16",
         "count": "I64",
@@ -137,7 +137,7 @@ def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
         "small": "F8_E4M3",
     }
     assert {
-        fqn: p.row.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"
+        fqn: p.decl.spec.dtype for (part, fqn), p in found.items() if part == "master_weights"
     } == {"w": "F32", "b": "F32"}
     assert found["model", "w"].casts
     assert found["model", "w"].local.data_ptr() == found["master_weights", "w"].local.data_ptr(), (
@@ -149,7 +149,7 @@ def test_tied_weights_have_masters_once() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["embed"].weight
     state = flatten(model=module, model_dtype="bfloat16")
-    assert set(by_key(state.parts)) == {
+    assert set(by_key(state.tensors)) == {
         ("model", "embed.weight"),
         ("master_weights", "embed.weight"),
     }
@@ -167,12 +167,12 @@ def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
     def rules(head: int) -> Layout:
         return Layout(mesh={"tp": 2}, rules={"embed": {"tp": 0}, "head": {"tp": head}})
 
-    placer = Placer(0, range(2), rules(0))
+    placer = ShardingResolver(0, range(2), rules(0))
     state = flatten_state(
-        placer, model=tied, optimizer=None, master_weights=None, further=None, model_dtype=None
+        placer, model=tied, optimizer=None, master_weights=None, extra_parts=None, model_dtype=None
     )
-    assert by_key(state.parts)["model", "embed"].row.spec.shape == (4, 3)
-    assert placer.matched == {"embed", "head"}
+    assert by_key(state.tensors)["model", "embed"].decl.spec.shape == (4, 3)
+    assert placer.matched_patterns == {"embed", "head"}
     with pytest.raises(
         LayoutError,
         match=r"^head: Layout rule 'head' is of the tensor embed, and 'embed' differs for that name",
@@ -193,10 +193,10 @@ def test_further_parts() -> None:
     module = model()
     average = {"w": torch.ones(4, 3)}
     state = flatten(1, layout(), model=module, further={"ema": average})
-    assert by_key(state.parts)["ema", "w"].row.sharding == TP, (
+    assert by_key(state.tensors)["ema", "w"].decl.sharding == TP, (
         "a Layout is of names, whatever the part"
     )
-    assert state.asked == {"model", "ema"}
+    assert state.requested == {"model", "ema"}
     for name in ("model", "optimizer", "master_weights"):
         with pytest.raises(
             LayoutError,
@@ -212,26 +212,26 @@ def test_an_optimizer_may_hold_parameters_of_further_parts() -> None:
         p.grad = torch.ones_like(p)
     both.step()
     state = flatten(1, layout(), model=module, further={"critic": critic}, optimizer=both)
-    found = by_key(state.parts)
+    found = by_key(state.tensors)
     assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
-    assert found["optimizer", "critic.w/exp_avg"].row.sharding == TP, (
+    assert found["optimizer", "critic.w/exp_avg"].decl.sharding == TP, (
         "a Layout is of names, whatever the part"
     )
-    assert found["optimizer", "critic.w/exp_avg"].row.spec.shape == (8, 3)
-    assert found["optimizer", "critic.b/exp_avg"].row.spec.shape == (3,)
+    assert found["optimizer", "critic.w/exp_avg"].decl.spec.shape == (8, 3)
+    assert found["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
 
 
 def test_targets_are_placed_like_state() -> None:
     module = model()
     state = flatten(1, layout(), model=module)
-    placer = Placer(1, range(2), layout())
+    placer = ShardingResolver(1, range(2), layout())
     tensors = {
         "w/exp_avg": torch.empty(4, 3),
         "w/step": torch.empty(()),
         "b/exp_avg": torch.empty(3),
     }
-    found = by_key(place_targets(placer, "optimizer", tensors, state.leaders()))
-    assert {key[1]: part.row.spec.shape for key, part in found.items()} == {
+    found = by_key(resolve_like_params(placer, "optimizer", tensors, state.param_refs()))
+    assert {key[1]: part.decl.spec.shape for key, part in found.items()} == {
         "w/exp_avg": (8, 3),
         "w/step": (),
         "b/exp_avg": (3,),

@@ -16,7 +16,8 @@ from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]  # the default backend takes seconds to import
+    # the default backend takes seconds to import
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
 class Block(nn.Module):
@@ -47,7 +48,7 @@ def test_parameters_and_buffers_by_name() -> None:
     flat = flatten_model(module)
     assert list(flat.tensors) == NAMES
     assert flat.tensors["first.weight"] is module.first.weight
-    assert flat.names()[id(module.first.weight)] == "first.weight"
+    assert flat.param_names()[id(module.first.weight)] == "first.weight"
     assert (flat.aliases, flat.extra_state, flat.extra_owners) == ({}, {}, {})
 
 

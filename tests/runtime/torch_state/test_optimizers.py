@@ -24,9 +24,9 @@ from unified_ckpt.runtime.torch_state.optimizer_target import (
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     FlatOptimizer,
-    as_list,
+    as_optimizers,
+    collect_masters,
     flatten_optimizer,
-    masters_of,
 )
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 
@@ -34,7 +34,7 @@ Saved = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def named(module: nn.Module) -> dict[int, str]:
-    return flatten_model(module).names()
+    return flatten_model(module).param_names()
 
 
 def on_disk(flat: FlatOptimizer) -> tuple[Saved, FlatOptimizer]:
@@ -58,7 +58,7 @@ def load(
 ) -> OptimizerTarget:
     names = named(module)
     target = prepare_optimizer(
-        optimizers, names, saved, shapes=shapes_of(module), saved_shapes={}, wanted=True
+        optimizers, names, saved, shapes=shapes_of(module), saved_shapes={}, loads_state=True
     )
     for key, tensor in target.tensors.items():
         tensor.copy_(values.tensors[key])
@@ -123,11 +123,16 @@ def test_nothing_reaches_the_optimizer_before_install() -> None:
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     saved: Saved = {"matrix/exp_avg": ("F32", (5, 3)), "matrix/step": ("F32", ())}
     target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes=shapes_of(module), saved_shapes={}, wanted=True
+        [optimizer],
+        named(module),
+        saved,
+        shapes=shapes_of(module),
+        saved_shapes={},
+        loads_state=True,
     )
     assert set(target.tensors) == set(saved)
     assert len(optimizer.state) == 0
-    assert target.names_held() == {"matrix", "vector", "one", "scalar"}
+    assert target.param_names() == {"matrix", "vector", "one", "scalar"}
 
 
 def test_state_that_the_checkpoint_lacks_is_cleared() -> None:
@@ -166,7 +171,7 @@ def test_state_has_the_dtype_that_the_next_step_reads() -> None:
             saved,
             shapes=shapes_of(module),
             saved_shapes={},
-            wanted=True,
+            loads_state=True,
         )
         assert [tensor.dtype for tensor in target.tensors.values()] == [dtype, torch.float32], type(
             optimizer
@@ -205,7 +210,12 @@ def test_state_of_an_unknown_class_is_made_in_the_saved_dtype() -> None:
         "vector/exp_avg": ("F64", (4,)),
     }
     target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes=shapes_of(module), saved_shapes={}, wanted=True
+        [optimizer],
+        named(module),
+        saved,
+        shapes=shapes_of(module),
+        saved_shapes={},
+        loads_state=True,
     )
     assert {key: t.dtype for key, t in target.tensors.items()} == {
         "matrix/exp_avg": torch.bfloat16,
@@ -221,7 +231,12 @@ def test_existing_state_of_another_shape_is_not_written_to() -> None:
     matrix = dict(module.named_parameters())["matrix"]
     saved: Saved = {"matrix/exp_avg": ("F32", (3, 5)), "matrix/exp_avg_sq": ("F32", (5, 1))}
     target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes=shapes_of(module), saved_shapes={}, wanted=True
+        [optimizer],
+        named(module),
+        saved,
+        shapes=shapes_of(module),
+        saved_shapes={},
+        loads_state=True,
     )
     for key, tensor in target.tensors.items():
         assert tensor.data_ptr() != optimizer.state[matrix][key.rpartition("/")[2]].data_ptr()
@@ -243,7 +258,12 @@ def test_counters_stay_on_the_cpu_unless_the_optimizer_wants_them_elsewhere(
         for key, s in states.items()
     }
     target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes=shapes_of(module), saved_shapes={}, wanted=True
+        [optimizer],
+        named(module),
+        saved,
+        shapes=shapes_of(module),
+        saved_shapes={},
+        loads_state=True,
     )
     for key, tensor in target.tensors.items():
         assert tensor.device.type == (where if key.endswith("/step") else "meta"), key
@@ -259,7 +279,7 @@ def test_state_is_laid_out_row_by_row_and_needs_no_gradient() -> None:
         {"w/exp_avg": ("F32", (5, 3))},
         shapes={"w": (5, 3)},
         saved_shapes={},
-        wanted=True,
+        loads_state=True,
     )
     assert target.tensors["w/exp_avg"].is_contiguous()
     assert not target.tensors["w/exp_avg"].requires_grad
@@ -282,7 +302,7 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     saved: Saved = {"w/exp_avg": ("F32", (4, 3)), "w/step": ("F32", ())}
     target = prepare_optimizer(
-        [optimizer], named(module), saved, shapes={"w": (4, 3)}, saved_shapes={}, wanted=True
+        [optimizer], named(module), saved, shapes={"w": (4, 3)}, saved_shapes={}, loads_state=True
     )
     moment = target.tensors["w/exp_avg"]
     assert isinstance(moment, DTensor)
@@ -291,7 +311,7 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     assert type(target.tensors["w/step"]) is torch.Tensor
     assert (
         prepare_optimizer(
-            [optimizer], named(module), {}, shapes={}, saved_shapes={}, wanted=True
+            [optimizer], named(module), {}, shapes={}, saved_shapes={}, loads_state=True
         ).tensors
         == {}
     )
@@ -320,7 +340,7 @@ def test_masters_are_kept_apart_and_survive_a_load() -> None:
     saved, values = on_disk(flat)
     masters = {p: optimizer.state[p]["master_param"] for p in module.parameters()}
     target = load(module, [optimizer], saved, values)
-    assert masters_of([optimizer], named(module)) == {
+    assert collect_masters([optimizer], named(module)) == {
         fqn: masters[p] for fqn, p in module.named_parameters()
     }
     assert all(optimizer.state[p]["master_param"] is masters[p] for p in module.parameters())
@@ -374,9 +394,9 @@ def test_several_optimizers_are_one_state() -> None:
     flat = flatten_optimizer(both, named(module))
     assert [g["names"] for g in flat.groups] == [["matrix"], ["vector", "one", "scalar"]]
     assert {"matrix/exp_avg", "vector/momentum_buffer"} <= set(flat.tensors)
-    assert as_list(both) == both
-    assert as_list(both[0]) == both[:1]
-    assert as_list(None) == as_list({}) == []
+    assert as_optimizers(both) == both
+    assert as_optimizers(both[0]) == both[:1]
+    assert as_optimizers(None) == as_optimizers({}) == []
 
 
 def test_names_of_torchs_own_are_no_hyperparameters() -> None:
@@ -403,7 +423,9 @@ def test_a_parameter_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(LayoutError, match=text):
         flatten_optimizer(optimizer, named(module))
     with pytest.raises(LayoutError, match=text):
-        prepare_optimizer([optimizer], named(module), {}, shapes={}, saved_shapes={}, wanted=True)
+        prepare_optimizer(
+            [optimizer], named(module), {}, shapes={}, saved_shapes={}, loads_state=True
+        )
 
 
 @pytest.mark.parametrize("key", ["a/b", "", 3])
@@ -449,7 +471,7 @@ def test_groups_are_matched_by_name_and_not_by_position() -> None:
     current = grouped(module, ({}, ["scalar", "vector"]), ({}, ["one"]), ({}, ["matrix"]))
     matched = match_groups([current], named(module), saved)
     assert [options["lr"] for options in matched] == [0.2, 0.2, 0.1]
-    OptimizerTarget([current], named(module), wanted=True).install(scalars={}, groups=matched)
+    OptimizerTarget([current], named(module), loads_state=True).install(scalars={}, groups=matched)
     assert [group["lr"] for group in current.param_groups] == [0.2, 0.2, 0.1]
     assert [len(group["params"]) for group in current.param_groups] == [2, 1, 1]
 
@@ -515,7 +537,7 @@ def test_groups_of_new_parameters_keep_their_hyperparameters() -> None:
     saved = flatten_optimizer(grouped(module, ({"lr": 0.1}, ["matrix"])), named(module)).groups
     current = grouped(module, ({"lr": 0.3}, ["vector"]), ({}, ["one", "matrix"]))
     matched = match_groups([current], named(module), saved)
-    OptimizerTarget([current], named(module), wanted=True).install(scalars={}, groups=matched)
+    OptimizerTarget([current], named(module), loads_state=True).install(scalars={}, groups=matched)
     assert [group["lr"] for group in current.param_groups] == [0.3, 0.1]
 
 
@@ -524,7 +546,7 @@ def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(value: object) -> N
     module = model()
     optimizer = grouped(module, ({"lr": torch.tensor(0.1), "foreach": False}, ["matrix"]))
     before = optimizer.param_groups[0]["lr"]
-    OptimizerTarget([optimizer], named(module), wanted=True).install(
+    OptimizerTarget([optimizer], named(module), loads_state=True).install(
         scalars={}, groups=[{"lr": value}]
     )
     assert optimizer.param_groups[0]["lr"] is before, "a captured graph reads this very tensor"
@@ -536,7 +558,7 @@ def test_loaded_options_are_not_shared_with_the_checkpoint() -> None:
     saved = [{"names": ["matrix", "vector"], "options": {"lr": torch.tensor(0.1), "marks": [1]}}]
     current = grouped(module, ({}, ["matrix"]), ({}, ["vector"]))
     matched = match_groups([current], named(module), saved)
-    OptimizerTarget([current], named(module), wanted=True).install(scalars={}, groups=matched)
+    OptimizerTarget([current], named(module), loads_state=True).install(scalars={}, groups=matched)
     first, second = current.param_groups
     first["lr"].fill_(5)
     assert second["lr"] == torch.tensor(0.1), (

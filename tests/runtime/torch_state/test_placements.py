@@ -13,16 +13,22 @@ import torch
 from torch import nn
 
 from unified_ckpt.core.sharding.layouts import Layout, Strided
-from unified_ckpt.core.sharding.shardings import Cut, Sharding
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.placements import Placed, Placer, mesh_for_people
+from unified_ckpt.runtime.torch_state.placements import (
+    ResolvedTensor,
+    ShardingResolver,
+    describe_meshes,
+)
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests" / "support" / "placement_script.py"
 
 
 def cases() -> list[str]:
-    """The functions marked `case` in the script; it is not imported here, as it sets up for forking."""
+    """The functions marked `case` in the script; it is not imported here, as it sets up for
+    forking.
+    """
     tree = ast.parse(SCRIPT.read_text())
     return [
         f.name
@@ -58,8 +64,10 @@ def test_ranks_hold_what_their_rules_say(found: Mapping[str, list[str]], name: s
 # plain tensors, as a Layout declares them
 
 
-def place(layout: Layout | None, rank: int, tensor: torch.Tensor, *, fqn: str = "w") -> Placed:
-    placed = Placer(rank, range(4), layout).place(fqn, tensor)
+def place(
+    layout: Layout | None, rank: int, tensor: torch.Tensor, *, fqn: str = "w"
+) -> ResolvedTensor:
+    placed = ShardingResolver(rank, range(4), layout).resolve(fqn, tensor)
     assert placed is not None
     return placed
 
@@ -87,7 +95,7 @@ def test_memory_is_aliased_and_detached() -> None:
 def test_the_global_shape_follows_from_an_even_part() -> None:
     placed = place(tp({"tp": 0, "dp": 1}), 1, torch.ones(3, 5))
     assert placed.shape == (6, 10)
-    assert placed.sharding == Sharding((Cut(0, 2, 1), Cut(1, 2, 2)))
+    assert placed.sharding == Sharding((ShardDim(0, 2, 1), ShardDim(1, 2, 2)))
     assert place(tp({"tp": 0, "dp": 0}), 1, torch.ones(3, 5)).shape == (12, 5)
 
 
@@ -110,7 +118,7 @@ def test_uneven_parts_need_the_global_shape() -> None:
         assert (placed.shape, tuple(placed.local.shape), placed.sharding) == (
             (5, 2),
             (rows, 2),
-            Sharding((Cut(0, 2, 1),)),
+            Sharding((ShardDim(0, 2, 1),)),
         )
 
 
@@ -119,7 +127,7 @@ def test_padding_is_cut_off() -> None:
     for rank, rows in enumerate((8, 2)):
         part = torch.arange(16.0).reshape(8, 2)
         placed = place(tp({"tp": 0}, (10, 2)), rank, part)
-        assert placed.sharding == Sharding((Cut(0, 2, 1, 1, 8),))
+        assert placed.sharding == Sharding((ShardDim(0, 2, 1, 1, 8),))
         assert placed.local.data_ptr() == part.data_ptr()
         assert torch.equal(placed.local, part[:rows])
 
@@ -158,11 +166,11 @@ def test_a_part_that_the_sections_do_not_give_is_refused() -> None:
 
 def test_rules_that_applied_are_remembered() -> None:
     layout = Layout(mesh={"tp": 4}, rules={"a.*": {"tp": 0}, "b.*": {"tp": 0}})
-    placer = Placer(0, range(4), layout)
-    placer.place("a.w", torch.ones(2))
-    placer.place("c.w", torch.ones(2))
-    assert placer.matched == {"a.*"}
-    assert mesh_for_people(placer) == {"world_size": 4, "layout": {"tp": 4}}
+    placer = ShardingResolver(0, range(4), layout)
+    placer.resolve("a.w", torch.ones(2))
+    placer.resolve("c.w", torch.ones(2))
+    assert placer.matched_patterns == {"a.*"}
+    assert describe_meshes(placer) == {"world_size": 4, "layout": {"tp": 4}}
 
 
 def test_scalars_and_empty_tensors() -> None:

@@ -1,4 +1,6 @@
-"""The place in the data: over any resumes each sample once in an epoch, but for the documented end; and equally many batches per rank."""
+"""The place in the data: over any resumes each sample once in an epoch, but for the documented end;
+and equally many batches per rank.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Job:
         ]
 
     def steps(self, count: int | None = None) -> list[int]:
-        """All samples that all ranks are handed in so many steps, or in what is left of the epoch; every rank has the same number."""
+        """All samples that all ranks are handed in so many steps, or in what is left of the epoch;
+        every rank has the same number.
+        """
         walks = [
             list(islice(one.batches(loader), count))
             for one, loader in zip(self.samplers, self.loaders, strict=True)
@@ -88,7 +92,7 @@ def test_over_any_worlds_each_sample_comes_once(
     fresh = uc.ElasticSampler(range(length), 1, 0, **how)
     fresh.set_epoch(epoch)
     saved, seen = fresh.state_dict(), Counter[int]()
-    order = list(fresh._order(fresh._place).indices)
+    order = list(fresh._order(fresh._position).indices)
     assert sorted(order) == list(range(length))
     for world, batch, count in lives:
         job = Job(length, world, batch, saved, **how)
@@ -339,7 +343,9 @@ def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_that_begins_anew_takes_nothing_from_the_random_state(workers: int) -> None:
-    """torch's loaders draw a seed when they begin: a resumed run would draw once more than the one that goes on."""
+    """torch's loaders draw a seed when they begin: a resumed run would draw once more than the one
+    that goes on.
+    """
     torch.manual_seed(3)
     before = torch.get_rng_state()
     sampler = uc.ElasticSampler(range(20), 1, 0)

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
 from tests.support.oracles import filled, mesh_strides, part_of
-from unified_ckpt.core.planning.slabs import inner_boxes
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.planning.slabs import slab_boxes
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS, itemsize
-from unified_ckpt.core.sharding.shardings import Cut, Sharding, TensorSpec
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
-    Part,
+    LocalTensor,
     as_bytes,
-    boxes_in_line,
-    dense,
+    as_contiguous,
+    as_int_bits,
+    boxes_in_slab,
+    copy_slabs_from_tile,
+    copy_slabs_to_tile,
     dtype_name,
-    empty_lines,
-    fill_lines,
-    lines_of,
-    same_bits,
+    slabs_of,
 )
 
 DTYPES = sorted(TORCH_DTYPES)
@@ -44,7 +44,7 @@ def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(same_bits(tensor).contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(as_int_bits(tensor).contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def part(
@@ -53,9 +53,9 @@ def part(
     dtype: str | None = None,
     shape: tuple[int, ...] | None = None,
     sharding: Sharding | None = None,
-) -> Part:
+) -> LocalTensor:
     spec = TensorSpec(dtype or DTYPE_NAMES[tensor.dtype], shape or tuple(tensor.shape))
-    return Part(Row("model", "w", spec, sharding or Sharding()), tensor)
+    return LocalTensor(TensorDecl("model", "w", spec, sharding or Sharding()), tensor)
 
 
 # dtypes
@@ -115,7 +115,7 @@ def test_bytes_of_a_view_start_where_it_starts() -> None:
 def test_the_same_bits_alias_the_tensor(dtype: str) -> None:
     tensor = random_bits(dtype, 4, 6)
     for view in (tensor, tensor[:, 1:4], tensor[::2]):
-        found = same_bits(view)
+        found = as_int_bits(view)
         assert found.data_ptr() == view.data_ptr()
         assert found.shape == view.shape
         assert not found.dtype.is_floating_point
@@ -124,21 +124,21 @@ def test_the_same_bits_alias_the_tensor(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dense_copies_only_what_is_not(dtype: str) -> None:
     tensor = random_bits(dtype, 4, 6)
-    assert dense(tensor) is tensor
-    turned = dense(tensor.t())
+    assert as_contiguous(tensor) is tensor
+    turned = as_contiguous(tensor.t())
     assert turned.is_contiguous()
     assert turned.dtype == tensor.dtype
-    assert same_bits(turned).tolist() == same_bits(tensor).t().tolist()
+    assert as_int_bits(turned).tolist() == as_int_bits(tensor).t().tolist()
 
 
 def test_plain_parts_are_what_a_file_holds() -> None:
     tensor = torch.ones(4, 3)
-    assert part(tensor).plain
-    assert not part(tensor, dtype="BF16").plain
+    assert part(tensor).is_stored_bytes
+    assert not part(tensor, dtype="BF16").is_stored_bytes
     assert part(tensor, dtype="BF16").casts
-    assert not part(tensor.t()).plain
-    assert not part(tensor.to("meta")).plain
-    assert part(tensor[1:]).plain
+    assert not part(tensor.t()).is_stored_bytes
+    assert not part(tensor.to("meta")).is_stored_bytes
+    assert part(tensor[1:]).is_stored_bytes
 
 
 # lines
@@ -146,19 +146,19 @@ def test_plain_parts_are_what_a_file_holds() -> None:
 
 def test_lines_alias_a_contiguous_part() -> None:
     tensor = torch.arange(24.0).reshape(2, 3, 4)
-    found = lines_of(part(tensor), split=2, first_line=1, lines=3)
+    found = slabs_of(part(tensor), outer_ndim=2, first_slab=1, count=3)
     assert found.tolist() == tensor.reshape(6, 4)[1:4].tolist()
     assert found.data_ptr() == tensor[0, 1].data_ptr()
-    assert lines_of(part(tensor), split=0, first_line=0, lines=1).shape == (1, 2, 3, 4)
-    assert lines_of(part(tensor), split=3, first_line=5, lines=2).tolist() == [5.0, 6.0]
-    assert lines_of(part(torch.tensor(7.0)), split=0, first_line=0, lines=1).tolist() == [7.0]
+    assert slabs_of(part(tensor), outer_ndim=0, first_slab=0, count=1).shape == (1, 2, 3, 4)
+    assert slabs_of(part(tensor), outer_ndim=3, first_slab=5, count=2).tolist() == [5.0, 6.0]
+    assert slabs_of(part(torch.tensor(7.0)), outer_ndim=0, first_slab=0, count=1).tolist() == [7.0]
 
 
 MESHES = [(2,), (3,), (2, 2), (2, 3)]
 
 
 @st.composite
-def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
+def shared_tensors(draw: st.DrawFn) -> tuple[TensorDecl, int, int]:
     """A row whose dims left of `split` nobody cuts, the split, and the number of ranks."""
     sizes = draw(st.sampled_from(MESHES))
     strides = mesh_strides(sizes)
@@ -166,11 +166,11 @@ def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
     split = draw(st.integers(0, len(shape) - 1))
     sections = draw(st.sampled_from([1, 2, 3]))
     cuts = tuple(
-        Cut(draw(st.integers(split, len(shape) - 1)), size, stride, sections)
+        ShardDim(draw(st.integers(split, len(shape) - 1)), size, stride, sections)
         for size, stride in zip(sizes, strides, strict=True)
     )
     return (
-        Row("model", "w", TensorSpec(draw(st.sampled_from(DTYPES)), shape), Sharding(cuts)),
+        TensorDecl("model", "w", TensorSpec(draw(st.sampled_from(DTYPES)), shape), Sharding(cuts)),
         split,
         prod(sizes),
     )
@@ -179,7 +179,7 @@ def shared_tensors(draw: st.DrawFn) -> tuple[Row, int, int]:
 @given(shared_tensors(), st.booleans(), st.data())
 @settings(max_examples=150)
 def test_lines_go_into_a_tile_and_come_back(
-    case: tuple[Row, int, int], strided: bool, data: st.DataObject
+    case: tuple[TensorDecl, int, int], strided: bool, data: st.DataObject
 ) -> None:
     row, split, world = case
     whole = (
@@ -206,36 +206,40 @@ def test_lines_go_into_a_tile_and_come_back(
         )
         if strided and local.dim() > 1:  # the same values in memory of another order
             local = (
-                same_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
+                as_int_bits(local).transpose(0, -1).contiguous().transpose(0, -1).view(local.dtype)
             )
-        parts.append(Part(row, local))
-        boxes = boxes_in_line(parts[-1], rank, split)
-        assert boxes == inner_boxes(
+        parts.append(LocalTensor(row, local))
+        boxes = boxes_in_slab(parts[-1], rank, split)
+        assert boxes == slab_boxes(
             row.spec.shape, row.sharding, row.sharding.coordinates(rank), split
         )
-        fill_lines(tile, parts[-1], boxes, split=split, first_line=first, lines=lines)
+        copy_slabs_to_tile(tile, parts[-1], boxes, outer_ndim=split, first_slab=first, count=lines)
     assert bytes(tile.numpy()) == wanted
     for rank, one in enumerate(parts):
-        target = Part(row, torch.empty_like(one.local, memory_format=torch.contiguous_format))
-        same_bits(target.local).fill_(1)
-        empty_lines(
+        target = LocalTensor(
+            row, torch.empty_like(one.local, memory_format=torch.contiguous_format)
+        )
+        as_int_bits(target.local).fill_(1)
+        copy_slabs_from_tile(
             tile,
             target,
-            boxes_in_line(target, rank, split),
-            split=split,
-            first_line=first,
-            lines=lines,
+            boxes_in_slab(target, rank, split),
+            outer_ndim=split,
+            first_slab=first,
+            count=lines,
         )
         shape = (prod(one.local.shape[:split]), *one.local.shape[split:])
-        found, source = (same_bits(x).reshape(shape) for x in (target.local, one.local))
+        found, source = (as_int_bits(x).reshape(shape) for x in (target.local, one.local))
         assert torch.equal(found[first : first + lines], source[first : first + lines])
         assert (found[:first] == 1).all()
         assert (found[first + lines :] == 1).all()
 
 
 def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
-    row = Row("model", "w", TensorSpec("F32", (4, 4)), Sharding((Cut(1, 2, 1),), ranks=(3, 5)))
-    assert boxes_in_line(Part(row, torch.empty(0, 0)), 0, 1) == ()
+    row = TensorDecl(
+        "model", "w", TensorSpec("F32", (4, 4)), Sharding((ShardDim(1, 2, 1),), ranks=(3, 5))
+    )
+    assert boxes_in_slab(LocalTensor(row, torch.empty(0, 0)), 0, 1) == ()
 
 
 @pytest.mark.parametrize(
@@ -244,15 +248,19 @@ def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
 )
 def test_lines_are_cast_on_the_way(here: str, there: str) -> None:
     values = torch.tensor([[0.5, -2.0, 1.25, 3.0], [0.1, 7.0, -0.25, 1e-3]]).to(TORCH_DTYPES[here])
-    row = Row("model", "w", TensorSpec(there, (2, 4)), Sharding((Cut(1, 2, 1),)))
+    row = TensorDecl("model", "w", TensorSpec(there, (2, 4)), Sharding((ShardDim(1, 2, 1),)))
     tile = torch.zeros(row.spec.nbytes, dtype=torch.uint8)
     for rank in range(2):
-        one = Part(row, values[:, 2 * rank : 2 * rank + 2])
+        one = LocalTensor(row, values[:, 2 * rank : 2 * rank + 2])
         assert one.casts
-        fill_lines(tile, one, boxes_in_line(one, rank, 1), split=1, first_line=0, lines=2)
+        copy_slabs_to_tile(
+            tile, one, boxes_in_slab(one, rank, 1), outer_ndim=1, first_slab=0, count=2
+        )
     saved = values.to(TORCH_DTYPES[there])
     assert bytes(tile.numpy()) == bits(saved)
     for rank in range(2):
-        back = Part(row, torch.empty(2, 2, dtype=TORCH_DTYPES[here]))
-        empty_lines(tile, back, boxes_in_line(back, rank, 1), split=1, first_line=0, lines=2)
+        back = LocalTensor(row, torch.empty(2, 2, dtype=TORCH_DTYPES[here]))
+        copy_slabs_from_tile(
+            tile, back, boxes_in_slab(back, rank, 1), outer_ndim=1, first_slab=0, count=2
+        )
         assert bits(back.local) == bits(saved[:, 2 * rank : 2 * rank + 2].to(TORCH_DTYPES[here]))

@@ -1,4 +1,6 @@
-"""Where ZeRO's flat groups have each parameter: spans put together beside torch's own slices of the whole, and sizes that do not fit."""
+"""Where ZeRO's flat groups have each parameter: spans put together beside torch's own slices of the
+whole, and sizes that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from hypothesis import strategies as st
 
 import unified_ckpt.sources.deepspeed.layout as layouts
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.deepspeed.layout import Layout, Span, chained, scattered
-from unified_ckpt.sources.deepspeed.parameters import spans_tensor
-from unified_ckpt.sources.detect.names import find_format
-from unified_ckpt.views.shards import Assembled
+from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange, zero3_layout, zero12_layout
+from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
+from unified_ckpt.sources.detect.names import detect_format
+from unified_ckpt.views.shards import ShardedSource
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3)
 
@@ -30,13 +32,16 @@ def named(sizes: list[list[int]]) -> list[dict[str, int]]:
     ]
 
 
-def put_together(layout: Layout, shares: list[list[torch.Tensor]], name: str) -> torch.Tensor:
-    spans = layout.spans[name]
-    assert [span.first for span in spans] == [
+def put_together(layout: FlatLayout, shares: list[list[torch.Tensor]], name: str) -> torch.Tensor:
+    spans = layout.ranges[name]
+    assert [span.param_offset for span in spans] == [
         sum(one.numel for one in spans[:i]) for i in range(len(spans))
     ]
     return torch.cat(
-        [shares[one.rank][one.group][one.start : one.start + one.numel] for one in spans]
+        [
+            shares[one.rank][one.group][one.partition_offset : one.partition_offset + one.numel]
+            for one in spans
+        ]
     )
 
 
@@ -62,13 +67,13 @@ def test_groups_that_are_cut_in_partitions(
         for rank, part in enumerate(padded.split(partitions[-1])):
             shares[rank].append(part)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "CUT_NUMEL", cut)
-        layout = chained(groups, gaps, partitions, world=world)
+        patch.setattr(layouts, "MAX_RANGE_NUMEL", cut)
+        layout = zero12_layout(groups, gaps, partitions, world_size=world)
     for name, expected in whole.items():
         assert torch.equal(put_together(layout, shares, name), expected)
-        assert all(one.numel <= cut for one in layout.spans[name])
+        assert all(one.numel <= cut for one in layout.ranges[name])
     for number, numels in enumerate(sizes):  # what is padding may be left out, no more
-        assert sum(layout.least(rank, number) for rank in range(world)) == sum(numels) + sum(
+        assert sum(layout.min_numel(rank, number) for rank in range(world)) == sum(numels) + sum(
             gaps[number]
         )
 
@@ -88,35 +93,35 @@ def test_parameters_that_are_cut_in_parts(sizes: list[list[int]], world: int, cu
         for rank in range(world):
             shares[rank].append(torch.cat(parts[rank]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "CUT_NUMEL", cut)
-        layout = scattered(groups, [one.numel() for one in shares[0]], world=world)
+        patch.setattr(layouts, "MAX_RANGE_NUMEL", cut)
+        layout = zero3_layout(groups, [one.numel() for one in shares[0]], world_size=world)
     for name, expected in whole.items():
         assert torch.equal(put_together(layout, shares, name), expected)
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (
-        lambda: chained([{"a": 10}], [[0]], [4], world=2),
+        lambda: zero12_layout([{"a": 10}], [[0]], [4], world_size=2),
         "group 0 has 2 partitions of 4 elements; its parameters need 10",
     ),
     (
-        lambda: chained([{"a": 10}], [[0]], [7], world=2),
+        lambda: zero12_layout([{"a": 10}], [[0]], [7], world_size=2),
         "group 0 has 2 partitions of 7 elements; its parameters need 10",
     ),
     (
-        lambda: chained([{"a": 10}], [[0, 0]], [6], world=2),
+        lambda: zero12_layout([{"a": 10}], [[0, 0]], [6], world_size=2),
         "group 0 has 1 parameters and 2 paddings",
     ),
     (
-        lambda: chained([{"a": 10}], [[0]], [6, 6], world=2),
+        lambda: zero12_layout([{"a": 10}], [[0]], [6, 6], world_size=2),
         "has 2 groups; the model's file names 1",
     ),
     (
-        lambda: scattered([{"a": 10, "b": 3}], [6], world=2),
+        lambda: zero3_layout([{"a": 10, "b": 3}], [6], world_size=2),
         "group 0 has 6 elements on each rank; its parameters need 7",
     ),
     (
-        lambda: scattered([{"a": 10}, {"b": 3}], [5], world=2),
+        lambda: zero3_layout([{"a": 10}, {"b": 3}], [5], world_size=2),
         "has 1 groups; the model's file names 2",
     ),
 ]
@@ -134,19 +139,19 @@ def test_partitions_that_are_not_those_of_the_parameters(
     ("spans", "text"),
     [
         (
-            [Span(0, 2, 0, 0, 0), Span(3, 1, 1, 0, 0)],
+            [FlatRange(0, 2, 0, 0, 0), FlatRange(3, 1, 1, 0, 0)],
             r"rank 1: has elements from 3 of a tensor of shape \(2, 2\); needed those from 2",
         ),
         (
-            [Span(0, 3, 0, 0, 0), Span(2, 2, 1, 0, 0)],
+            [FlatRange(0, 3, 0, 0, 0), FlatRange(2, 2, 1, 0, 0)],
             r"rank 1: has elements from 2 (.|\n)*; needed those from 3",
         ),
-        ([Span(0, 3, 0, 0, 0)], r"its files have 3 elements of shape \(2, 2\); needed 4"),
+        ([FlatRange(0, 3, 0, 0, 0)], r"its files have 3 elements of shape \(2, 2\); needed 4"),
     ],
 )
-def test_spans_with_gaps_or_overlaps(spans: list[Span], text: str) -> None:
+def test_spans_with_gaps_or_overlaps(spans: list[FlatRange], text: str) -> None:
     with pytest.raises(FormatError, match=text):
-        spans_tensor(
+        tensor_from_ranges(
             (2, 2), torch.float32, spans, lambda _: torch.zeros(1), lambda span: f"rank {span.rank}"
         )
 
@@ -158,15 +163,17 @@ def test_spans_are_loaded_only_where_they_are_read() -> None:
         loaded.append(number)
         return torch.full((4,), float(number))
 
-    spans = [Span(4 * i, 4, i, 0, 0) for i in range(6)]
-    made = spans_tensor((8, 3), torch.float32, spans, load, lambda span: f"rank {span.rank}")
-    source = Assembled("folder", {("model", "w"): made}, format="test", said=Said())
+    spans = [FlatRange(4 * i, 4, i, 0, 0) for i in range(6)]
+    made = tensor_from_ranges((8, 3), torch.float32, spans, load, lambda span: f"rank {span.rank}")
+    source = ShardedSource(
+        "folder", {("model", "w"): made}, format="test", metadata=SourceMetadata()
+    )
     found = torch.frombuffer(
         bytearray(source.read("model", "w", Box((3, 0), (2, 3)))), dtype=torch.float32
     )
     assert found.tolist() == [2, 2, 2, 3, 3, 3]
     assert sorted(set(loaded)) == [2, 3]
-    assert prod(made.grid) == 24
+    assert prod(made.box_shape) == 24
 
 
 @pytest.mark.parametrize(
@@ -196,5 +203,5 @@ def test_what_is_taken_for_a_folder_of_deepspeeds(
 ) -> None:
     for name in entries:
         (tmp_path / name).touch()
-    found = find_format(str(tmp_path), told=None)
+    found = detect_format(str(tmp_path), format_name=None)
     assert (found is not None and found.name == "deepspeed") == known

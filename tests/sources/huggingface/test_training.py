@@ -1,4 +1,6 @@
-"""Checkpoints of the stock Trainer and of Accelerate: read as they read them, gone on from, and refused where there is a doubt."""
+"""Checkpoints of the stock Trainer and of Accelerate: read as they read them, gone on from, and
+refused where there is a doubt.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.support.trainers import STEPS, StopAt, check_same, losses, model, tra
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers import open_model_names
 from unified_ckpt.runtime.torch_state.rng import RandomStates
-from unified_ckpt.sources.pytorch.parameter_order import model_of
+from unified_ckpt.sources.pytorch.parameter_order import meta_model
 
 Hostile = Callable[[Path], Any]
 
@@ -95,7 +97,7 @@ def test_weights_and_optimizer_are_the_trainers_by_name(stock: tuple[Trainer, Pa
             {name: view[...] for name, view in source["optimizer"].items()},
             state_of(made.model, plain(made)),
         )
-        decayed, rest = source.source.said().groups
+        decayed, rest = source.source.metadata().groups
         assert decayed["options"]["weight_decay"] == 0.1
         assert decayed["options"]["lr"] == plain(made).param_groups[0]["lr"]
         assert "model.layers.0.input_layernorm.weight" in rest["names"]
@@ -106,7 +108,9 @@ def test_weights_and_optimizer_are_the_trainers_by_name(stock: tuple[Trainer, Pa
 
 
 class Loads(TrainerCallback):
-    """Once the stock Trainer has resumed: forgets what it has loaded, and loads that through the engine."""
+    """Once the stock Trainer has resumed: forgets what it has loaded, and loads that through the
+    engine.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -166,7 +170,7 @@ def test_the_next_save_is_unified_and_has_the_same_names(
 
 def names_of_groups(folder: Path) -> list[list[str]]:
     with uc.open(folder) as source:
-        return [list(group["names"]) for group in source.source.said().groups]
+        return [list(group["names"]) for group in source.source.metadata().groups]
 
 
 def test_an_optimizer_in_another_order_of_as_many_is_refused_not_mixed_up(
@@ -273,7 +277,7 @@ def test_a_config_names_a_model_or_nothing_is_called(folder: Path, architecture:
         uc.CheckpointError,
         match=r"config.json: (names the architectures|transformers .* makes no model of it)",
     ):
-        model_of(folder)
+        meta_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +518,9 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 def save_sharded(
     folder: Path, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, form: str
 ) -> None:
-    """Model and optimizer of this number as Accelerate has them under FSDP: folders, or files of one rank."""
+    """Model and optimizer of this number as Accelerate has them under FSDP: folders, or files of
+    one rank.
+    """
     weights, state = get_state_dict(net, optimizer)
     for name, told in (
         (f"pytorch_model_fsdp_{number}", {"model": weights}),
@@ -558,7 +564,9 @@ def test_numbered_files_swapped(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("form", ["folders", "files"])
 def test_several_sharded_models_and_optimizers(tmp_path: Path, form: str) -> None:
-    """Symptom: the state of the second optimizer in place of the first one's, whose parameters have the same names."""
+    """Symptom: the state of the second optimizer in place of the first one's, whose parameters have
+    the same names.
+    """
 
     def made(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         torch.manual_seed(seed)
@@ -599,7 +607,9 @@ def test_two_optimizers_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_stacked_in_memory(tmp_path: Path) -> None:
-    """The folder has the hub's names, the optimizer the model's own: one load fills both, and a conversion would mix them."""
+    """The folder has the hub's names, the optimizer the model's own: one load fills both, and a
+    conversion would mix them.
+    """
     made = trainer(tmp_path, stock=True, net=mixtral(), max_steps=1, save_steps=1)
     made.train()
     folder, net = tmp_path / "checkpoint-1", mixtral()

@@ -1,4 +1,6 @@
-"""Folders of Hugging Face's weights where index and files do not agree: read as transformers reads them, or refused, never in part."""
+"""Folders of Hugging Face's weights where index and files do not agree: read as transformers reads
+them, or refused, never in part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Megatron-Core's torch_dist: read as Megatron reads it, whatever is stacked; flat buffers, damage, hostile files refused by name."""
+"""Megatron-Core's torch_dist: read as Megatron reads it, whatever is stacked; flat buffers, damage,
+hostile files refused by name.
+"""
 
 from __future__ import annotations
 

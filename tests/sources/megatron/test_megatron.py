@@ -1,4 +1,6 @@
-"""Megatron-LM's folders of ranks: any parallelism read as the whole model, in transformers' names; damage and doubt refused by name."""
+"""Megatron-LM's folders of ranks: any parallelism read as the whole model, in transformers' names;
+damage and doubt refused by name.
+"""
 
 from __future__ import annotations
 
@@ -309,7 +311,9 @@ def test_files_of_two_saves_are_refused(root: Path) -> None:
 )
 @pytest.mark.parametrize("swapped", [True, False])
 def test_rank_folders_swapped_or_copied(root: Path, pair: tuple[str, str], swapped: bool) -> None:
-    """The folders of two tensor or two pipeline ranks: every name and shape fits, and the values are others."""
+    """The folders of two tensor or two pipeline ranks: every name and shape fits, and the values
+    are others.
+    """
     step = root / "iter_0000007"
     one, other = (step / name for name in pair)
     other.rename(step / "aside")

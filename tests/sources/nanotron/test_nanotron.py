@@ -1,4 +1,6 @@
-"""nanotron's folders, written here from what is known of the format: merged over all ranks, and refused where parts are missing."""
+"""nanotron's folders, written here from what is known of the format: merged over all ranks, and
+refused where parts are missing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_every_tensor_is_what_all_ranks_had(tmp_path: Path, dp: int, zero: bool)
         }
         assert found.keys() == told.keys()
         assert [name for name, tensor in told.items() if not torch.equal(found[name], tensor)] == []
-        (group,) = source.source.said().groups
+        (group,) = source.source.metadata().groups
         assert sorted(group["names"]) == sorted(LAYERS)
         assert group["options"] == {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
         assert source.extra["lr_scheduler"] == {"last_epoch": 20}

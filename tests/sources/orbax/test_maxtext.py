@@ -1,4 +1,6 @@
-"""MaxText's checkpoints, written by Orbax from trees of its form: read bitwise as the Hugging Face models that they were made from."""
+"""MaxText's checkpoints, written by Orbax from trees of its form: read bitwise as the Hugging Face
+models that they were made from.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from unified_ckpt.cli.main import main
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.exports.maxtext import maxtext_view
 from unified_ckpt.options import LoadOptions, SourceOptions
-from unified_ckpt.sources import open_any
+from unified_ckpt.sources import open_source
 
 FORMS = ["stacked", "unstacked"]
 UNSTACKED = (
@@ -106,9 +108,9 @@ def test_tensors_cut_into_many_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Along chunks where all pieces of a tensor are kept together, else into rows."""
-    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.PIECE_NBYTES", 3000)
-    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.LARGEST_NBYTES", 3000)
-    monkeypatch.setattr("unified_ckpt.sources.orbax.maxtext.KEPT_NBYTES", kept)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.READ_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.arrays.MAX_READ_NBYTES", 3000)
+    monkeypatch.setattr("unified_ckpt.sources.orbax.maxtext.CACHE_NBYTES", kept)
     made = models[kind]
     with opened(written / f"{kind}-{form}-training", made) as source:
         for name, tensor in made.state.items():
@@ -134,7 +136,7 @@ def test_and_seen_as_maxtexts_again_it_is_as_stored(
     models: dict[str, Made], written: Path, kind: str
 ) -> None:
     path, made = written / f"{kind}-stacked-training", models[kind]
-    ours = open_any(str(path), SourceOptions(config=str(made.folder)))
+    ours = open_source(str(path), SourceOptions(config=str(made.folder)))
     with (
         uc.open(path, options=SourceOptions(names="own")) as own,
         SourceView(maxtext_view(ours, made.model.config.to_dict())) as view,
@@ -250,7 +252,9 @@ def test_names_of_several_models_are_shown_as_stored(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without config.json: a look takes MaxText's own names and says what others need; what is written for good needs it."""
+    """Without config.json: a look takes MaxText's own names and says what others need; what is
+    written for good needs it.
+    """
     path = written / "llama3-stacked-training"
     query = "decoder.layers.self_attention.query.kernel"
     target = {query: torch.zeros(64, 3, 4, 16)}

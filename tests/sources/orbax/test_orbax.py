@@ -1,4 +1,6 @@
-"""Pytrees that Orbax wrote, of any model: read bitwise through tensorstore, found in every kind of folder, refused where damaged."""
+"""Pytrees that Orbax wrote, of any model: read bitwise through tensorstore, found in every kind of
+folder, refused where damaged.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ import unified_ckpt as uc
 from tests.support.orbaxes import job, train_state, write
 from unified_ckpt.cli.main import main
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.detect.names import find_format
-from unified_ckpt.sources.orbax.arrays import cells, open_arrays
-from unified_ckpt.sources.orbax.tree import places
+from unified_ckpt.sources.detect.names import detect_format
+from unified_ckpt.sources.orbax.arrays import chunk_boxes, open_arrays
+from unified_ckpt.sources.orbax.tree import classify_leaves
 
 RANDOM = np.random.default_rng(0)
 WEIGHTS = {
@@ -50,7 +52,9 @@ DRIVERS = {
 
 
 def state() -> dict[str, Any]:
-    """Not of MaxText: moments of a part of the weights, another optimizer's state, an average, text, numbers."""
+    """Not of MaxText: moments of a part of the weights, another optimizer's state, an average,
+    text, numbers.
+    """
     trained = {"layer_0": MOMENTS}
     return {
         "params": WEIGHTS,
@@ -319,7 +323,7 @@ def test_folders_of_others_are_none_of_orbax(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
     (tmp_path / "7").mkdir()
-    assert find_format(str(tmp_path), told=None) is None
+    assert detect_format(str(tmp_path), format_name=None) is None
 
 
 # ---- damage
@@ -462,7 +466,7 @@ def test_a_dtype_that_safetensors_has_not(tmp_path: Path) -> None:
     with pytest.raises(
         uc.FormatError, match=r"a: has dtype int4, which has no name in safetensors"
     ):
-        open_arrays(str(tmp_path), ["a"], zarr3=True, filled=False)
+        open_arrays(str(tmp_path), ["a"], zarr3=True, zeros_omitted=False)
 
 
 def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
@@ -485,16 +489,16 @@ def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
             ).result()
             store.write(RANDOM.standard_normal(128, np.float32)).result()
     seen = set()
-    assert len(open_arrays(str(tmp_path), names, zarr3=False, filled=False)) == 5
+    assert len(open_arrays(str(tmp_path), names, zarr3=False, zeros_omitted=False)) == 5
     with pytest.raises(uc.IncompleteError, match=r"arrays are missing(.|\n)*params.other"):
-        open_arrays(str(tmp_path), [*names, "params.other"], zarr3=False, filled=False)
+        open_arrays(str(tmp_path), [*names, "params.other"], zarr3=False, zeros_omitted=False)
     for path in (
         tmp_path / "d"
     ).iterdir():  # a value here, a node of the tree there, or what nothing points at any more
         body = path.read_bytes()
         path.write_bytes(b"")
         try:
-            open_arrays(str(tmp_path), names, zarr3=False, filled=False)
+            open_arrays(str(tmp_path), names, zarr3=False, zeros_omitted=False)
             seen.add("as before")
         except uc.IncompleteError as error:
             seen.add(re.search("lost is which arrays|lost are params.layers_", str(error))[0])
@@ -506,15 +510,15 @@ def test_a_tree_of_many_nodes_is_walked(tmp_path: Path) -> None:
 
 
 def test_boxes_follow_chunks_and_a_bound() -> None:
-    boxes = list(cells((100, 64), (10, 16), 4, axes=(0, 1), nbytes=10 * 32 * 4))
+    boxes = list(chunk_boxes((100, 64), (10, 16), 4, axes=(0, 1), nbytes=10 * 32 * 4))
     assert sum(box.numel for box in boxes) == 6400
     assert all(box.shape == (10, 32) for box in boxes)
-    assert all(box.numel == 1 for box in cells((3, 5), (3, 5), 4, axes=(0, 1), nbytes=1))
-    assert [box.shape for box in cells((3, 5), (3, 5), 4, axes=(1,), nbytes=1)] == [
+    assert all(box.numel == 1 for box in chunk_boxes((3, 5), (3, 5), 4, axes=(0, 1), nbytes=1))
+    assert [box.shape for box in chunk_boxes((3, 5), (3, 5), 4, axes=(1,), nbytes=1)] == [
         (3, 1)
     ] * 5  # a row is not cut
-    assert list(cells((0, 5), (1, 5), 4, axes=(0, 1), nbytes=1)) == []
-    assert [box.shape for box in cells((), (), 4, axes=(), nbytes=1)] == [()]
+    assert list(chunk_boxes((0, 5), (1, 5), 4, axes=(0, 1), nbytes=1)) == []
+    assert [box.shape for box in chunk_boxes((), (), 4, axes=(), nbytes=1)] == [()]
 
 
 def test_two_states_of_one_weight_are_refused() -> None:
@@ -526,7 +530,7 @@ def test_two_states_of_one_weight_are_refused() -> None:
             ("opt_state", name, "nu", "a"): (2,),
         }
     with pytest.raises(uc.FormatError, match=r"both are a/exp_avg of optimizer"):
-        places(shapes)
+        classify_leaves(shapes)
 
 
 def test_moments_of_another_shape_are_no_adams() -> None:
@@ -535,6 +539,6 @@ def test_moments_of_another_shape_are_no_adams() -> None:
         ("opt_state", "count"): (),
     }
     shapes |= {("opt_state", "mu", "a"): (3,), ("opt_state", "nu", "a"): (3,)}
-    found = places(shapes)
+    found = classify_leaves(shapes)
     assert found.tensors["opt_state", "mu", "a"] == ("opt_state", "mu.a")
-    assert found.values == (("opt_state", "count"),)
+    assert found.scalars == (("opt_state", "count"),)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.beta_powers import Clock, clock_of, power_after, powers, steps_of
+from unified_ckpt.sources.paddle.beta_powers import (
+    AdamBetas,
+    beta_power,
+    beta_powers,
+    infer_betas,
+    infer_steps,
+)
 
 
 def multiplied(beta: float, steps: int) -> float:
@@ -22,41 +28,41 @@ def multiplied(beta: float, steps: int) -> float:
 @pytest.mark.parametrize("steps", [0, 1, 2, 7, 100, 700])
 def test_betas_and_steps_from_the_trainer_s_count(betas: tuple[float, float], steps: int) -> None:
     found = [multiplied(beta, steps) for beta in betas]
-    assert found == [power_after(beta, steps) for beta in betas]
-    clock = clock_of(found, steps)
+    assert found == [beta_power(beta, steps) for beta in betas]
+    clock = infer_betas(found, steps)
     assert clock.betas == tuple(
         beta if power > 1e-37 else None for beta, power in zip(betas, found, strict=True)
     )
-    assert steps_of(found, clock) == steps
+    assert infer_steps(found, clock) == steps
 
 
 @pytest.mark.parametrize("steps", [2, 50, 760])
 def test_usual_betas_without_a_count_or_with_a_wrong_one(steps: int) -> None:
     found = [multiplied(0.9, steps), multiplied(0.999, steps)]
     for counted in (None, steps + 3):
-        clock = clock_of(found, counted)
+        clock = infer_betas(found, counted)
         assert clock.betas == (0.9, 0.999)
-        assert steps_of(found, clock) == steps
+        assert infer_steps(found, clock) == steps
 
 
 @pytest.mark.parametrize("steps", [1200, 20_000, 80_000])
 def test_beta1_is_gone_after_a_thousand_steps_and_beta2_still_counts(steps: int) -> None:
     found = [multiplied(0.9, steps), multiplied(0.999, steps)]
-    clock = clock_of(found, steps)
+    clock = infer_betas(found, steps)
     assert clock.betas == (None, 0.999)
-    assert steps_of(found, clock) == steps
+    assert infer_steps(found, clock) == steps
 
 
 def test_both_gone_the_trainer_counts() -> None:
     found = [0.0, 0.0]
-    assert steps_of(found, clock_of(found, 500_000)) == 500_000
+    assert infer_steps(found, infer_betas(found, 500_000)) == 500_000
     with pytest.raises(FormatError, match="no usual betas"):
-        clock_of(found, None)
+        infer_betas(found, None)
 
 
 def test_parameters_that_began_later_have_their_own_count() -> None:
-    clock = clock_of([multiplied(0.9, 10), multiplied(0.999, 10)], 10)
-    assert steps_of([multiplied(0.9, 4), multiplied(0.999, 4)], clock) == 4
+    clock = infer_betas([multiplied(0.9, 10), multiplied(0.999, 10)], 10)
+    assert infer_steps([multiplied(0.9, 4), multiplied(0.999, 4)], clock) == 4
 
 
 @pytest.mark.parametrize(
@@ -64,13 +70,15 @@ def test_parameters_that_began_later_have_their_own_count() -> None:
 )
 def test_what_no_betas_explain_is_refused(found: tuple[float, float]) -> None:
     with pytest.raises(FormatError, match="no usual betas"):
-        clock_of(found, None)
+        infer_betas(found, None)
 
 
 def test_powers_that_disagree_are_refused() -> None:
     with pytest.raises(FormatError, match="needed powers of"):
-        steps_of([multiplied(0.9, 3), multiplied(0.999, 4)], Clock((0.9, 0.999), 3))
+        infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], AdamBetas((0.9, 0.999), 3))
 
 
 def test_powers_are_repeated_products() -> None:
-    assert [float(one) for one in powers(0.9, 5)] == [multiplied(0.9, steps) for steps in range(5)]
+    assert [float(one) for one in beta_powers(0.9, 5)] == [
+        multiplied(0.9, steps) for steps in range(5)
+    ]

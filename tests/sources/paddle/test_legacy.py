@@ -1,4 +1,6 @@
-"""PaddleNLP's folders of .pdparams and .pdopt: read lazily, joined over ranks; hostile and damaged pickles refused, not run."""
+"""PaddleNLP's folders of .pdparams and .pdopt: read lazily, joined over ranks; hostile and damaged
+pickles refused, not run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import unified_ckpt as uc
 from tests.support.paddle_files import changed, same
 from tests.support.paddles import FIXTURES, LINEAR, as_torch, copied, llama, torch_name
 from unified_ckpt.cli.main import main
-from unified_ckpt.sources.paddle.lazy_pickles import Stored, held_arrays, load_arrays
+from unified_ckpt.sources.paddle.lazy_pickles import FileBytes, load_arrays, map_arrays
 
 
 def unpickled(path: Path) -> Any:
@@ -82,7 +84,9 @@ def test_two_layers_whose_model_nobody_knows() -> None:
 
 @pytest.mark.parametrize("name", ["fused_tp2", "fused_legacy2"])
 def test_slices_and_old_protocols_are_the_same_model(name: str) -> None:
-    """The fixtures are one model: as a Unified Checkpoint, pickled by two tensor parallel ranks, pickled in protocol 2."""
+    """The fixtures are one model: as a Unified Checkpoint, pickled by two tensor parallel ranks,
+    pickled in protocol 2.
+    """
     whole, found = everything(FIXTURES / "fused"), everything(FIXTURES / name)
     assert found.keys() == {key for key in whole if name == "fused_tp2" or key[0] == "model"}
     assert all(same(tensor, whole[key]) for key, tensor in found.items())
@@ -121,8 +125,9 @@ def test_converted_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_files_of_a_mesh_are_joined_whatever_its_dims(tmp_path: Path) -> None:
-    """Tensor parallel 2 x pipeline 2 x sharding 2, from the fixture of two ranks: each stage has half of the layers' names, each rank of
-    the sharding half of the state."""
+    """Tensor parallel 2 x pipeline 2 x sharding 2, from the fixture of two ranks: each stage has
+    half of the layers' names, each rank of the sharding half of the state.
+    """
     meshed(tmp_path / "c")
     whole, found = everything(FIXTURES / "fused"), everything(tmp_path / "c")
     assert found.keys() == whole.keys()
@@ -272,20 +277,22 @@ def test_arrays_are_read_where_they_lie(tmp_path: Path, protocol: int, order: An
         arrays = {name: np.asarray(array, order=order) for name, array in arrays.items()}
     dump(tmp_path / "x.pdparams", {**arrays, "nested": ("name", arrays["floats"])}, protocol)
     told = load_arrays(str(tmp_path / "x.pdparams"))
-    assert isinstance(told["floats"].raw, Stored)  # was not read
-    held = held_arrays(str(tmp_path / "x.pdparams"), told)
-    from unified_ckpt.core.sharding.boxes import Box, whole
+    assert isinstance(told["floats"].raw, FileBytes)  # was not read
+    held = map_arrays(str(tmp_path / "x.pdparams"), told)
+    from unified_ckpt.core.sharding.boxes import Box, full_box
 
     for name, array in {**arrays, "nested": arrays["floats"]}.items():
         assert same(
-            held[name].load(whole(held[name].shape)),
+            held[name].load(full_box(held[name].shape)),
             tensor(np.ascontiguousarray(array).reshape(array.shape)),
         )
     assert same(held["floats"].load(Box((3, 5), (2, 9))), tensor(arrays["floats"])[3:5, 5:14])
 
 
 def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
-    """Paddle cuts what is over 1 GiB in parts for protocols 2 and 3, and says so under a name of its own."""
+    """Paddle cuts what is over 1 GiB in parts for protocols 2 and 3, and says so under a name of
+    its own.
+    """
     array = np.arange(120, dtype="f4").reshape(10, 12)
     parts = {f"w@@.{i}": array.reshape(-1)[i * 50 : (i + 1) * 50] for i in range(3)}
     told = {
@@ -294,7 +301,7 @@ def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
     }
     path = tmp_path / "x.pdparams"
     dump(path, told, 2)
-    held = held_arrays(str(path), load_arrays(str(path)))
+    held = map_arrays(str(path), load_arrays(str(path)))
     from unified_ckpt.core.sharding.boxes import Box
 
     assert list(held) == ["w"]
@@ -302,7 +309,7 @@ def test_an_array_in_parts_of_an_old_protocol_is_one(tmp_path: Path) -> None:
     del told["w@@.1"]
     dump(path, told, 2)
     with pytest.raises(uc.IncompleteError, match="w: has 2 of its 3 parts"):
-        held_arrays(str(path), load_arrays(str(path)))
+        map_arrays(str(path), load_arrays(str(path)))
 
 
 class Hostile:

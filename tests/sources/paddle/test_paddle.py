@@ -1,4 +1,6 @@
-"""PaddleNLP's Unified Checkpoints: every kind read bit for bit, in torch's names and orientation; damaged and doubtful ones refused."""
+"""PaddleNLP's Unified Checkpoints: every kind read bit for bit, in torch's names and orientation;
+damaged and doubtful ones refused.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def check_moments(source: Any, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["single_bf16", "tp2_nomerge", "tp2_skip"])
 def test_every_layout_holds_the_same_bits(name: str) -> None:
-    """The fixtures are one state, written whole, by two ranks without merging, and with master weights in place of the model."""
+    """The fixtures are one state, written whole, by two ranks without merging, and with master
+    weights in place of the model.
+    """
     whole = FIXTURES / "single_bf16"
     with uc.open(FIXTURES / name) as source:
         check_weights(source, "model", stored(whole, "model-"))
@@ -59,13 +63,14 @@ def test_every_layout_holds_the_same_bits(name: str) -> None:
         assert source.format == "paddle"
         assert source.step == 2
         assert source.extra["scheduler"] == {"last_epoch": 2, "last_lr": 0.001}
-        assert source.source.said().groups[0]["options"] == {"lr": 0.001, "betas": (0.9, 0.999)}
+        assert source.source.metadata().groups[0]["options"] == {"lr": 0.001, "betas": (0.9, 0.999)}
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "expected"),
     [
-        # sha256 of what Paddle 3.0.0 itself makes of them: `dequant_unified_optimizer(..., use_pd=True)` of paddlenlp 3.0.0b4
+        # sha256 of what Paddle 3.0.0 itself makes of them: `dequant_unified_optimizer(...,
+        # use_pd=True)` of paddlenlp 3.0.0b4
         ("tp2_O1_rm", "O1", "480eddbfdc1bd1f1fc6b6b290e29ea6b16454e299a08a532e07d88ff2ed2c748"),
         ("single_O2", "O2", "122ffa46a2f19f23ed8dd38b1e67a1f357bf2036e625bb09f3b435d27a23599b"),
     ],
@@ -112,7 +117,9 @@ def test_slices_of_compressed_and_joined_tensors(tmp_path: Path, box: tuple[slic
 
 
 def test_a_square_weight_is_turned_and_an_embedding_is_not() -> None:
-    """[in, out] and [out, in] of q_proj and o_proj look alike, as do both ways to see them in a 32x32 model."""
+    """[in, out] and [out, in] of q_proj and o_proj look alike, as do both ways to see them in a
+    32x32 model.
+    """
     files = stored(FIXTURES / "single_bf16", "model-")
     with uc.open(FIXTURES / "single_bf16") as source:
         for layer in ("self_attn.q_proj", "self_attn.o_proj"):
@@ -127,7 +134,9 @@ def test_a_square_weight_is_turned_and_an_embedding_is_not() -> None:
 
 
 def test_tied_embeddings_are_one_tensor_under_two_names() -> None:
-    """Symptom elsewhere: KeyError 'llama.embed_tokens.weight/moment2_0' when one process's tied checkpoint is loaded by several."""
+    """Symptom elsewhere: KeyError 'llama.embed_tokens.weight/moment2_0' when one process's tied
+    checkpoint is loaded by several.
+    """
     folder = FIXTURES / "single_tied"
     head = "lm_head.weight"
     with uc.open(folder) as source:
@@ -411,7 +420,9 @@ def test_folders_of_paddle_s_whose_files_are_all_damaged_are_paddle_s(tmp_path: 
 def test_files_whose_index_is_missing_are_not_left_out(
     tmp_path: Path, name: str, part: str
 ) -> None:
-    """Symptom: read with success, without the optimizer, without master weights, or without the embedding."""
+    """Symptom: read with success, without the optimizer, without master weights, or without the
+    embedding.
+    """
     folder = copied(name, tmp_path / "c")
     if name == "lora_tp2":
         shutil.copy(FIXTURES / "single_bf16" / "model.safetensors.index.json", folder)
@@ -604,7 +615,9 @@ def test_optimizer_state_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_step_that_the_powers_contradict_is_refused_and_skipped_steps_are_counted(
     tmp_path: Path,
 ) -> None:
-    """fp16 skips steps whose gradients overflow: then the trainer has counted more than the optimizer has made."""
+    """fp16 skips steps whose gradients overflow: then the trainer has counted more than the
+    optimizer has made.
+    """
     folder = copied("single_bf16", tmp_path / "c")
     changed(folder, "trainer_state.json", global_step=5)
     with uc.open(folder) as source:

@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint: read as `dcp.load` reads them, gone on from, and refused where they are damaged or hostile."""
+"""Folders of torch.distributed.checkpoint: read as `dcp.load` reads them, gone on from, and refused
+where they are damaged or hostile.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
-from unified_ckpt.sources.pytorch.dcp import place_of
+from unified_ckpt.sources.pytorch.dcp import key_for_path
 
 Net = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -301,7 +303,7 @@ PLACES: list[tuple[tuple[str | int, ...], bool, tuple[str, str] | None]] = [
 def test_where_a_tensor_goes(
     path: tuple[str | int, ...], scalar: bool, place: tuple[str, str] | None
 ) -> None:
-    assert place_of(path, scalar=scalar) == place
+    assert key_for_path(path, scalar=scalar) == place
 
 
 class Counting(nn.Linear):

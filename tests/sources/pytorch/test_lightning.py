@@ -1,4 +1,6 @@
-"""Checkpoints of stock Lightning in one file: read as Lightning reads them, and refused where they ask for classes."""
+"""Checkpoints of stock Lightning in one file: read as Lightning reads them, and refused where they
+ask for classes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Names for optimizer state by position: every order is held against shapes, and none is taken where there is a doubt."""
+"""Names for optimizer state by position: every order is held against shapes, and none is taken
+where there is a doubt.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from unified_ckpt.engine.source.by_position import Order
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.sources.pytorch.optimizer_names import (
-    Found,
-    Group,
-    by_position,
-    fits,
-    fitted,
+    ForeignCheckpoint,
+    SavedGroup,
+    match_order,
     parse_groups,
+    shape_fits,
+    with_optimizer_names,
 )
-from unified_ckpt.sources.pytorch.state_dict import read_state
+from unified_ckpt.sources.pytorch.state_dict import parse_state_dict
 
 SHAPES = [(2,), (3,), (2, 3), ()]
 
@@ -43,7 +45,7 @@ def test_parameters_are_left_out_only_where_shapes_tell_which(
     kept = [shape for shape in shapes if data.draw(st.booleans())]
     those = [(str(number), shape) for number, shape in enumerate(shapes)]
     ways = [way for way in combinations(those, len(kept)) if [shape for _, shape in way] == kept]
-    found, why = fitted([Group({}, tuple(map(entry, kept)), None)], [those])
+    found, why = match_order([SavedGroup({}, tuple(map(entry, kept)), None)], [those])
     if len(ways) == 1:
         assert found == [list(ways[0])]
     else:
@@ -76,18 +78,18 @@ def test_parameters_are_left_out_only_where_shapes_tell_which(
 def test_which_state_fits_which_shape(
     state: dict[str, Any], shape: tuple[int, ...], fit: bool
 ) -> None:
-    assert fits(state, shape) == fit
+    assert shape_fits(state, shape) == fit
 
 
 def source(groups: Any, own: dict[str, Order], **options: Any) -> Any:
-    tensors = read_state(
+    tensors = parse_state_dict(
         "x.pt", {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(3)}
     ).tensors
-    found = Found("x.pt", "torch", tensors, unnamed=parse_groups("x.pt", groups))
-    return by_position(
+    found = ForeignCheckpoint("x.pt", "torch", tensors, indexed_groups=parse_groups("x.pt", groups))
+    return with_optimizer_names(
         found,
         SourceOptions(**options),
-        own={who: (lambda order=order: order) for who, order in own.items()},
+        stored_orders={who: (lambda order=order: order) for who, order in own.items()},
     )
 
 
@@ -105,14 +107,14 @@ def test_all_who_know_an_order_must_agree() -> None:
     with pytest.raises(uc.FormatError, match="where the optimizer to be filled has b, one has a"):
         source(TWO, {"one": one}).named_for(other)
     told = source(TWO, {"one": one}, optimizer_order=(("b", "a"),))
-    assert told.named_for(one).said().groups == [{"names": ["b", "a"], "options": {"lr": 0.1}}], (
-        "the caller's counts"
-    )
+    assert told.named_for(one).metadata().groups == [
+        {"names": ["b", "a"], "options": {"lr": 0.1}}
+    ], "the caller's counts"
 
 
 def test_what_the_file_names_counts_and_empty_groups_are_no_doubt() -> None:
     named = {"state": {"b": entry((2,))}, "param_groups": [{"params": ["b"]}, {"params": []}]}
-    assert [group["names"] for group in source(named, {}).said().groups] == [["b"], []]
+    assert [group["names"] for group in source(named, {}).metadata().groups] == [["b"], []]
     with pytest.raises(
         uc.FormatError,
         match=r"the names given for its optimizer do not fit: param group 0: c has shape \(3,\)",
@@ -132,7 +134,7 @@ def test_what_needs_no_optimizer_never_asks() -> None:
     found = source(TWO, {"one": [[("x", (9,))]]})
     assert found.parts == ["model", "optimizer"]
     assert set(found.names(MODEL)) == {"a", "b", "c"}
-    assert found.said().groups == ()
+    assert found.metadata().groups == ()
     assert found.without_optimizer().parts == ["model"]
     with pytest.raises(
         uc.FormatError, match=r"one: the checkpoint's model has these under other names(.|\n)*x"

@@ -1,4 +1,6 @@
-"""Files of torch.save, and Hugging Face's pytorch_model*.bin: weights as torch.load gives them, refused where there is no model."""
+"""Files of torch.save, and Hugging Face's pytorch_model*.bin: weights as torch.load gives them,
+refused where there is no model.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_what_is_plain_beside_the_model_is_extra(tmp_path: Path) -> None:
 
 
 def test_namespaces_and_paths_among_the_settings_are_plain(tmp_path: Path) -> None:
-    """Many scripts save their argparse.Namespace: it is stood in for, and its class is not imported."""
+    """Many scripts save their argparse.Namespace: it is stood in for, and its class is not
+    imported.
+    """
     args = argparse.Namespace(
         lr=0.1,
         out=Path("/a/b"),

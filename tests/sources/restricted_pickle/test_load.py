@@ -1,4 +1,6 @@
-"""Pickles of strangers: read where they hold what formats hold, refused with what they asked for where not; nothing of them is ever run."""
+"""Pickles of strangers: read where they hold what formats hold, refused with what they asked for
+where not; nothing of them is ever run.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from hypothesis import strategies as st
 
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.sources.pytorch.dcp import read_entries
-from unified_ckpt.sources.restricted_pickle.limits import check_tree
+from unified_ckpt.sources.restricted_pickle.limits import check_tree_size
 from unified_ckpt.sources.restricted_pickle.load import load_pickle, load_torch, load_torch_bytes
-from unified_ckpt.sources.restricted_pickle.opcodes import check_numbers
-from unified_ckpt.sources.restricted_pickle.stubs import Stub
+from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
+from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
 
 
 class Hostile:
@@ -231,8 +233,8 @@ def test_stubs_stand_in_for_classes_that_a_format_needs(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(tp=2)}, path)
     with pytest.raises(FormatError, match=r"argparse\.Namespace"):
         load_torch(str(path))
-    found = load_torch(str(path), stubs=["argparse.Namespace"])["args"]
-    assert isinstance(found, Stub)
+    found = load_torch(str(path), placeholders=["argparse.Namespace"])["args"]
+    assert isinstance(found, Placeholder)
     assert found.state == {"tp": 2}
 
 
@@ -279,16 +281,16 @@ def test_what_python_pickles_passes_and_cut_short_is_refused(protocol: int) -> N
     }
     value |= {str(n): (n,) for n in range(1000)}
     whole = pickle.dumps(value, protocol)
-    check_numbers(whole)
+    check_memo_bounds(whole)
     for stop in (0, 1, len(whole) // 2, len(whole) - 1):
         with pytest.raises(FormatError):
-            check_numbers(whole[:stop])
+            check_memo_bounds(whole[:stop])
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_walked_through_or_refused(held: bytes) -> None:
     try:
-        check_numbers(held)
+        check_memo_bounds(held)
     except FormatError:
         return
     assert b"." in held
@@ -311,7 +313,7 @@ def test_a_few_objects_that_hold_each_other_a_billion_times_are_refused(
 ) -> None:
     torch.save({"w": torch.ones(2), "x": shared(40, kind)}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"x\.pt: .* branches on .* levels; needed at most"):
-        load_torch(str(tmp_path / "x.pt"), stubs=["argparse.Namespace"])
+        load_torch(str(tmp_path / "x.pt"), placeholders=["argparse.Namespace"])
 
 
 def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
@@ -327,16 +329,16 @@ def test_what_is_nested_too_deep_is_refused_and_what_is_shared_is_not() -> None:
     for _ in range(300):
         deep = (deep,)
     with pytest.raises(FormatError, match="201 levels"):
-        check_tree(deep)
+        check_tree_size(deep)
     names = [f"name{n}" for n in range(1000)]
-    check_tree([names, [names, (names, names)]] * 100)
-    check_tree(shared(20, lambda a, b: [a, b]))
+    check_tree_size([names, [names, (names, names)]] * 100)
+    check_tree_size(shared(20, lambda a, b: [a, b]))
 
 
 def test_a_long_list_that_is_shared_often_is_refused_at_once() -> None:
     long = [None] * 1_000_000
     with pytest.raises(FormatError, match="branches"):
-        check_tree([long] * 1_000_000)
+        check_tree_size([long] * 1_000_000)
 
 
 def test_an_error_does_not_write_out_what_a_pickle_holds(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A rank of a run with a manager: it resumes, then saves in the background at every step, until it is killed. One tier, or two."""
+"""A rank of a run with a manager: it resumes, then saves in the background at every step, until it
+is killed. One tier, or two.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ Spawn = multiprocessing.context.ForkServerContext
 
 @pytest.fixture(scope="module")
 def spawn() -> Iterator[Spawn]:
-    """Processes forked from one that has imported torch already: a start costs milliseconds, not seconds."""
+    """Processes forked from one that has imported torch already: a start costs milliseconds, not
+    seconds.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
@@ -66,7 +68,7 @@ class Scene:
             rank.start()
         return ranks
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.output.read_text() if self.output.exists() else "(nothing)"
 
     def newest_step(self, *, fixed: bool) -> int:
@@ -94,15 +96,17 @@ def wait_until_saving(
 ) -> None:
     deadline = time.monotonic() + 60
     while scene.newest_step(fixed=fixed) <= after:
-        assert all(rank.is_alive() for rank in ranks), scene.said()
-        assert time.monotonic() < deadline, scene.said()
+        assert all(rank.is_alive() for rank in ranks), scene.output()
+        assert time.monotonic() < deadline, scene.output()
         time.sleep(0.002)
 
 
 def kill_at_some_moment(
     scene: Scene, draw: random.Random, *, fixed: bool, only: int | None
 ) -> bool:
-    """One life: resume, save, save … and SIGKILL. Returns whether it left an unfinished save behind."""
+    """One life: resume, save, save … and SIGKILL. Returns whether it left an unfinished save
+    behind.
+    """
     before = scene.newest_step(fixed=fixed)
     older = set(scene.root.glob(".unified-*"))
     ranks = scene.start(fixed=fixed)
@@ -115,11 +119,11 @@ def kill_at_some_moment(
     for number, rank in enumerate(ranks):
         rank.join(30)
         assert rank.exitcode is not None, (
-            f"rank {number} hangs although another one is dead\n{scene.said()}"
+            f"rank {number} hangs although another one is dead\n{scene.output()}"
         )
         expected = -9 if only in (None, number) else REFUSED
         assert rank.exitcode == expected, (
-            f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.said()}"
+            f"rank {number} ended with {rank.exitcode}, not {expected}\n{scene.output()}"
         )
     folders = [scene.root / "latest"] if fixed else list(scene.root.glob("checkpoint-*"))
     steps = sorted(check_whole(folder) for folder in folders)

@@ -24,7 +24,9 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float) -> str:
-    """Run a script of this folder in `world` processes; what it said. Raise with the full output if it fails or lasts too long."""
+    """Run a script of this folder in `world` processes; what it said. Raise with the full output if
+    it fails or lasts too long.
+    """
     rank = warm.python(HERE / script, environment())
     command = [
         *warm.module("torch.distributed.run", environment()),
@@ -33,7 +35,8 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
         str(world),
         "--no-python",
     ]
-    # each worker dumps its stacks and ends itself a little before we lose patience: see `worker.start`
+    # each worker dumps its stacks and ends itself a little before we lose patience: see
+    # `worker.start`
     limit = {"WORKER_TIMEOUT_SECONDS": str(timeout_seconds - 10)}
     child = subprocess.Popen(
         [*command, *rank, *map(str, arguments)],

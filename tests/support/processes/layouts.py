@@ -1,11 +1,14 @@
 """The layouts of the matrix: one small model, cut in every way in which trainers cut one.
 
 A layout is a row of `ROWS`: its name and its mesh. The names of the mesh dims say everything:
-`ddp`; `fsdp` (FSDP2; with `rep`, HSDP); `tp` (parallelize_module); `cut` (plain local slices described by a `uc.Layout`);
-`pp` and `vpp` (stages; several per rank); `ep` (modules of experts spread over ranks, fused experts as DTensors).
+`ddp`; `fsdp` (FSDP2; with `rep`, HSDP); `tp` (parallelize_module); `cut` (plain local slices
+described by a `uc.Layout`);
+`pp` and `vpp` (stages; several per rank); `ep` (modules of experts spread over ranks, fused experts
+as DTensors).
 
-torch itself is the oracle of every cut: a model whose elements hold their own flat index is sharded by torch's real wrappers,
-so each rank knows which elements of a dense tensor it must hold, whatever the layout.
+torch itself is the oracle of every cut: a model whose elements hold their own flat index is sharded
+by torch's real wrappers, so each rank knows which elements of a dense tensor it must hold, whatever
+the layout.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ ROWS: dict[str, dict[str, int]] = {
 }
 WORLDS = (1, 2, 4)  # the worlds of the default run; 8 ranks are slow
 
-# Uneven on purpose: 131, 1031, 10, 5 and 3 divide by none of 2, 4 and 8, except 10 by 2. The embedding spans two digest blocks.
+# Uneven on purpose: 131, 1031, 10, 5 and 3 divide by none of 2, 4 and 8, except 10 by 2. The
+# embedding spans two digest blocks.
 DIM, HIDDEN, VOCAB, EXPERTS, EXPERT_ROWS = 258, 131, 1031, 5, 10
 BATCH, TOKENS = 8, 9
 BEFORE, AFTER = 3, 3  # training steps before and after a save
@@ -97,7 +101,9 @@ class Total(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """What the three kinds share: a norm with a frozen bias, a token shift, and the group over which its insides are spread."""
+    """What the three kinds share: a norm with a frozen bias, a token shift, and the group over
+    which its insides are spread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +217,9 @@ Fill = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def formula(name: str, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The dense contents of a tensor, from its name alone: the reference that no code under test has touched."""
+    """The dense contents of a tensor, from its name alone: the reference that no code under test
+    has touched.
+    """
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if dtype.is_floating_point:
         return torch.randn(shape, generator=draw, dtype=dtype) * (
@@ -231,7 +239,9 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Built:
-    """What one rank holds of a layout. `where[fqn]`: flat indices, into the dense tensor, of this rank's elements."""
+    """What one rank holds of a layout. `where[fqn]`: flat indices, into the dense tensor, of this
+    rank's elements.
+    """
 
     row: str
     tied: bool
@@ -275,7 +285,9 @@ class Built:
 
 
 def build(row: str, *, tied: bool, fill: Fill) -> Built:
-    """The model of this layout, its dense tensors filled by `fill` before torch's wrappers cut them."""
+    """The model of this layout, its dense tensors filled by `fill` before torch's wrappers cut
+    them.
+    """
     dims = ROWS[row]
     mesh = (
         init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
@@ -471,7 +483,9 @@ def dense_formula(*, tied: bool) -> dict[str, Tensor]:
 def compare(
     built: Built, dense: Callable[[str], Tensor | None], *, hyperparameters: bool = True
 ) -> list[str]:
-    """What differs, bit for bit, between this rank's state and the dense one. `dense(key)` is None where nothing must exist."""
+    """What differs, bit for bit, between this rank's state and the dense one. `dense(key)` is None
+    where nothing must exist.
+    """
     wrong: list[str] = []
 
     def same(key: str, have: Tensor, want: Tensor | None, where: Tensor | None) -> None:
@@ -523,7 +537,9 @@ def compare(
 
 
 def scramble(built: Built, *, forget: bool) -> None:
-    """Leave nothing that a load could pass off as its own work; with `forget`, no optimizer state at all."""
+    """Leave nothing that a load could pass off as its own work; with `forget`, no optimizer state
+    at all.
+    """
     with torch.no_grad():
         for _, parameter, optimizer in built.parameters():
             local(parameter).fill_(7.25)
@@ -540,7 +556,8 @@ def scramble(built: Built, *, forget: bool) -> None:
 
 
 def train_step(built: Built, step: int) -> float:
-    """One step on the global batch of this step number, which is the same in every layout. Returns the global mean loss.
+    """One step on the global batch of this step number, which is the same in every layout. Returns
+    the global mean loss.
 
     Two batches take turns, so that the loss falls and a lost optimizer state shows.
     """
@@ -564,8 +581,9 @@ def train_step(built: Built, step: int) -> float:
 def settle(built: Built) -> None:
     """Make the replicas over `tp` equal again.
 
-    Uneven TP shards give the TP ranks FSDP buffers of unequal length, so gloo's ring over 4 ranks adds up the gradients of what they
-    replicate in unequal order: true drift, in the last bit, which `check_replicas` finds and refuses.
+    Uneven TP shards give the TP ranks FSDP buffers of unequal length, so gloo's ring over 4 ranks
+    adds up the gradients of what they replicate in unequal order: true drift, in the last bit,
+    which `check_replicas` finds and refuses.
     """
     if "tp" not in ROWS[built.row]:
         return
@@ -581,7 +599,9 @@ def settle(built: Built) -> None:
 
 
 def _forward_backward(built: Built, tokens: Tensor) -> Tensor | None:
-    """Forward and backward through all chunks, with the neighbours' sends where the model is a pipeline."""
+    """Forward and backward through all chunks, with the neighbours' sends where the model is a
+    pipeline.
+    """
     mine, _ = built.coordinate("pp", "vpp")
     group = (
         built.mesh.get_group(next(d for d in ROWS[built.row] if d in ("pp", "vpp")))

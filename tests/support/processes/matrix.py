@@ -1,4 +1,6 @@
-"""The launches of the matrix. One launch for many cases: starting torchrun costs seconds, a case costs milliseconds."""
+"""The launches of the matrix. One launch for many cases: starting torchrun costs seconds, a case
+costs milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SECONDS = {
 
 
 class Matrix:
-    """The launches of the matrix, each made when it is first asked for, and what the workers reported."""
+    """The launches of the matrix, each made when it is first asked for, and what the workers
+    reported.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,7 +51,9 @@ class Matrix:
         ]
 
     def loaded(self, world: int, *, sources: tuple[int, ...] = WORLDS) -> list[dict[str, Any]]:
-        """Load every folder saved by these world sizes in all layouts of `world`. Returns one entry per case and rank."""
+        """Load every folder saved by these world sizes in all layouts of `world`. Returns one entry
+        per case and rank.
+        """
         for source in sources:
             self.saved(source)
         tag = "-".join(map(str, sources))

@@ -1,5 +1,7 @@
-"""Writes trees of numpy arrays as checkpoints with Orbax itself, on four devices of JAX. Takes a pickled list of jobs; of several
-processes, also the number of this one, how many there are, and a port."""
+"""Writes trees of numpy arrays as checkpoints with Orbax itself, on four devices of JAX. Takes a
+pickled list of jobs; of several processes, also the number of this one, how many there are, and a
+port.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ MESH = Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def on_devices(leaf: Any) -> Any:
-    """Sharded on the last dim that the devices divide, so that an array has several chunks; whole where there is none."""
+    """Sharded on the last dim that the devices divide, so that an array has several chunks; whole
+    where there is none.
+    """
     if not isinstance(leaf, np.ndarray | np.generic):
         return leaf
     dims = [dim for dim, size in enumerate(leaf.shape) if size % len(jax.devices()) == 0 and size]

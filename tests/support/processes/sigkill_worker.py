@@ -1,6 +1,8 @@
-"""A rank that resumes from the newest checkpoint and then does nothing but save, waiting or in the background, until it is killed.
+"""A rank that resumes from the newest checkpoint and then does nothing but save, waiting or in the
+background, until it is killed.
 
-Every element of the state follows from the step, so that a reader can tell which step's bytes it sees.
+Every element of the state follows from the step, so that a reader can tell which step's bytes it
+sees.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def check_resumed(
 def resume_and_save(
     manager: uc.CheckpointManager, mesh: DeviceMesh, rank: int, *, last_step: float
 ) -> None:
-    """From the newest step on, a save in the background at every step; every tensor changes as soon as the call returns."""
+    """From the newest step on, a save in the background at every step; every tensor changes as soon
+    as the call returns.
+    """
     model, states = state(mesh, 0)
     report = manager.restore(model=model, optimizer=states)
     step = 0

@@ -1,4 +1,5 @@
-"""A rank on one of two machines, with two tiers: it resumes, then saves in the background at every step, until it ends or is killed.
+"""A rank on one of two machines, with two tiers: it resumes, then saves in the background at every
+step, until it ends or is killed.
 
 Run with the arguments of `serve`, it is a process that ends as any does.
 """
@@ -33,7 +34,7 @@ def serve(rank: int, port: int, prefix: str, top: Path, last_step: int, output: 
         options = uc.ManagerOptions(interval_steps=4, keep_latest=2, on_preemption=False, **tier)
         saving = uc.SaveOptions(timeout_seconds=20)
         manager = uc.CheckpointManager(
-            top / "root", options=options, save_options=saving, machine=f"machine {machine}"
+            top / "root", options=options, save_options=saving, node=f"machine {machine}"
         )
         resume_and_save(manager, mesh, rank, last_step=last_step)
     except BaseException:

@@ -1,5 +1,6 @@
-"""Processes that start with what their script imports imported already: a server for each set of packages forks them. Importing costs up
-to 8 s of a core, for each rank of each launch."""
+"""Processes that start with what their script imports imported already: a server for each set of
+packages forks them. Importing costs up to 8 s of a core, for each rank of each launch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ _clients: dict[tuple[str, ...], list[str]] = {}
 
 
 def python(script: Path, env: Mapping[str, str]) -> list[str]:
-    """What to put in place of `[sys.executable, script]`. `env`: of its imports, if it is the first of its kind."""
+    """What to put in place of `[sys.executable, script]`. `env`: of its imports, if it is the first
+    of its kind.
+    """
     said = script.read_text()
     return [
         *_client(

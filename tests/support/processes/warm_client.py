@@ -1,6 +1,8 @@
-"""Stands in for a process of a warm server (see `warm.py`): `warm_client.py SOCKET SCRIPT ARGUMENTS`, or `-m MODULE` for a script.
+"""Stands in for a process of a warm server (see `warm.py`): `warm_client.py SOCKET SCRIPT
+ARGUMENTS`, or `-m MODULE` for a script.
 
-It passes on what it was given, and the signals that it gets, and ends as that process does. It imports next to nothing.
+It passes on what it was given, and the signals that it gets, and ends as that process does. It
+imports next to nothing.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Forks a process for each script that a client asks for, with modules imported already: `warm_server.py SOCKET MODULES`, until its
-standard input ends.
+"""Forks a process for each script that a client asks for, with modules imported already:
+`warm_server.py SOCKET MODULES`, until its standard input ends.
 
-The process has a keeper, which passes on the client's signals, tells it the end, and kills the process when the client is gone.
+The process has a keeper, which passes on the client's signals, tells it the end, and kills the
+process when the client is gone.
 """
 
 import importlib

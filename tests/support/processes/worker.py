@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
-    """(rank, world) inside a gloo group where there is more than one rank; stacks are dumped if it hangs.
+    """(rank, world) inside a gloo group where there is more than one rank; stacks are dumped if it
+    hangs.
 
-    `at_once`: the process then ends without the interpreter's own end: of many groups some thread of gloo's may still hold a tensor, and
-    its release aborts a process whose interpreter is gone ("terminate called without an active exception", pytorch/pytorch#179291).
+    `at_once`: the process then ends without the interpreter's own end: of many groups some thread
+    of gloo's may still hold a tensor, and its release aborts a process whose interpreter is gone
+    ("terminate called without an active exception", pytorch/pytorch#179291).
     """
     faulthandler.enable()
     faulthandler.dump_traceback_later(
@@ -36,7 +38,8 @@ def started(*, at_once: bool = False) -> Iterator[tuple[int, int]]:
     except BaseException:
         traceback.print_exc()  # before torchrun stops the other ranks
         raise
-    if dist.is_initialized():  # one rank too, where the framework made a group: a thread of it may end the process at its exit
+    # one rank too, where the framework made a group: a thread of it may end the process at its exit
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -1,8 +1,10 @@
-"""A rank of training jobs with Accelerate: DDP, FSDP2, TP and both. Makes checkpoints under a root, or loads those of other worlds.
+"""A rank of training jobs with Accelerate: DDP, FSDP2, TP and both. Makes checkpoints under a root,
+or loads those of other worlds.
 
-`make`: each kind uninterrupted, then stopped and resumed, bitwise; then each kind from each other kind's checkpoint. `load`: from all
-that is there. Rank 0 leaves what was saved, and the losses that follow without dropout, in `<root>/<kind>.pt`. `go`: DDP from whatever
-the root has, with a save at each step, to the end, which is left in `<root>/end.pt`.
+`make`: each kind uninterrupted, then stopped and resumed, bitwise; then each kind from each other
+kind's checkpoint. `load`: from all that is there. Rank 0 leaves what was saved, and the losses that
+follow without dropout, in `<root>/<kind>.pt`. `go`: DDP from whatever the root has, with a save at
+each step, to the end, which is left in `<root>/end.pt`.
 """
 
 from __future__ import annotations
@@ -68,9 +70,10 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def made_accelerator(kind: str, project: Path | None) -> Accelerator:
-    """Accelerate takes FSDP and a mesh only where there are several devices, and never on CPUs: the gloo processes pose as devices, by the
-    one value that tells it so. Its way of FSDP2 with TP imports a name that transformers 5.23 lacks; here every parameter is a DTensor
-    before, and it is not used.
+    """Accelerate takes FSDP and a mesh only where there are several devices, and never on CPUs: the
+    gloo processes pose as devices, by the one value that tells it so. Its way of FSDP2 with TP
+    imports a name that transformers 5.23 lacks; here every parameter is a DTensor before, and it is
+    not used.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -96,7 +99,8 @@ def made_accelerator(kind: str, project: Path | None) -> Accelerator:
     loading = DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5
     )
-    # by itself Accelerate steps a scheduler once for each process, so that the rate would be another in another world
+    # by itself Accelerate steps a scheduler once for each process, so that the rate would be
+    # another in another world
     return Accelerator(
         cpu=True, dataloader_config=loading, step_scheduler_with_optimizer=False, **arguments
     )

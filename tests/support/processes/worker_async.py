@@ -1,6 +1,8 @@
-"""torchrun script: FSDP2 and TP models train on while they are saved. Writes `wrong-<rank>.json`; ROOT/last is left to the end.
+"""torchrun script: FSDP2 and TP models train on while they are saved. Writes `wrong-<rank>.json`;
+ROOT/last is left to the end.
 
-The oracle: what the ranks gather right before the call, against what the safetensors library reads from the folder.
+The oracle: what the ranks gather right before the call, against what the safetensors library reads
+from the folder.
 """
 
 from __future__ import annotations

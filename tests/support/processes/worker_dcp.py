@@ -1,4 +1,5 @@
-"""torchrun script: trains under FSDP2, saves with torch.distributed.checkpoint, and loads that into tensors that are cut otherwise.
+"""torchrun script: trains under FSDP2, saves with torch.distributed.checkpoint, and loads that into
+tensors that are cut otherwise.
 
 ROOT/dcp is the checkpoint; ROOT/whole.pt has all tensors of the model and of the optimizer, whole.
 """

@@ -1,7 +1,9 @@
-"""torchrun script: running statistics of BatchNorm under DistributedDataParallel, which differ from rank to rank.
+"""torchrun script: running statistics of BatchNorm under DistributedDataParallel, which differ from
+rank to rank.
 
-ROOT/plain, ROOT/masters and ROOT/without, whose masters are sharded, are checkpoints; ROOT/rank0.pt has what rank 0 holds. Ranks that call
-with different steps, or one to save and one to load, get one error.
+ROOT/plain, ROOT/masters and ROOT/without, whose masters are sharded, are checkpoints; ROOT/rank0.pt
+has what rank 0 holds. Ranks that call with different steps, or one to save and one to load, get one
+error.
 """
 
 from __future__ import annotations

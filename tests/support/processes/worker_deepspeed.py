@@ -1,8 +1,10 @@
-"""torchrun script: DeepSpeed trains and saves in each of its ways; from what it saved, plain PyTorch goes on beside it.
+"""torchrun script: DeepSpeed trains and saves in each of its ways; from what it saved, plain
+PyTorch goes on beside it.
 
-ROOT/<case> is DeepSpeed's folder, ROOT/<case>.pt all that its live engine holds, whole: {"part:name": tensor}, and the losses that
-followed; steps 0 and 6, and 3 without frozen parameters, are saved as well, and not named by `latest`. Tensors of the engine are found by
-where its parameters lie in its flat buffers, not by any list of names.
+ROOT/<case> is DeepSpeed's folder, ROOT/<case>.pt all that its live engine holds, whole:
+{"part:name": tensor}, and the losses that followed; steps 0 and 6, and 3 without frozen parameters,
+are saved as well, and not named by `latest`. Tensors of the engine are found by where its
+parameters lie in its flat buffers, not by any list of names.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ CONVERTED = ("2", "3", "2-robin")  # by DeepSpeed's own converter as well
 
 
 class Net(nn.Module):
-    """Tied and frozen weights, a buffer, sizes that no number of ranks divides, and one element alone."""
+    """Tied and frozen weights, a buffer, sizes that no number of ranks divides, and one element
+    alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +123,9 @@ def train(engine: Any, first: int, count: int) -> list[float]:
 
 
 def flat_groups(engine: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Of stages 1 and 2: each group's low-precision buffer, and its flat fp32 weights and states, gathered from all ranks."""
+    """Of stages 1 and 2: each group's low-precision buffer, and its flat fp32 weights and states,
+    gathered from all ranks.
+    """
     optimizer = engine.optimizer
     bf16 = type(optimizer).__name__ == "BF16_Optimizer"
     flats = optimizer.bf16_groups_flat if bf16 else optimizer.bit16_groups_flat
@@ -140,7 +146,9 @@ def gathered(mine: torch.Tensor) -> torch.Tensor:
 
 
 def truth(engine: Any) -> dict[str, torch.Tensor]:
-    """What the live engine holds: fp32 weights and moments of what it trains, and its own weights of all."""
+    """What the live engine holds: fp32 weights and moments of what it trains, and its own weights
+    of all.
+    """
     found: dict[str, torch.Tensor] = {}
     trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
     if engine.zero_optimization_stage() == 3:
@@ -167,7 +175,9 @@ def truth(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_losses(folder: Path, first: int, count: int, dtype: torch.dtype) -> list[float]:
-    """The same training by hand, on replicas, begun anew from DeepSpeed's folder: low-precision weights, an optimizer of fp32 weights."""
+    """The same training by hand, on replicas, begun anew from DeepSpeed's folder: low-precision
+    weights, an optimizer of fp32 weights.
+    """
     model = build()
     for one in model.parameters():
         one.data = one.data.to(dtype)
@@ -193,7 +203,7 @@ def plain_losses(folder: Path, first: int, count: int, dtype: torch.dtype) -> li
     assert report.step == first
     options = {
         name: group["options"]
-        for group in uc.open(folder).source.said().groups
+        for group in uc.open(folder).source.metadata().groups
         for name in group["names"]
     }
     for (name, master), group in zip(masters.items(), optimizer.param_groups, strict=True):

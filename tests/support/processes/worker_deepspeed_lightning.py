@@ -1,6 +1,8 @@
-"""torchrun script: Lightning trains under DeepSpeed and saves ROOT/last.ckpt; ROOT/model.pt has the weights of the live module.
+"""torchrun script: Lightning trains under DeepSpeed and saves ROOT/last.ckpt; ROOT/model.pt has the
+weights of the live module.
 
-Lightning runs DeepSpeed on GPUs only. Its checks of that, and the device that it asks for, are put out of the way; the rest is its own.
+Lightning runs DeepSpeed on GPUs only. Its checks of that, and the device that it asks for, are put
+out of the way; the rest is its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""torchrun script: the Hugging Face Trainer trains under ZeRO 3 and saves in ROOT/run, with the weights gathered beside."""
+"""torchrun script: the Hugging Face Trainer trains under ZeRO 3 and saves in ROOT/run, with the
+weights gathered beside.
+"""
 
 from __future__ import annotations
 

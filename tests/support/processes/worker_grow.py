@@ -1,4 +1,5 @@
-"""torchrun script: trains under FSDP2 x TP, saves, and goes on with a larger vocabulary; each rank holds that against a run of its own.
+"""torchrun script: trains under FSDP2 x TP, saves, and goes on with a larger vocabulary; each rank
+holds that against a run of its own.
 
 The oracle trains the same model whole, and grows its parameters and its optimizer's state by hand.
 """

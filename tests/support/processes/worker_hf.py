@@ -1,6 +1,8 @@
-"""torchrun script: tiny `transformers` models of this world size are trained for a step and saved; one rank also opens every folder.
+"""torchrun script: tiny `transformers` models of this world size are trained for a step and saved;
+one rank also opens every folder.
 
-`ROOT/<case>` is the folder, `ROOT/<case>.logits` what the training model gave on `INPUT`; `ROOT/opened.json`: what was wrong.
+`ROOT/<case>` is the folder, `ROOT/<case>.logits` what the training model gave on `INPUT`;
+`ROOT/opened.json`: what was wrong.
 """
 
 from __future__ import annotations
@@ -110,7 +112,9 @@ def train_and_save(root: Path, name: str, rank: int) -> None:
 
 
 def open_stock(root: Path, name: str) -> list[str]:
-    """What is wrong with the folder of this case, in the eyes of stock transformers and of a resume."""
+    """What is wrong with the folder of this case, in the eyes of stock transformers and of a
+    resume.
+    """
     kind, layout, further = CASES[name]
     expected = load_file(root / f"{name}.logits")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,6 @@
-"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves what they came to at `told`."""
+"""A rank of Lightning's Trainer with the callback: some runs, one after the other. Rank 0 leaves
+what they came to at `told`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def strategy(kind: str) -> Any:
 
 
 def run(kind: str, out: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the end."""
+    """`asked`: `ckpt_path`; `net` and `trainer`, their arguments; `save`: a path to save to at the
+    end.
+    """
     torch.manual_seed(0)
     net = Net(sharded=kind != "ddp", **asked.get("net", {}))
     made = trainer(

@@ -1,4 +1,5 @@
-"""torchrun script: in every layout of this world size, load every folder that was saved, and compare bit for bit.
+"""torchrun script: in every layout of this world size, load every folder that was saved, and
+compare bit for bit.
 
 Writes `load-<world>-<rank>-<tag>.json` under ROOT: one entry per (folder, target layout).
 """

@@ -1,6 +1,8 @@
-"""torchrun script: a Llama under FSDP2 goes on from ROOT/job, which Megatron-LM's layout has in four files, and all ranks convert it.
+"""torchrun script: a Llama under FSDP2 goes on from ROOT/job, which Megatron-LM's layout has in
+four files, and all ranks convert it.
 
-ROOT/hub.pt has what must come out: {"param", "exp_avg", "exp_avg_sq"} by Hugging Face's names, whole.
+ROOT/hub.pt has what must come out: {"param", "exp_avg", "exp_avg_sq"} by Hugging Face's names,
+whole.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def main() -> None:
         for name, one in again.named_parameters()
     )
 
-    # Another order of the optimizer's state, then a rank's folder less: the same error on every rank, and no hang.
+    # Another order of the optimizer's state, then a rank's folder less: the same error on every
+    # rank, and no hang.
     dist.barrier()
     if dist.get_rank() == 0:
         path = root / "job" / "iter_0000007" / "mp_rank_01_000"

@@ -1,7 +1,9 @@
-"""Megatron-Core itself, trained a few steps on CPUs: saves as torch_dist and as Megatron-LM did before; or loads torch_dist and tells.
+"""Megatron-Core itself, trained a few steps on CPUs: saves as torch_dist and as Megatron-LM did
+before; or loads torch_dist and tells.
 
-`save FOLDER JOB` under torchrun; `tell FOLDER JOB` in one process, which writes `told.pt`: all tensors by name as Megatron's own load gives
-them, and logits. JOB is JSON: sizes of parallelism and what the model has.
+`save FOLDER JOB` under torchrun; `tell FOLDER JOB` in one process, which writes `told.pt`: all
+tensors by name as Megatron's own load gives them, and logits. JOB is JSON: sizes of parallelism and
+what the model has.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def on_cpu() -> None:
 
 
 def build(job: dict[str, Any], *, alone: bool) -> tuple[list[Any], Any, dict[str, Any]]:
-    """Model chunks under DDP, the optimizer, and what describes the save. `alone`: one rank has all."""
+    """Model chunks under DDP, the optimizer, and what describes the save. `alone`: one rank has
+    all.
+    """
     import megatron.core.parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -281,7 +285,8 @@ def tell(folder: str, job: dict[str, Any]) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
-    # torch's Adam counts for each parameter, which Megatron's own load of this state does not expect
+    # torch's Adam counts for each parameter, which Megatron's own load of this state does not
+    # expect
     counted = {"step": torch.tensor(0.0)}
     DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, one, told: fill(
         self, one, counted | told

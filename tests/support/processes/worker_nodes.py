@@ -1,6 +1,8 @@
-"""A rank of a job on several machines: trains a little, saves to its machine's folder, or loads from it. Writes `<tag>-<rank>.json`.
+"""A rank of a job on several machines: trains a little, saves to its machine's folder, or loads
+from it. Writes `<tag>-<rank>.json`.
 
-The oracle: the same training, dense, on one process; every rank compares what it holds with its part of that.
+The oracle: the same training, dense, on one process; every rank compares what it holds with its
+part of that.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def fill(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """AdamW's state as a step would make it, and all contents by formula: gathered by torch, so the oracle is torch's cut."""
+    """AdamW's state as a step would make it, and all contents by formula: gathered by torch, so the
+    oracle is torch's cut.
+    """
     for name, parameter in net.named_parameters():
         states = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(step)), **states}
@@ -98,7 +102,9 @@ def put(tensor: Tensor, dense: Tensor) -> None:
 
 
 def part_of(tensor: DTensor, dense: Tensor) -> DTensor:
-    """The dense tensor, cut as this one is: elements are found by their positions, which torch itself has spread."""
+    """The dense tensor, cut as this one is: elements are found by their positions, which torch
+    itself has spread.
+    """
     positions = torch.arange(dense.numel(), dtype=torch.float64).reshape(dense.shape)
     spread = DTensor.from_local(
         tensor.to_local().double() * 0,
@@ -121,7 +127,9 @@ def part_of(tensor: DTensor, dense: Tensor) -> DTensor:
 
 
 def where(spread: DTensor, positions: Tensor) -> Tensor:
-    """Flat positions of this rank's elements: a marker per rank, gathered by `full_tensor`, says which elements are whose."""
+    """Flat positions of this rank's elements: a marker per rank, gathered by `full_tensor`, says
+    which elements are whose.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     numbered = torch.arange(spread.to_local().numel(), dtype=torch.float64).reshape(
         spread.to_local().shape
@@ -238,7 +246,7 @@ def main() -> None:
         machine = rank // arguments.per_machine
         arguments.folder = arguments.folders.split(",")[machine]
         wrong: list[str] = []
-        checkpointer = uc.Checkpointer(machine=f"machine {machine}")
+        checkpointer = uc.Checkpointer(node=f"machine {machine}")
         try:
             if arguments.what == "forever":
                 save_for_ever(checkpointer, arguments, world)

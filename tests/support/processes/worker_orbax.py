@@ -1,4 +1,5 @@
-"""torchrun script: loads a checkpoint of MaxText into a model under FSDP2. ROOT/config is the model's folder, ROOT/c the checkpoint.
+"""torchrun script: loads a checkpoint of MaxText into a model under FSDP2. ROOT/config is the
+model's folder, ROOT/c the checkpoint.
 
 ROOT/moments.safetensors has what the optimizer must hold then, whole.
 """

@@ -1,5 +1,5 @@
-"""torchrun script: loads PaddleNLP's folders into tensors that are cut over the ranks, by rows and by columns, and damaged ones, which all
-ranks refuse alike.
+"""torchrun script: loads PaddleNLP's folders into tensors that are cut over the ranks, by rows and
+by columns, and damaged ones, which all ranks refuse alike.
 
 FIXTURES has the folders; ROOT/broken lacks a file.
 """

@@ -1,4 +1,6 @@
-"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either. Arguments: folder, cases."""
+"""Round trips on real ranks: jobs sharded by FSDP2 or whole on every rank, loaded into either.
+Arguments: folder, cases.
+"""
 
 from __future__ import annotations
 

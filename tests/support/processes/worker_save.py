@@ -1,6 +1,8 @@
-"""torchrun script: in every layout of this world size, save a state known by formula and a trained one, and train on.
+"""torchrun script: in every layout of this world size, save a state known by formula and a trained
+one, and train on.
 
-Writes under ROOT: `formula/<row>` (tied), `trained/<row>` (untied, after `BEFORE` steps), `losses-<row>.json`, and
+Writes under ROOT: `formula/<row>` (tied), `trained/<row>` (untied, after `BEFORE` steps),
+`losses-<row>.json`, and
 `save-<world>-<rank>.json`: everything that this rank found wrong.
 """
 
@@ -64,7 +66,9 @@ def save_formula(root: Path, row: str, rank: int) -> list[str]:
 
 
 def save_trained(root: Path, row: str, rank: int) -> list[str]:
-    """Save in mid-training; then train on, and once more from what was saved, in the same layout: the losses are the same bits."""
+    """Save in mid-training; then train on, and once more from what was saved, in the same layout:
+    the losses are the same bits.
+    """
     built = build(row, tied=False, fill=formula)
     built.where = build_with_oracle(row, tied=False).where
     before = [train_step(built, step) for step in range(BEFORE)]

@@ -1,6 +1,8 @@
-"""Ranks of Hugging Face's Trainer with a sharded model and the callback: the cases named, one after another, in folders of a root.
+"""Ranks of Hugging Face's Trainer with a sharded model and the callback: the cases named, one after
+another, in folders of a root.
 
-A layout is `accelerate` (FSDP2 through TrainingArguments), `plain`, or the sizes of a DistributedConfig: `tp=2,fsdp=2`.
+A layout is `accelerate` (FSDP2 through TrainingArguments), `plain`, or the sizes of a
+DistributedConfig: `tp=2,fsdp=2`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def main() -> None:
 
 
 def same(root: Path, layout: str, net: str = "llama", *more: str) -> None:
-    """Stopped and resumed is uninterrupted, bit for bit; each checkpoint opens in stock transformers as it is written."""
+    """Stopped and resumed is uninterrupted, bit for bit; each checkpoint opens in stock
+    transformers as it is written.
+    """
     arguments = {"gradient_accumulation_steps": 2} if "accumulate" in more else {}
     name = "-".join([layout, *([] if net == "llama" else [net]), *more])
     straight = trainer(root / f"straight-{name}", layout, Opens(), net=net, **arguments)
@@ -106,7 +110,9 @@ def best(root: Path, layout: str) -> None:
 
 
 def alone(root: Path, layout: str) -> None:
-    """A checkpoint without its optimizer opens everywhere, and a resume from it is refused on every rank."""
+    """A checkpoint without its optimizer opens everywhere, and a resume from it is refused on every
+    rank.
+    """
     run = root / f"alone-{layout}"
     made = trainer(run, layout, Opens(), only_model=True)
     made.train()
@@ -115,7 +121,9 @@ def alone(root: Path, layout: str) -> None:
 
 
 def errors(root: Path, layout: str, stopped: str) -> None:
-    """Each says on every rank what is there; nothing hangs, nothing is loaded. Then the same Trainer trains."""
+    """Each says on every rank what is there; nothing hangs, nothing is loaded. Then the same
+    Trainer trains.
+    """
     run = root / f"errors-{layout}"
     keep(root / f"{stopped}-stopped", run)
     made, folder = trainer(run, layout), run / "checkpoint-4"
@@ -168,7 +176,9 @@ def stock(root: Path, layout: str) -> None:
 
 
 def stock_stop(root: Path, layout: str) -> None:
-    """A run of the stock Trainer that was stopped; what it had in memory, and the losses of one that was not."""
+    """A run of the stock Trainer that was stopped; what it had in memory, and the losses of one
+    that was not.
+    """
     straight = trainer(root / f"stock-straight-{layout}", layout, stock=True)
     straight.train()
     stopped = trainer(root / f"stock-{layout}", layout, StopAt(4), stock=True)
@@ -180,7 +190,9 @@ def stock_stop(root: Path, layout: str) -> None:
 
 
 def stock_into(root: Path, layout: str, stopped: str) -> None:
-    """It is resumed in a layout that the stock Trainer cannot load it into: state bit for bit, losses nearly, the next save ours."""
+    """It is resumed in a layout that the stock Trainer cannot load it into: state bit for bit,
+    losses nearly, the next save ours.
+    """
     run = root / f"stock-{stopped}-{layout}"
     keep(root / f"stock-{stopped}", run)
     held, straight = torch.load(root / f"stock-{stopped}.pt")
@@ -211,7 +223,9 @@ def hub(root: Path, layout: str) -> None:
 
 
 def refusals(root: Path, layout: str) -> None:
-    """FSDP1, adapters on tensor-parallel models and pipeline stages are refused by name, with the way out."""
+    """FSDP1, adapters on tensor-parallel models and pipeline stages are refused by name, with the
+    way out.
+    """
     del layout
     made = trainer(root / "refused", "accelerate", stock=True)
     made.accelerator.state.fsdp_plugin.fsdp_version = 1
@@ -228,7 +242,9 @@ def refusals(root: Path, layout: str) -> None:
 
 
 def adapters(root: Path, layout: str) -> None:
-    """Adapters on a model that FSDP2 shards: stored as PEFT knows them, stopped and resumed bit for bit."""
+    """Adapters on a model that FSDP2 shards: stored as PEFT knows them, stopped and resumed bit for
+    bit.
+    """
     straight = trainer(root / f"straight-lora-{layout}", layout, peft=True)
     straight.train()
     if RANK == 0:
@@ -385,8 +401,9 @@ def trainer(
 
 
 def accelerated() -> bool:
-    """Accelerate has FSDP and TP for ranks with an accelerator of their own. It takes a state that is configured already, so these CPU
-    ranks say that they are such. What it remembers of the last case goes first.
+    """Accelerate has FSDP and TP for ranks with an accelerator of their own. It takes a state that
+    is configured already, so these CPU ranks say that they are such. What it remembers of the last
+    case goes first.
     """
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     AcceleratorState._reset_state(reset_partial_state=True)

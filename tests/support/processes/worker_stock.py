@@ -1,4 +1,5 @@
-"""A rank of jobs that stock frameworks checkpoint: Accelerate under FSDP2 in each of its forms, DCP's safetensors, Lightning, the Trainer.
+"""A rank of jobs that stock frameworks checkpoint: Accelerate under FSDP2 in each of its forms,
+DCP's safetensors, Lightning, the Trainer.
 
 Leaves each under the root, and beside it what was saved, put together by torch: `<name>.pt`.
 """

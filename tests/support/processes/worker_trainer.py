@@ -1,4 +1,6 @@
-"""A rank of Hugging Face's Trainer under DDP, with the callback. Rank 0 leaves weights and losses at `--told`."""
+"""A rank of Hugging Face's Trainer under DDP, with the callback. Rank 0 leaves weights and losses
+at `--told`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rank of Hugging Face's Trainer with adapters under DDP: straight with the stock one, stopped, resumed; leaves the samples it took."""
+"""A rank of Hugging Face's Trainer with adapters under DDP: straight with the stock one, stopped,
+resumed; leaves the samples it took.
+"""
 
 from __future__ import annotations
 

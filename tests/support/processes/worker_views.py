@@ -1,4 +1,5 @@
-"""torchrun script: goes on from ROOT/old under FSDP2, through the rules of ROOT/rules.toml, and converts it with them to ROOT/new.
+"""torchrun script: goes on from ROOT/old under FSDP2, through the rules of ROOT/rules.toml, and
+converts it with them to ROOT/new.
 
 ROOT/whole.pt has what is expected of the model and of its optimizer, whole.
 """

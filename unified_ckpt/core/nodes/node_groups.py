@@ -1,7 +1,9 @@
-"""Machines that do not see each other's folder: what each can store whole, and what it can only store in fragments.
+"""Machines that do not see each other's folder: what each can store whole, and what it can only
+store in fragments.
 
-An island is the ranks of one machine, or of several that share a folder. A tensor of which an island holds a whole copy is stored there
-as anywhere; of another, each box that a rank holds is a tensor of its own, a fragment, and several islands complete each other.
+An island is the ranks of one machine, or of several that share a folder. A tensor of which an
+island holds a whole copy is stored there as anywhere; of another, each box that a rank holds is a
+tensor of its own, a fragment, and several islands complete each other.
 """
 
 from __future__ import annotations
@@ -12,156 +14,180 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from unified_ckpt.core.sharding.boxes import Box, intersect, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import Cut, Sharding
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
-FRAGMENTS = "_fragments"  # ends the name of a part that holds fragments of another
-_COUNT = "(?:0|[1-9][0-9]{0,18})"  # one way to write a number, so that a name can be made again of what it says
+SHARD_SUFFIX = "_fragments"  # ends the name of a part that holds fragments of another
+# one way to write a number, so that a name can be made again of what it says
+_COUNT = "(?:0|[1-9][0-9]{0,18})"
 _SPAN = f"{_COUNT}:{_COUNT}/{_COUNT}"
 _BOX = re.compile(rf"(.*)@({_SPAN}(?:,{_SPAN})*)", re.DOTALL)
 _MAX_SIZE = 2**63  # of a dim, as in any safetensors file
 
 
-def island_rule(
-    sharding: Sharding, members: Sequence[int], island: Sequence[int]
+def group_sharding(
+    sharding: Sharding, members: Sequence[int], group_ranks: Sequence[int]
 ) -> Sharding | None:
-    """The rule among the ranks of an island, by index in `island`; None where they do not hold a whole copy between them.
+    """The rule among the ranks of an island, by index in `group_ranks`; None where they do not hold
+    a whole copy between them.
 
-    `members`: the ranks of the island that hold a part, as the rule counts ranks. A copy that the island holds in part is left out.
+    `members`: the ranks of the island that hold a part, as the rule counts ranks. A copy that the
+    island holds in part is left out.
     """
-    if not sharding.cuts:
+    if not sharding.shard_dims:
         return sharding
-    index = {rank: i for i, rank in enumerate(island)}
-    at: dict[int, dict[tuple[int, ...], int]] = {}  # copy -> coordinates -> index
+    index = {rank: i for i, rank in enumerate(group_ranks)}
+    index_by_replica: dict[int, dict[tuple[int, ...], int]] = {}  # copy -> coordinates -> index
     for rank in members:
         position = sharding.position(rank)
         if position is not None:
-            at.setdefault(sharding.origin(position), {})[sharding.coordinates(position)] = index[
-                rank
-            ]
-    sizes = [cut.size for cut in sharding.cuts]
-    copies = [held for _, held in sorted(at.items()) if len(held) == prod(sizes)]
-    if not copies:
+            index_by_replica.setdefault(sharding.replica_id(position), {})[
+                sharding.coordinates(position)
+            ] = index[rank]
+    sizes = [shard_dim.size for shard_dim in sharding.shard_dims]
+    replicas = [
+        index_by_coordinates
+        for _, index_by_coordinates in sorted(index_by_replica.items())
+        if len(index_by_coordinates) == prod(sizes)
+    ]
+    if not replicas:
         return None
     ranks = tuple(
-        held[coordinates]
-        for held in copies
+        index_by_coordinates[coordinates]
+        for index_by_coordinates in replicas
         for coordinates in product(*(range(size) for size in sizes))
     )
     strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    cuts = tuple(
-        Cut(c.dim, c.size, stride, c.sections, c.step, c.name)
-        for c, stride in zip(sharding.cuts, strides, strict=True)
+    shard_dims = tuple(
+        ShardDim(
+            source_dim.dim,
+            source_dim.size,
+            stride,
+            source_dim.sections,
+            source_dim.chunk_length,
+            source_dim.name,
+        )
+        for source_dim, stride in zip(sharding.shard_dims, strides, strict=True)
     )
-    return Sharding(cuts, ranks)
+    return Sharding(shard_dims, ranks)
 
 
-def fragment_name(fqn: str, box: Box, shape: Sequence[int]) -> str:
+def shard_name(fqn: str, box: Box, shape: Sequence[int]) -> str:
     """Rows 4 to 8 of the matrix `w` of 32 rows and 16 columns: `"w@4:8/32,0:16/16"`."""
     spans = zip(box.offsets, box.shape, shape, strict=True)
     return f"{fqn}@" + ",".join(f"{low}:{low + n}/{size}" for low, n, size in spans)
 
 
-def parse_fragment(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
+def parse_shard_name(name: str) -> tuple[str, Box, tuple[int, ...]] | None:
     """The inverse: name, box and global shape of the tensor. None for a name that is no fragment's."""
-    found = _BOX.fullmatch(name)
-    if found is None:
+    match = _BOX.fullmatch(name)
+    if match is None:
         return None
     spans = [
-        tuple(int(number) for number in re.split("[:/]", span)) for span in found[2].split(",")
+        tuple(int(number) for number in re.split("[:/]", span)) for span in match[2].split(",")
     ]
     if any(not low <= high <= size < _MAX_SIZE for low, high, size in spans):
         return None
     return (
-        found[1],
+        match[1],
         Box(tuple(low for low, _, _ in spans), tuple(high - low for low, high, _ in spans)),
         tuple(n for _, _, n in spans),
     )
 
 
-def origin(key: Key) -> Key:
-    """Part and name of the tensor that a fragment belongs to; the key itself of a tensor that is stored whole."""
-    parsed = parse_fragment(key[1]) if key[0].endswith(FRAGMENTS) else None
-    return key if parsed is None else (key[0].removesuffix(FRAGMENTS), parsed[0])
+def base_key(key: Key) -> Key:
+    """Part and name of the tensor that a fragment belongs to; the key itself of a tensor that is
+    stored whole.
+    """
+    parsed = parse_shard_name(key[1]) if key[0].endswith(SHARD_SUFFIX) else None
+    return key if parsed is None else (key[0].removesuffix(SHARD_SUFFIX), parsed[0])
 
 
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
-    """What of a tensor lies in none of the boxes, in disjoint boxes, as it is found: whoever wants to know of one need not wait for all."""
+def coverage_gaps(shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[Box]:
+    """What of a tensor lies in none of the boxes, in disjoint boxes, as it is found: whoever wants
+    to know of one need not wait for all.
+    """
     distinct = {box for box in boxes if box.numel}
-    everything = whole(shape)
-    if everything in distinct or everything.numel == 0:
+    tensor_box = full_box(shape)
+    if tensor_box in distinct or tensor_box.numel == 0:
         return
-    for spans in _holes(distinct, shape, 0):
+    for spans in _gap_spans(distinct, shape, 0):
         yield Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
 
 
-def _holes(
+def _gap_spans(
     boxes: Collection[Box], shape: Sequence[int], dim: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The same by spans of `dim` and the dims after it. Sweeps along `dim`: between two edges of boxes, the dims after it decide."""
+    """The same by spans of `dim` and the dims after it. Sweeps along `dim`: between two edges of
+    boxes, the dims after it decide.
+    """
     if not boxes:
         yield tuple((0, n) for n in shape[dim:])
     if not boxes or dim == len(shape):
         return
-    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
+    pending = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
     edges = {
         0,
         *(box.offsets[dim] for box in boxes),
         *(box.offsets[dim] + box.shape[dim] for box in boxes),
     } - {shape[dim]}
-    here: list[Box] = []
-    since, open_spans = (
+    active: list[Box] = []
+    span_start, open_spans = (
         0,
         list[tuple[tuple[int, int], ...]](),
     )  # holes in the dims after it, from element `since` to here
     for edge in sorted(edges):
-        here = [box for box in here if box.offsets[dim] + box.shape[dim] > edge]
-        while waiting and waiting[-1].offsets[dim] == edge:
-            here.append(waiting.pop())
-        found = (
+        active = [box for box in active if box.offsets[dim] + box.shape[dim] > edge]
+        while pending and pending[-1].offsets[dim] == edge:
+            active.append(pending.pop())
+        inner_spans = (
             []
-            if any(_is_whole_after(box, shape, dim) for box in here)
-            else list(_holes(here, shape, dim + 1))
+            if any(_is_full_after(box, shape, dim) for box in active)
+            else list(_gap_spans(active, shape, dim + 1))
         )
-        if found != open_spans:
-            yield from (((since, edge), *rest) for rest in open_spans)
-            since, open_spans = edge, found
-    yield from (((since, shape[dim]), *rest) for rest in open_spans)
+        if inner_spans != open_spans:
+            yield from (((span_start, edge), *rest) for rest in open_spans)
+            span_start, open_spans = edge, inner_spans
+    yield from (((span_start, shape[dim]), *rest) for rest in open_spans)
 
 
-def _is_whole_after(box: Box, shape: Sequence[int], dim: int) -> bool:
+def _is_full_after(box: Box, shape: Sequence[int], dim: int) -> bool:
     return box.shape[dim + 1 :] == shape[dim + 1 :] and not any(box.offsets[dim + 1 :])
 
 
-def without(box: Box, hole: Box) -> list[Box]:
+def subtract_box(box: Box, removed: Box) -> list[Box]:
     """The box less what it shares with the hole."""
-    shared = intersect(box, hole)
+    shared = intersect(box, removed)
     if shared is None:
         return [box]
     pieces: list[Box] = []
     offsets, shape = list(box.offsets), list(box.shape)
     for d in range(len(shape)):
-        before, after = (
+        n_before, n_after = (
             shared.offsets[d] - offsets[d],
             offsets[d] + shape[d] - shared.offsets[d] - shared.shape[d],
         )
-        if before:
-            pieces.append(Box(tuple(offsets), (*shape[:d], before, *shape[d + 1 :])))
-        if after:
+        if n_before:
+            pieces.append(Box(tuple(offsets), (*shape[:d], n_before, *shape[d + 1 :])))
+        if n_after:
             first = shared.offsets[d] + shared.shape[d]
             pieces.append(
-                Box((*offsets[:d], first, *offsets[d + 1 :]), (*shape[:d], after, *shape[d + 1 :]))
+                Box(
+                    (*offsets[:d], first, *offsets[d + 1 :]), (*shape[:d], n_after, *shape[d + 1 :])
+                )
             )
         offsets[d], shape[d] = shared.offsets[d], shared.shape[d]
     return pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Island:
-    """Ranks that save together. `number`: among `count` islands; `ranks`: as the whole job counts them, ascending."""
+class NodeGroup:
+    """Ranks that save together. `number`: among `count` islands; `ranks`: as the whole job counts
+    them, ascending.
+    """
 
     number: int
     count: int
     ranks: tuple[int, ...]
-    world: int
+    world_size: int

@@ -1,4 +1,6 @@
-"""Which tensors go into which file of a part: whole tensors, in order, bounded and balanced. Knows sizes only."""
+"""Which tensors go into which file of a part: whole tensors, in order, bounded and balanced. Knows
+sizes only.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,24 @@ from itertools import accumulate
 
 
 def count_files(sizes: Sequence[int], *, max_file_bytes: int) -> int:
-    """How many files hold tensors of these sizes, in bytes, when each is filled in order up to the bound.
+    """How many files hold tensors of these sizes, in bytes, when each is filled in order up to the
+    bound.
 
     A tensor larger than the bound has a file of its own.
     """
-    return len(_cuts(list(accumulate(sizes)), max_file_bytes))
+    return len(_file_stops(list(accumulate(sizes)), max_file_bytes))
 
 
 def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:
-    """The same number of files as `count_files`, each a range of tensor positions, with the largest as small as this order allows."""
+    """The same number of files as `count_files`, each a range of tensor positions, with the largest
+    as small as this order allows.
+    """
     ends = list(accumulate(sizes))
-    stops = _cuts(ends, max_file_bytes)
+    stops = _file_stops(ends, max_file_bytes)
     low, high = (-(-ends[-1] // len(stops)) if stops else 0), max_file_bytes
     while low < high:
         bound = (low + high) // 2
-        candidate = _cuts(ends, bound)
+        candidate = _file_stops(ends, bound)
         if len(candidate) <= len(stops):
             stops, high = candidate, bound
         else:
@@ -30,13 +35,13 @@ def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:
     return [range(a, b) for a, b in zip([0, *stops], stops, strict=False)]
 
 
-def _cuts(ends: Sequence[int], bound: int) -> list[int]:
+def _file_stops(ends: Sequence[int], bound: int) -> list[int]:
     """Where each file stops when filled in order up to `bound` bytes; `ends` are running sums."""
     stops: list[int] = []
-    seen = 0
+    previous_end = 0
     while (stops[-1] if stops else 0) < len(ends):
-        stop = bisect_right(ends, seen + bound)
+        stop = bisect_right(ends, previous_end + bound)
         stop = max(stop, (stops[-1] if stops else 0) + 1)
         stops.append(stop)
-        seen = ends[stop - 1]
+        previous_end = ends[stop - 1]
     return stops

@@ -1,4 +1,6 @@
-"""Which rank of a group moves which bytes: one mover per byte, level loads, borders on whole lines. Pure arithmetic, no files."""
+"""Which rank of a group moves which bytes: one mover per byte, level loads, borders on whole lines.
+Pure arithmetic, no files.
+"""
 
 from __future__ import annotations
 
@@ -10,200 +12,238 @@ from math import prod
 
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
-    Manner,
+    IOGrain,
     Segment,
-    manner,
-    own_runs,
-    part_nbytes,
+    choose_grain,
+    own_runs_only,
     segments,
+    segments_nbytes,
 )
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
-_COARSE_NBYTES = (
+_COARSE_GRAIN_NBYTES = (
     64 * 1024
 )  # where shares are much larger than this, their borders fall on multiples of it
 
-_TURNS = 32  # at most, of levelling all classes again; drawn states of 12 ranks took 12
-_LEVEL = 0.001  # of the largest load: less than what a line weighs
+_MAX_ROUNDS = 32  # at most, of levelling all classes again; drawn states of 12 ranks took 12
+_TOLERANCE = 0.001  # of the largest load: less than what a line weighs
 
-Class = tuple[
+IOClass = tuple[
     Sharding, bool
 ]  # (outer cuts, exchanged): rows that the same ranks share in the same way
 Coordinates = tuple[int, ...]
-Split = dict[
-    tuple[Class, Coordinates], tuple[list[int], list[int]]
+Assignment = dict[
+    tuple[IOClass, Coordinates], tuple[list[int], list[int]]
 ]  # participants, and bytes of each
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes of one tensor that one rank moves: `row` counts in the group's rows, the segment's `local` is of its outer part."""
+class AssignedRange:
+    """Bytes of one tensor that one rank moves: `decl_index` counts in the group's rows, the
+    segment's
+    `local` is of its outer part.
+    """
 
-    row: int
-    manner: Manner
+    decl_index: int
+    grain: IOGrain
     segment: Segment
     participants: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """How the bytes of one class at one place, laid end to end, are cut: rank i of `ranks` moves [ends[i-1], ends[i])."""
+class _Split:
+    """How the bytes of one class at one place, laid end to end, are cut: rank i of `ranks` moves
+    [ends[i-1], ends[i]).
+    """
 
     ranks: tuple[int, ...]
     ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """The shares of one group of ranks over the rows that they hold. `loads`: bytes that each rank moves, headers included."""
+class IOAssignment:
+    """The shares of one group of ranks over the rows that they hold. `loads`: bytes that each rank
+    moves, headers included.
+    """
 
-    rows: Sequence[Row]
-    manners: Mapping[int, Manner]
-    classes: Mapping[Class, Sequence[int]]
-    shares: Mapping[tuple[Class, Coordinates], _Shares]
+    decls: Sequence[TensorDecl]
+    grains: Mapping[int, IOGrain]
+    classes: Mapping[IOClass, Sequence[int]]
+    splits: Mapping[tuple[IOClass, Coordinates], _Split]
     loads: Mapping[int, int]
 
-    def moved_by(self, rank: int, *, exchanged_only: bool) -> Iterator[Moved]:
-        """What the rank moves, in the order of classes and rows. The same on whichever rank it is asked."""
-        for kind, numbers in self.classes.items():
-            outer, exchanged = kind
+    def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
+        """What the rank moves, in the order of classes and rows. The same on whichever rank it is
+        asked.
+        """
+        for io_class, decl_indices in self.classes.items():
+            outer, exchanged = io_class
             if exchanged_only and not exchanged:
                 continue
             position = outer.position(rank)
             if position is None:
                 continue
             coordinates = outer.coordinates(position)
-            shares = self.shares[kind, coordinates]
-            i = shares.ranks.index(rank)
-            start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
-            unit = (
-                _COARSE_NBYTES if shares.ends[-1] >= len(shares.ranks) * 64 * _COARSE_NBYTES else 1
+            split = self.splits[io_class, coordinates]
+            i = split.ranks.index(rank)
+            start, stop = (split.ends[i - 1] if i else 0), split.ends[i]
+            border_nbytes = (
+                _COARSE_GRAIN_NBYTES
+                if split.ends[-1] >= len(split.ranks) * 64 * _COARSE_GRAIN_NBYTES
+                else 1
             )
-            seen = 0
-            for number in numbers:
-                size = part_nbytes(self.rows[number].spec, outer, coordinates)
-                if seen < stop and seen + size > start:
-                    yield from self._moved_of_row(
-                        number, coordinates, start - seen, stop - seen, unit, shares.ranks
+            offset = 0
+            for decl_index in decl_indices:
+                size = segments_nbytes(self.decls[decl_index].spec, outer, coordinates)
+                if offset < stop and offset + size > start:
+                    yield from self._ranges_of_decl(
+                        decl_index,
+                        coordinates,
+                        start - offset,
+                        stop - offset,
+                        border_nbytes,
+                        split.ranks,
                     )
-                seen += size
+                offset += size
 
-    def _moved_of_row(
+    def _ranges_of_decl(
         self,
-        number: int,
+        decl_index: int,
         coordinates: Coordinates,
         start: int,
         stop: int,
-        unit: int,
+        border_nbytes: int,
         participants: tuple[int, ...],
-    ) -> Iterator[Moved]:
-        """[start, stop) of the row's segments laid end to end, each border moved to the nearest line."""
-        spec, how = self.rows[number].spec, self.manners[number]
-        step = how.line_nbytes * -(-unit // how.line_nbytes)
-        seen = 0
-        for segment in segments(spec, how.outer, coordinates):
+    ) -> Iterator[AssignedRange]:
+        """[start, stop) of the row's segments laid end to end, each border moved to the nearest
+        line.
+        """
+        spec, grain = self.decls[decl_index].spec, self.grains[decl_index]
+        step = grain.slab_nbytes * -(-border_nbytes // grain.slab_nbytes)
+        offset = 0
+        for segment in segments(spec, grain.outer, coordinates):
             size = segment.stop - segment.start
-            low, high = _nearest(start - seen, step, size), _nearest(stop - seen, step, size)
+            low, high = (
+                _round_to_step(start - offset, step, size),
+                _round_to_step(stop - offset, step, size),
+            )
             if low < high:
-                part = Segment(segment.start + low, segment.start + high, segment.local + low)
-                yield Moved(number, how, part, participants)
-            seen += size
+                piece = Segment(
+                    segment.start + low, segment.start + high, segment.local_offset + low
+                )
+                yield AssignedRange(decl_index, grain, piece, participants)
+            offset += size
 
 
-def divide(
-    rows: Sequence[Row],
+def assign_io(
+    decls: Sequence[TensorDecl],
     *,
     holders: Sequence[int],
-    fixed: Mapping[int, int],
+    fixed_nbytes: Mapping[int, int],
     sparse: Collection[int],
-) -> Division:
+) -> IOAssignment:
     """Shares the bytes of all rows of 64 KiB and more among the holders.
 
-    `holders`: ascending. `fixed`: bytes that a rank moves whatever the shares are (headers, small tensors); the rest is levelled on
-    top of them, the classes with the fewest participants first, because the others can make up for them; then again in turns, because
-    participants may overlap. `sparse`: rows, of any size, of which ranks move their own runs only.
+    `holders`: ascending. `fixed_nbytes`: bytes that a rank moves whatever the shares are (headers,
+    small tensors); the rest is levelled on top of them, the classes with the fewest participants
+    first, because the others can make up for them; then again in turns, because participants may
+    overlap.
+    `sparse`: rows, of any size, of which ranks move their own runs only.
     """
-    classes: dict[Class, list[int]] = {}
-    manners: dict[int, Manner] = {}
-    for number, row in enumerate(rows):
-        if row.spec.nbytes >= SMALL_NBYTES or number in sparse:
-            how = (
-                own_runs(row.spec, row.sharding)
-                if number in sparse
-                else manner(row.spec, row.sharding)
+    classes: dict[IOClass, list[int]] = {}
+    grains: dict[int, IOGrain] = {}
+    for decl_index, decl in enumerate(decls):
+        if decl.spec.nbytes >= SMALL_NBYTES or decl_index in sparse:
+            grain = (
+                own_runs_only(decl.spec, decl.sharding)
+                if decl_index in sparse
+                else choose_grain(decl.spec, decl.sharding)
             )
-            manners[number] = how
-            classes.setdefault((how.outer, how.exchanged), []).append(number)
-    taking_part = {kind: _participants(kind[0], holders) for kind in classes}
+            grains[decl_index] = grain
+            classes.setdefault((grain.outer, grain.exchanged), []).append(decl_index)
+    participants = {io_class: _participants(io_class[0], holders) for io_class in classes}
     order = sorted(
         classes,
-        key=lambda kind: max((len(ranks) for ranks in taking_part[kind].values()), default=0),
+        key=lambda io_class: max(
+            (len(ranks) for ranks in participants[io_class].values()), default=0
+        ),
     )
-    loads = {rank: fixed.get(rank, 0) for rank in holders}
-    split: Split = {}
-    for kind in order:
-        totals = _totals(Counter(rows[n].spec for n in classes[kind]), kind[0], taking_part[kind])
-        for coordinates, ranks in taking_part[kind].items():
-            parts = fill_levels([loads[r] for r in ranks], totals[coordinates])
-            split[kind, coordinates] = (ranks, parts)
-            for rank, part in zip(ranks, parts, strict=True):
-                loads[rank] += part
-    _level_again(split, loads)
-    shares = {
-        at: _Shares(tuple(ranks), tuple(accumulate(parts))) for at, (ranks, parts) in split.items()
+    loads = {rank: fixed_nbytes.get(rank, 0) for rank in holders}
+    assignment: Assignment = {}
+    for io_class in order:
+        total_nbytes = _total_nbytes(
+            Counter(decls[n].spec for n in classes[io_class]), io_class[0], participants[io_class]
+        )
+        for coordinates, ranks in participants[io_class].items():
+            parts_nbytes = water_fill([loads[r] for r in ranks], total_nbytes[coordinates])
+            assignment[io_class, coordinates] = (ranks, parts_nbytes)
+            for rank, part_nbytes in zip(ranks, parts_nbytes, strict=True):
+                loads[rank] += part_nbytes
+    _rebalance(assignment, loads)
+    splits = {
+        split_key: _Split(tuple(ranks), tuple(accumulate(parts_nbytes)))
+        for split_key, (ranks, parts_nbytes) in assignment.items()
     }
-    return Division(rows, manners, classes, shares, loads)
+    return IOAssignment(decls, grains, classes, splits, loads)
 
 
-def _level_again(split: Split, loads: dict[int, int]) -> None:
-    """Takes each class back and shares it out anew, in turns, until nothing changes; changes both arguments.
+def _rebalance(assignment: Assignment, loads: dict[int, int]) -> None:
+    """Takes each class back and shares it out anew, in turns, until nothing changes; changes both
+    arguments.
 
-    One turn is the best there is where participants are nested. Where they overlap (rows over one mesh dim, columns over another), the
-    first class was levelled before the loads of the others were known: 1.34 of the lowest peak was seen. A turn is a step of coordinate
-    descent on the sum of the squares of the loads; its minimum is the one division with the lowest peak, as the loads form the base of
-    a polymatroid (Fujishige 1980, lexicographically optimal bases).
+    One turn is the best there is where participants are nested. Where they overlap (rows over one
+    mesh dim, columns over another), the first class was levelled before the loads of the others
+    were known: 1.34 of the lowest peak was seen. A turn is a step of coordinate descent on the sum
+    of the squares of the loads; its minimum is the one division with the lowest peak, as the loads
+    form the base of a polymatroid (Fujishige 1980, lexicographically optimal bases).
     """
-    movable = {at: ranks for at, (ranks, parts) in split.items() if len(ranks) > 1 and any(parts)}
-    if len({kind for kind, _ in movable}) < 2:
+    movable = {
+        split_key: ranks
+        for split_key, (ranks, parts_nbytes) in assignment.items()
+        if len(ranks) > 1 and any(parts_nbytes)
+    }
+    if len({io_class for io_class, _ in movable}) < 2:
         return
     lowest_peak = sum(loads.values()) / len(loads)
-    for _ in range(_TURNS):
-        slack = _LEVEL * max(loads.values())
+    for _ in range(_MAX_ROUNDS):
+        slack = _TOLERANCE * max(loads.values())
         if max(loads.values()) <= lowest_peak + slack:
             return
-        before = dict(loads)
-        for at, ranks in movable.items():
-            old = split[at][1]
-            for rank, part in zip(ranks, old, strict=True):
-                loads[rank] -= part
-            new = fill_levels([loads[r] for r in ranks], sum(old))
-            split[at] = (ranks, new)
-            for rank, part in zip(ranks, new, strict=True):
-                loads[rank] += part
-        if all(abs(loads[rank] - before[rank]) <= slack for rank in loads):
+        previous_loads = dict(loads)
+        for split_key, ranks in movable.items():
+            old = assignment[split_key][1]
+            for rank, part_nbytes in zip(ranks, old, strict=True):
+                loads[rank] -= part_nbytes
+            new = water_fill([loads[r] for r in ranks], sum(old))
+            assignment[split_key] = (ranks, new)
+            for rank, part_nbytes in zip(ranks, new, strict=True):
+                loads[rank] += part_nbytes
+        if all(abs(loads[rank] - previous_loads[rank]) <= slack for rank in loads):
             return
 
 
-def fill_levels(loads: Sequence[int], total: int) -> list[int]:
+def water_fill(loads: Sequence[int], total: int) -> list[int]:
     """Splits `total` so that the lowest loads are raised to one level; exact in sum, deterministic."""
     if len(loads) == 1:
         return [total]
     lowest_first = sorted(range(len(loads)), key=lambda i: (loads[i], i))
-    used, filled = 0, len(loads)
+    filled_sum, filled_count = 0, len(loads)
     for count, i in enumerate(lowest_first):
-        if loads[i] * count - used >= total and count:
-            filled = count
+        if loads[i] * count - filled_sum >= total and count:
+            filled_count = count
             break
-        used += loads[i]
-    level, rest = divmod(total + sum(loads[i] for i in lowest_first[:filled]), filled)
+        filled_sum += loads[i]
+    level, remainder = divmod(
+        total + sum(loads[i] for i in lowest_first[:filled_count]), filled_count
+    )
     parts = [0] * len(loads)
-    for count, i in enumerate(lowest_first[:filled]):
-        parts[i] = level - loads[i] + (1 if count >= filled - rest else 0)
+    for count, i in enumerate(lowest_first[:filled_count]):
+        parts[i] = level - loads[i] + (1 if count >= filled_count - remainder else 0)
     return parts
 
 
-def _nearest(offset: int, step: int, size: int) -> int:
+def _round_to_step(offset: int, step: int, size: int) -> int:
     """The multiple of `step` nearest to `offset`, kept in [0, size]; the ends map to themselves."""
     if offset <= 0:
         return 0
@@ -213,45 +253,56 @@ def _nearest(offset: int, step: int, size: int) -> int:
 
 
 def _participants(outer: Sharding, holders: Sequence[int]) -> dict[Coordinates, list[int]]:
-    found: dict[Coordinates, list[int]] = {}
+    ranks_by_coordinates: dict[Coordinates, list[int]] = {}
     for rank in holders:
         position = outer.position(rank)
         if position is not None:
-            found.setdefault(outer.coordinates(position), []).append(rank)
-    return found
+            ranks_by_coordinates.setdefault(outer.coordinates(position), []).append(rank)
+    return ranks_by_coordinates
 
 
-def _totals(
-    specs: Mapping[TensorSpec, int], outer: Sharding, places: Mapping[Coordinates, object]
+def _total_nbytes(
+    specs: Mapping[TensorSpec, int], outer: Sharding, all_coordinates: Mapping[Coordinates, object]
 ) -> dict[Coordinates, int]:
-    """Bytes of a class's segments at each place. Even cuts give every place the same, and are not counted one by one."""
-    sizes = {dim: prod(c.size for c in outer.cuts if c.dim == dim) for dim in outer.cut_dims()}
-    plain = all(c.sections == 1 and not c.step and not c.length for c in outer.cuts)
-    if plain and all(spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()):
-        one = next(iter(places), ())
+    """Bytes of a class's segments at each place. Even cuts give every place the same, and are not
+    counted one by one.
+    """
+    sizes = {
+        dim: prod(c.size for c in outer.shard_dims if c.dim == dim) for dim in outer.sharded_dims()
+    }
+    is_even = all(
+        c.sections == 1 and not c.chunk_length and not c.padded_length for c in outer.shard_dims
+    )
+    if is_even and all(
+        spec.shape[dim] % size == 0 for spec in specs for dim, size in sizes.items()
+    ):
+        example = next(iter(all_coordinates), ())
         return dict.fromkeys(
-            places, sum(part_nbytes(spec, outer, one) * n for spec, n in specs.items())
+            all_coordinates,
+            sum(segments_nbytes(spec, outer, example) * n for spec, n in specs.items()),
         )
-    totals = dict.fromkeys(places, 0)
+    totals = dict.fromkeys(all_coordinates, 0)
     for spec, count in specs.items():
-        rest = spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
-        held: list[
+        unsharded_nbytes = (
+            spec.nbytes // prod(spec.shape[dim] for dim in sizes) if spec.nbytes else 0
+        )
+        lengths_by_dim: list[
             tuple[tuple[int, ...], dict[Coordinates, int]]
         ]  # per dim: its cuts, and elements at their coordinates
-        held = [(_places_of(outer, dim), {}) for dim in sizes]
-        for coordinates in places:
-            nbytes = rest * count
-            for (dim, _), (cuts, lengths) in zip(sizes.items(), held, strict=True):
-                at = tuple(coordinates[i] for i in cuts)
-                if at not in lengths:
-                    lengths[at] = sum(
+        lengths_by_dim = [(_shard_dims_of(outer, dim), {}) for dim in sizes]
+        for coordinates in all_coordinates:
+            nbytes = unsharded_nbytes * count
+            for (dim, _), (dim_indices, lengths) in zip(sizes.items(), lengths_by_dim, strict=True):
+                dim_coordinates = tuple(coordinates[i] for i in dim_indices)
+                if dim_coordinates not in lengths:
+                    lengths[dim_coordinates] = sum(
                         b - a for a, b in outer.intervals(dim, spec.shape[dim], coordinates)
                     )
-                nbytes *= lengths[at]
+                nbytes *= lengths[dim_coordinates]
             totals[coordinates] += nbytes
     return totals
 
 
-def _places_of(outer: Sharding, dim: int) -> tuple[int, ...]:
+def _shard_dims_of(outer: Sharding, dim: int) -> tuple[int, ...]:
     """Which of the cuts split the dim."""
-    return tuple(i for i, cut in enumerate(outer.cuts) if cut.dim == dim)
+    return tuple(i for i, shard_dim in enumerate(outer.shard_dims) if shard_dim.dim == dim)

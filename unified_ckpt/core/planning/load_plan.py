@@ -1,4 +1,6 @@
-"""Who reads which bytes at a load, and what is handed on to other ranks of the machine. Pure, like its sibling for saves."""
+"""Who reads which bytes at a load, and what is handed on to other ranks of the machine. Pure, like
+its sibling for saves.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +8,93 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from unified_ckpt.core.planning.exchange import Moves
-from unified_ckpt.core.planning.save_plan import in_file_order, share
-from unified_ckpt.core.planning.slabs import SMALL_NBYTES, manner, part_nbytes
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.planning.exchange import RankIO
+from unified_ckpt.core.planning.save_plan import in_file_order, plan_io
+from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_grain, segments_nbytes
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """What a rank reads and hands on. `sparse`: rows of which too little is wanted on the machine to read whole lines or blocks."""
+class ReadPlan:
+    """What a rank reads and hands on. `sparse`: rows of which too little is wanted on the machine
+    to read whole lines or blocks.
+    """
 
-    moves: Moves
+    rank_io: RankIO
     sparse: frozenset[int]
     tile_nbytes: int
 
 
 def plan_reads(
-    rows: Sequence[Row], *, holders: Sequence[int], max_over_read: float, rank: int
-) -> Reads:
+    decls: Sequence[TensorDecl], *, holders: Sequence[int], max_over_read: float, rank: int
+) -> ReadPlan:
     """What `rank` reads of a group of tensors that `holders`, ranks of one machine, want."""
-    kinds = {
-        (row.spec, row.sharding) for row in rows if row.spec.nbytes
+    specs = {
+        (decl.spec, decl.sharding) for decl in decls if decl.spec.nbytes
     }  # tensors are many, kinds of them are few
-    too_much = {
+    sparse_specs = {
         (spec, sharding)
-        for spec, sharding in kinds
+        for spec, sharding in specs
         if _over_read(spec, sharding, holders) > max_over_read
     }
     sparse = (
-        frozenset(n for n, row in enumerate(rows) if (row.spec, row.sharding) in too_much)
-        if too_much
+        frozenset(n for n, decl in enumerate(decls) if (decl.spec, decl.sharding) in sparse_specs)
+        if sparse_specs
         else frozenset[int]()
     )
-    by_part: dict[str, list[int]] = {}
-    for n, row in enumerate(rows):
-        if row.spec.nbytes < SMALL_NBYTES and n not in sparse:
-            by_part.setdefault(row.part, []).append(n)
-    small_rows = [n for numbers in by_part.values() for n in in_file_order(rows, numbers)]
-    small = {n: holders[i * len(holders) // len(small_rows)] for i, n in enumerate(small_rows)}
-    fixed: dict[int, int] = {}
-    for n, reader in small.items():
-        fixed[reader] = fixed.get(reader, 0) + rows[n].spec.nbytes
-    moves, tile_nbytes = share(
-        rows, holders=holders, fixed=fixed, small=small, sparse=sparse, every=True, rank=rank
+    small_by_part: dict[str, list[int]] = {}
+    for n, decl in enumerate(decls):
+        if decl.spec.nbytes < SMALL_NBYTES and n not in sparse:
+            small_by_part.setdefault(decl.part, []).append(n)
+    small_indices = [
+        n for decl_indices in small_by_part.values() for n in in_file_order(decls, decl_indices)
+    ]
+    small_io_ranks = {
+        n: holders[i * len(holders) // len(small_indices)] for i, n in enumerate(small_indices)
+    }
+    fixed_nbytes: dict[int, int] = {}
+    for n, reader in small_io_ranks.items():
+        fixed_nbytes[reader] = fixed_nbytes.get(reader, 0) + decls[n].spec.nbytes
+    rank_io, tile_nbytes = plan_io(
+        decls,
+        holders=holders,
+        fixed_nbytes=fixed_nbytes,
+        small_io_ranks=small_io_ranks,
+        sparse=sparse,
+        all_replicas=True,
+        rank=rank,
     )
-    return Reads(moves, sparse, tile_nbytes)
+    return ReadPlan(rank_io, sparse, tile_nbytes)
 
 
 def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> float:
-    """Bytes of the lines that these ranks would read over the bytes that they want of them; infinite where they want none."""
-    how = manner(spec, sharding)
+    """Bytes of the lines that these ranks would read over the bytes that they want of them;
+    infinite where they want none.
+    """
+    grain = choose_grain(spec, sharding)
     is_small = spec.nbytes < SMALL_NBYTES
-    if not how.exchanged and not is_small:
+    if not grain.exchanged and not is_small:
         return 1.0
-    wanted, lines = 0, set()
+    needed_nbytes, outer_coordinates = 0, set()
     for coordinates in {
-        sharding.coordinates(p) for p in map(sharding.position, holders) if p is not None
+        sharding.coordinates(position)
+        for position in map(sharding.position, holders)
+        if position is not None
     }:
-        wanted += part_nbytes(spec, sharding, coordinates)
-        lines.add(
+        needed_nbytes += segments_nbytes(spec, sharding, coordinates)
+        outer_coordinates.add(
             tuple(
-                c
-                for cut, c in zip(sharding.cuts, coordinates, strict=True)
-                if cut in how.outer.cuts
+                coordinate
+                for shard_dim, coordinate in zip(sharding.shard_dims, coordinates, strict=True)
+                if shard_dim in grain.outer.shard_dims
             )
         )
-    read = (
+    read_nbytes = (
         spec.nbytes
         if is_small
-        else sum(part_nbytes(spec, how.outer, coordinates) for coordinates in lines)
+        else sum(
+            segments_nbytes(spec, grain.outer, coordinates) for coordinates in outer_coordinates
+        )
     )
-    return read / wanted if wanted else inf
+    return read_nbytes / needed_nbytes if needed_nbytes else inf

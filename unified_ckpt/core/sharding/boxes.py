@@ -1,4 +1,6 @@
-"""Where in a tensor: boxes of elements, and the contiguous runs that they are in a row-major tensor. Knows no ranks and no files."""
+"""Where in a tensor: boxes of elements, and the contiguous runs that they are in a row-major
+tensor. Knows no ranks and no files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class Box:
         return prod(self.shape)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box that is the tensor itself."""
     return Box((0,) * len(shape), tuple(shape))
 
@@ -36,7 +38,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
 
 
-def inside(box: Box, shape: Sequence[int]) -> bool:
+def is_inside(box: Box, shape: Sequence[int]) -> bool:
     """Whether the box lies in a tensor of this shape."""
     return len(box.shape) == len(shape) and all(
         offset >= 0 and n >= 0 and offset + n <= size
@@ -55,9 +57,11 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 def runs(
     box: Box, shape: Sequence[int], *, local: Box, local_shape: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Copies between two row-major tensors, as (first element, first local element, elements), ascending in the first.
+    """Copies between two row-major tensors, as (first element, first local element, elements),
+    ascending in the first.
 
-    `box` of a tensor of `shape` and `local` of a tensor of `local_shape` have one shape; each run is contiguous in both.
+    `box` of a tensor of `shape` and `local` of a tensor of `local_shape` have one shape; each run
+    is contiguous in both.
     """
     if box.numel == 0:
         return
@@ -72,11 +76,11 @@ def runs(
     if inner == 0:
         yield first, local_first, box.numel
         return
-    cut = (
+    inner_dim = (
         inner - 1
     )  # the innermost dim that is cut: a run is the range there, with everything right of it
-    length = box.shape[cut] * steps[cut]
-    for index in product(*(range(n) for n in box.shape[:cut])):
+    length = box.shape[inner_dim] * steps[inner_dim]
+    for index in product(*(range(n) for n in box.shape[:inner_dim])):
         yield (
             first + sum(i * step for i, step in zip(index, steps, strict=False)),
             local_first + sum(i * step for i, step in zip(index, local_steps, strict=False)),
@@ -84,8 +88,10 @@ def runs(
         )
 
 
-def boxes_between(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
-    """The boxes that elements [first, stop) of a row-major tensor are, ascending, each contiguous: two for each dim at most."""
+def range_to_boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements [first, stop) of a row-major tensor are, ascending, each contiguous:
+    two for each dim at most.
+    """
     if first >= stop:
         return
     if not shape:
@@ -95,25 +101,30 @@ def boxes_between(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
     low, high = -(-first // row), stop // row  # whole rows
     if low > high:  # within one row
         yield from (
-            _under(high, box)
-            for box in boxes_between(shape[1:], first - high * row, stop - high * row)
+            _box_in_row(high, box)
+            for box in range_to_boxes(shape[1:], first - high * row, stop - high * row)
         )
         return
     if first < low * row:
         yield from (
-            _under(low - 1, box) for box in boxes_between(shape[1:], first - (low - 1) * row, row)
+            _box_in_row(low - 1, box)
+            for box in range_to_boxes(shape[1:], first - (low - 1) * row, row)
         )
     if low < high:
         yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
     if high * row < stop:
-        yield from (_under(high, box) for box in boxes_between(shape[1:], 0, stop - high * row))
+        yield from (
+            _box_in_row(high, box) for box in range_to_boxes(shape[1:], 0, stop - high * row)
+        )
 
 
-def _under(row: int, box: Box) -> Box:
+def _box_in_row(row: int, box: Box) -> Box:
     return Box((row, *box.offsets), (1, *box.shape))
 
 
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """`torch.chunk`'s split of `length` elements: the half-open range of chunk `index`; the last chunks may be short or empty."""
+    """`torch.chunk`'s split of `length` elements: the half-open range of chunk `index`; the last
+    chunks may be short or empty.
+    """
     step = -(-length // count)
     return min(index * step, length), min((index + 1) * step, length)

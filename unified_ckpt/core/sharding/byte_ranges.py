@@ -10,13 +10,15 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def coalesce(ranges: Mapping[_Key, Range], *, gap: int) -> list[tuple[int, int, list[_Key]]]:
-    """Ranges joined where at most `gap` bytes lie between them: (start, stop, keys of the members), ascending. Empty ranges join too."""
-    found: list[tuple[int, int, list[_Key]]] = []
+    """Ranges joined where at most `gap` bytes lie between them: (start, stop, keys of the members),
+    ascending. Empty ranges join too.
+    """
+    merged: list[tuple[int, int, list[_Key]]] = []
     for key, (start, stop) in sorted(ranges.items(), key=lambda item: item[1]):
-        if found and start <= found[-1][1] + gap:
-            first, last, members = found[-1]
+        if merged and start <= merged[-1][1] + gap:
+            first, last, members = merged[-1]
             members.append(key)
-            found[-1] = (first, max(last, stop), members)
+            merged[-1] = (first, max(last, stop), members)
         else:
-            found.append((start, stop, [key]))
-    return found
+            merged.append((start, stop, [key]))
+    return merged

@@ -1,4 +1,6 @@
-"""The dtype names of safetensors, their sizes, and their order in a file. Knows nothing of torch or numpy."""
+"""The dtype names of safetensors, their sizes, and their order in a file. Knows nothing of torch or
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ DTYPE_ORDER: dict[str, int] = {name: order for order, (name, _) in enumerate(_BY
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a row-major tensor. Raises FormatError for an unknown dtype or a sub-byte tensor that does not end on a byte."""
+    """Bytes of a row-major tensor. Raises FormatError for an unknown dtype or a sub-byte tensor
+    that does not end on a byte.
+    """
     if dtype not in ITEM_BITS:
         raise FormatError(f"unknown dtype {dtype!r}; known: {', '.join(ITEM_BITS)}")
     bits = ITEM_BITS[dtype] * prod(shape)
@@ -49,7 +53,9 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element as memory holds it; F4 is held in pairs of one byte (see `packed`). FormatError for what has no such size."""
+    """Bytes of one element as memory holds it; F4 is held in pairs of one byte (see
+    `memory_shape`). FormatError for what has no such size.
+    """
     if dtype == "F4":
         return 1
     bits = ITEM_BITS.get(dtype, 0)
@@ -60,8 +66,10 @@ def itemsize(dtype: str) -> int:
     return bits // 8
 
 
-def packed(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in memory of a shape in a file's header: F4 holds two elements of the last dim in a byte, as torch does."""
+def memory_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in memory of a shape in a file's header: F4 holds two elements of the last dim in a
+    byte, as torch does.
+    """
     if dtype != "F4":
         return tuple(shape)
     if not shape or shape[-1] % 2:
@@ -69,8 +77,8 @@ def packed(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2)
 
 
-def unpacked(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `packed`."""
+def file_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `memory_shape`."""
     if dtype != "F4":
         return tuple(shape)
     if not shape:

@@ -1,4 +1,6 @@
-"""How plain tensors sit in global ones, as the caller declares it. Patterns and numbers only; no tensors."""
+"""How plain tensors sit in global ones, as the caller declares it. Patterns and numbers only; no
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from types import MappingProxyType
 
-from unified_ckpt.core.sharding.shardings import Cut
+from unified_ckpt.core.sharding.shardings import ShardDim
 from unified_ckpt.errors import LayoutError
 
 
@@ -27,9 +29,11 @@ class Strided:
 class Layout:
     """Which plain tensors are slices, and of what.
 
-    `mesh`: sizes by mesh dim name, row-major over the ranks in the order given. `rules`: glob over fqns -> {mesh dim: tensor dim or
-    `Strided`}; the first match wins; a mesh dim that a rule does not name replicates; several cuts of one tensor dim nest in the
-    order given. Splits are `torch.chunk`'s. `shapes`: glob -> global shape, where parts are uneven or padded.
+    `mesh`: sizes by mesh dim name, row-major over the ranks in the order given. `rules`: glob over
+    fqns -> {mesh dim: tensor dim or
+    `Strided`}; the first match wins; a mesh dim that a rule does not name replicates; several cuts
+    of one tensor dim nest in the order given. Splits are `torch.chunk`'s. `shapes`: glob -> global
+    shape, where parts are uneven or padded.
     """
 
     mesh: Mapping[str, int]
@@ -44,8 +48,8 @@ class Layout:
                 )
         for pattern, rule in self.rules.items():
             for name in rule:
-                how = rule[name]
-                sections = how.sections if isinstance(how, Strided) else 1
+                placement = rule[name]
+                sections = placement.sections if isinstance(placement, Strided) else 1
                 if not sections or any(
                     n < 1 for n in ((sections,) if isinstance(sections, int) else sections)
                 ):
@@ -57,41 +61,47 @@ class Layout:
                         f"Layout rule {pattern!r} names mesh dim {name!r}; the mesh has {', '.join(self.mesh)}"
                     )
 
-    def check_world(self, world: int) -> None:
+    def check_world(self, world_size: int) -> None:
         """LayoutError unless the mesh has one place for each rank."""
-        if prod(self.mesh.values()) != world:
+        if prod(self.mesh.values()) != world_size:
             sizes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
             raise LayoutError(
-                f"Layout mesh {sizes} has {prod(self.mesh.values())} places; the world has {world} ranks"
+                f"Layout mesh {sizes} has {prod(self.mesh.values())} places; the world has {world_size} ranks"
             )
 
     def rule_for(self, fqn: str) -> str | None:
         """The pattern that applies to a tensor."""
         return next((pattern for pattern in self.rules if fnmatchcase(fqn, pattern)), None)
 
-    def cuts(self, pattern: str, ndim: int) -> tuple[Cut, ...]:
+    def shard_dims(self, pattern: str, ndim: int) -> tuple[ShardDim, ...]:
         """The rule's cuts, for a tensor of `ndim` dims."""
         strides, stride = {}, prod(self.mesh.values())
         for name, size in self.mesh.items():
             stride //= size
             strides[name] = stride
-        cuts = []
-        for name, how in self.rules[pattern].items():
-            dim, sections = (how.dim, how.sections) if isinstance(how, Strided) else (how, 1)
+        shard_dims = []
+        for name, placement in self.rules[pattern].items():
+            dim, sections = (
+                (placement.dim, placement.sections)
+                if isinstance(placement, Strided)
+                else (placement, 1)
+            )
             if not -ndim <= dim < ndim:
                 raise LayoutError(
                     f"Layout rule {pattern!r} cuts dim {dim} of a tensor of {ndim} dims"
                 )
             sections = sections if isinstance(sections, int) else tuple(sections)
             if self.mesh[name] > 1:
-                cuts.append(Cut(dim % ndim, self.mesh[name], strides[name], sections, 0, name))
-        return tuple(cuts)
+                shard_dims.append(
+                    ShardDim(dim % ndim, self.mesh[name], strides[name], sections, 0, name)
+                )
+        return tuple(shard_dims)
 
-    def dims(self, pattern: str, ndim: int) -> set[int]:
+    def sharded_dims(self, pattern: str, ndim: int) -> set[int]:
         """The tensor dims that the rule cuts, also those over mesh dims of size 1."""
         return {
-            (how.dim if isinstance(how, Strided) else how) % ndim
-            for how in self.rules[pattern].values()
+            (placement.dim if isinstance(placement, Strided) else placement) % ndim
+            for placement in self.rules[pattern].values()
         }
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:

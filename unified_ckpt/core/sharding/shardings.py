@@ -1,7 +1,9 @@
-"""Which rank holds which boxes of a tensor, as a rule. Knows no torch: placements arrive as `Cut`s.
+"""Which rank holds which boxes of a tensor, as a rule. Knows no torch: placements arrive as
+`ShardDim`s.
 
-A `Sharding` is an ordered list of cuts, outermost first. Each cut splits one tensor dim over the coordinates of one mesh dim, so the
-part of a rank is, per tensor dim, a list of intervals, and as a whole their product.
+A `Sharding` is an ordered list of cuts, outermost first. Each cut splits one tensor dim over the
+coordinates of one mesh dim, so the part of a rank is, per tensor dim, a list of intervals, and as a
+whole their product.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ Interval = tuple[int, int]  # half-open, in elements of one tensor dim
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor is, whoever holds it: safetensors dtype name and global shape, as memory holds it (`dtypes.packed`)."""
+    """What a tensor is, whoever holds it: safetensors dtype name and global shape, as memory holds
+    it (`dtypes.packed`).
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,32 +42,35 @@ def spec_of(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardDim:
     """One split of one tensor dim over `size` coordinates of a mesh dim.
 
-    The coordinate of a position is `position // stride % size`. `sections`: lengths of the parts of the dim that are each split on
-    their own (fused QKV), or a count n for `torch.chunk`'s n parts; 1 is an ordinary split. `step`: elements per coordinate where
-    the ranks pad their parts to equal length; 0 means `torch.chunk`'s. `length`: elements of the dim that is split, where the tensor
-    ends before them: a stored tensor that is read into a larger one; 0 means the tensor's own.
+    The coordinate of a position is `position // stride % size`. `sections`: lengths of the parts of
+    the dim that are each split on their own (fused QKV), or a count n for `torch.chunk`'s n parts;
+    1 is an ordinary split. `chunk_length`: elements per coordinate where the ranks pad their parts
+    to equal length; 0 means `torch.chunk`'s. `padded_length`: elements of the dim that is split,
+    where the tensor ends before them: a stored tensor that is read into a larger one; 0 means the
+    tensor's own.
     """
 
     dim: int
     size: int
     stride: int
     sections: int | tuple[int, ...] = 1
-    step: int = 0
+    chunk_length: int = 0
     name: str = field(default="", compare=False)  # of the mesh dim; for error texts
-    length: int = 0
+    padded_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """The rule by which ranks hold parts of a tensor. No cuts: every rank holds it whole.
 
-    `ranks`: the ranks of the mesh in row-major order, where coordinates cannot be computed from the rank itself; empty otherwise.
+    `ranks`: the ranks of the mesh in row-major order, where coordinates cannot be computed from the
+    rank itself; empty otherwise.
     """
 
-    cuts: tuple[Cut, ...] = ()
+    shard_dims: tuple[ShardDim, ...] = ()
     ranks: tuple[int, ...] = ()
 
     def position(self, rank: int) -> int | None:
@@ -78,39 +85,58 @@ class Sharding:
 
     def coordinates(self, position: int) -> tuple[int, ...]:
         """One coordinate per cut."""
-        return tuple(position // cut.stride % cut.size for cut in self.cuts)
+        return tuple(position // shard_dim.stride % shard_dim.size for shard_dim in self.shard_dims)
 
-    def origin(self, position: int) -> int:
-        """The position with all cut coordinates zero: equal for the positions that hold one copy of the tensor between them."""
-        return position - sum(position // cut.stride % cut.size * cut.stride for cut in self.cuts)
+    def replica_id(self, position: int) -> int:
+        """The position with all cut coordinates zero: equal for the positions that hold one copy of
+        the tensor between them.
+        """
+        return position - sum(
+            position // shard_dim.stride % shard_dim.size * shard_dim.stride
+            for shard_dim in self.shard_dims
+        )
 
-    def cut_dims(self) -> tuple[int, ...]:
+    def sharded_dims(self) -> tuple[int, ...]:
         """The tensor dims that are split, ascending."""
-        return tuple(sorted({cut.dim for cut in self.cuts}))
+        return tuple(sorted({shard_dim.dim for shard_dim in self.shard_dims}))
 
     def intervals(self, dim: int, length: int, coordinates: Sequence[int]) -> tuple[Interval, ...]:
         """What the coordinates hold of a tensor dim of `length` elements, in local order."""
-        own = tuple(
-            (cut, c) for cut, c in zip(self.cuts, coordinates, strict=True) if cut.dim == dim
+        dim_coordinates = tuple(
+            (shard_dim, c)
+            for shard_dim, c in zip(self.shard_dims, coordinates, strict=True)
+            if shard_dim.dim == dim
         )
-        full = max((cut.length for cut, _ in own), default=0) or length
+        padded_length = (
+            max((shard_dim.padded_length for shard_dim, _ in dim_coordinates), default=0) or length
+        )
         return _intervals(
-            length, full, tuple((cut.size, cut.sections, cut.step, c) for cut, c in own)
+            length,
+            padded_length,
+            tuple(
+                (shard_dim.size, shard_dim.sections, shard_dim.chunk_length, c)
+                for shard_dim, c in dim_coordinates
+            ),
         )
 
-    def corner(self, shape: Sequence[int], corner: Sequence[int]) -> Sharding:
-        """The rule by which the holders of a tensor of `shape` hold its box from the origin to `corner`.
+    def truncate(self, shape: Sequence[int], stored_shape: Sequence[int]) -> Sharding:
+        """The rule by which the holders of a tensor of `shape` hold its box from the origin to
+        `stored_shape`.
 
         What a rank holds of it lies at the origin of its part of the whole.
         """
-        cuts = (
-            replace(cut, length=shape[cut.dim]) if corner[cut.dim] < shape[cut.dim] else cut
-            for cut in self.cuts
+        shard_dims = (
+            replace(shard_dim, padded_length=shape[shard_dim.dim])
+            if stored_shape[shard_dim.dim] < shape[shard_dim.dim]
+            else shard_dim
+            for shard_dim in self.shard_dims
         )
-        return Sharding(tuple(cuts), self.ranks)
+        return Sharding(tuple(shard_dims), self.ranks)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the rank's part, its intervals laid end to end; all zeros-length where the rank is not in the mesh."""
+        """The shape of the rank's part, its intervals laid end to end; all zeros-length where the
+        rank is not in the mesh.
+        """
         position = self.position(rank)
         if position is None:
             return (0,) * len(shape)
@@ -130,7 +156,8 @@ class Sharding:
     ) -> Iterator[tuple[Box, Box]]:
         """The same by coordinates, one per cut."""
         per_dim = [
-            list(_with_local(self.intervals(d, n, coordinates))) for d, n in enumerate(shape)
+            list(_with_local_offsets(self.intervals(d, n, coordinates)))
+            for d, n in enumerate(shape)
         ]
         for combination in product(*per_dim):
             sizes = tuple(b - a for a, b, _ in combination)
@@ -141,27 +168,31 @@ class Sharding:
 
 
 def missing_coordinates(sharding: Sharding, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Coordinates that no rank of `ranks` holds, in a copy that at least one of them takes part in; empty when every copy is whole."""
-    if not sharding.cuts:
+    """Coordinates that no rank of `ranks` holds, in a copy that at least one of them takes part in;
+    empty when every copy is whole.
+    """
+    if not sharding.shard_dims:
         return []
-    held: dict[int, set[tuple[int, ...]]] = {}
+    by_replica: dict[int, set[tuple[int, ...]]] = {}
     for rank in ranks:
         position = sharding.position(rank)
         if position is not None:
-            held.setdefault(sharding.origin(position), set()).add(sharding.coordinates(position))
-    needed = prod(cut.size for cut in sharding.cuts)
-    for coordinates in held.values():
-        if len(coordinates) != needed:
-            every = product(*(range(cut.size) for cut in sharding.cuts))
-            return [c for c in every if c not in coordinates]
+            by_replica.setdefault(sharding.replica_id(position), set()).add(
+                sharding.coordinates(position)
+            )
+    shard_count = prod(shard_dim.size for shard_dim in sharding.shard_dims)
+    for coordinates in by_replica.values():
+        if len(coordinates) != shard_count:
+            all_coordinates = product(*(range(shard_dim.size) for shard_dim in sharding.shard_dims))
+            return [c for c in all_coordinates if c not in coordinates]
     return []
 
 
-def _with_local(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
-    local = 0
+def _with_local_offsets(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
+    local_offset = 0
     for a, b in intervals:
-        yield a, b, local
-        local += b - a
+        yield a, b, local_offset
+        local_offset += b - a
 
 
 @lru_cache(maxsize=65536)
@@ -176,21 +207,28 @@ def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
 
 @lru_cache(maxsize=65536)
 def _intervals(
-    length: int, full: int, cuts: tuple[tuple[int, int | tuple[int, ...], int, int], ...]
+    length: int,
+    padded_length: int,
+    shard_dims: tuple[tuple[int, int | tuple[int, ...], int, int], ...],
 ) -> tuple[Interval, ...]:
-    """Of `full` elements, what lies before `length`."""
-    pieces: list[Interval] = [(0, full)]
-    for size, sections, step, coordinate in cuts:
+    """Of `padded_length` elements, what lies before `length`."""
+    pieces: list[Interval] = [(0, padded_length)]
+    for size, sections, chunk_length, coordinate in shard_dims:
         total = sum(b - a for a, b in pieces)
-        kept: list[Interval] = []
+        shard_pieces: list[Interval] = []
         for low, high in _sections(total, sections):
-            if step:
-                a, b = min(coordinate * step, high - low), min((coordinate + 1) * step, high - low)
+            if chunk_length:
+                a, b = (
+                    min(coordinate * chunk_length, high - low),
+                    min((coordinate + 1) * chunk_length, high - low),
+                )
             else:
                 a, b = chunk(high - low, size, coordinate)
-            kept.extend(_slice(pieces, low + a, low + b))
-        pieces = kept
-    return tuple(_joined([(low, min(high, length)) for low, high in pieces if low < length]))
+            shard_pieces.extend(_slice(pieces, low + a, low + b))
+        pieces = shard_pieces
+    return tuple(
+        _merge_adjacent([(low, min(high, length)) for low, high in pieces if low < length])
+    )
 
 
 def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval]:
@@ -210,15 +248,15 @@ def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval
 
 def _slice(pieces: Sequence[Interval], low: int, high: int) -> Iterator[Interval]:
     """Elements [low, high) of the pieces laid end to end."""
-    seen = 0
+    offset = 0
     for a, b in pieces:
-        first, last = max(low - seen, 0), min(high - seen, b - a)
+        first, last = max(low - offset, 0), min(high - offset, b - a)
         if first < last:
             yield a + first, a + last
-        seen += b - a
+        offset += b - a
 
 
-def _joined(pieces: Sequence[Interval]) -> Iterator[Interval]:
+def _merge_adjacent(pieces: Sequence[Interval]) -> Iterator[Interval]:
     """Neighbours that touch become one."""
     last: Interval | None = None
     for a, b in pieces:

@@ -1,7 +1,9 @@
-"""What had the name of a checkpoint before: kept where it is the user's, removed where it is a checkpoint of ours that was replaced.
+"""What had the name of a checkpoint before: kept where it is the user's, removed where it is a
+checkpoint of ours that was replaced.
 
-How files of the user could be lost here: they are removed with a checkpoint, or are left in a folder whose name is hidden. So whatever may
-hold some is renamed to `<name>-before-<n>`, which nothing of this library removes.
+How files of the user could be lost here: they are removed with a checkpoint, or are left in a
+folder whose name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which
+nothing of this library removes.
 """
 
 from __future__ import annotations
@@ -17,164 +19,198 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
-JIT_MARKER = "checkpoint-is-incomplete.txt"  # with it transformers announces the folder of a checkpoint that it is about to save
+# with it transformers announces the folder of a checkpoint that it is about to save
+JIT_MARKER = "checkpoint-is-incomplete.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint that has its name. `folder`, `save_id`, `present`: of its `Construction`; `step_name`: of its `Target`.
+    """A checkpoint that has its name. `folder`, `save_id`, `existing_entries`: of its
+    `Construction`;
+    `is_step_path`: of its `Target`.
 
-    `aside`: where that which had the name is now, None for a free name. `replaced`: its manifest, where that is a checkpoint of ours.
+    `backup`: where that which had the name is now, None for a free name. `replaced`: its manifest,
+    where that is a checkpoint of ours.
     `entries`: of the new folder.
     """
 
     name: str
     folder: str
     save_id: str
-    present: frozenset[str]
-    step_name: bool
-    aside: str | None
+    existing_entries: frozenset[str]
+    is_step_path: bool
+    backup: str | None
     replaced: Manifest | None
     entries: frozenset[str]
 
 
 def clean_up(storage: LocalStorage, published: Published, *, fsync: bool) -> None:
-    """After the commit: carries files of the user's that are under the name into the checkpoint, and removes the checkpoint that was
-    replaced. A failure is a warning that names what is left, for the checkpoint is there.
+    """After the commit: carries files of the user's that are under the name into the checkpoint,
+    and removes the checkpoint that was replaced. A failure is a warning that names what is left,
+    for the checkpoint is there.
 
-    StorageError where the caller chose the name and the checkpoint has another file of a user's file's name: both are kept.
+    StorageError where the caller chose the name and the checkpoint has another file of a user's
+    file's name: both are kept.
     """
-    aside, name = published.aside, storage.path(published.name)
-    if aside is None:
+    backup, name = published.backup, storage.path(published.name)
+    if backup is None:
         return
-    kept, clash = aside, ""
+    remaining, problem = backup, ""
     try:
         entries = user_entries(
-            storage, aside, present=published.present, replaced=published.replaced
+            storage,
+            backup,
+            existing_entries=published.existing_entries,
+            replaced=published.replaced,
         )
-        clashes = _carry(storage, aside, published.name, entries)
+        conflicts = _move_entries(storage, backup, published.name, entries)
         if entries and fsync:
             storage.sync_folder(published.name)
         if published.replaced is not None:
-            kept = _remove_replaced(storage, published, aside, clashes, fsync=fsync)
-            stays = False
+            remaining = _delete_replaced(storage, published, backup, conflicts, fsync=fsync)
+            backup_remains = False
         else:
-            stays = storage.kind(aside) != "folder" or not remove_empty(storage, aside)
-        if clashes:
-            files = ", ".join(storage.path(f"{kept}/{entry}") for entry in clashes)
-            clash = f"{name}: is committed, and has other files of the names of yours, {', '.join(clashes)}: both are kept, see {files}"
-        elif stays:
+            backup_remains = storage.kind(backup) != "folder" or not remove_empty(storage, backup)
+        if conflicts:
+            files = ", ".join(storage.path(f"{remaining}/{entry}") for entry in conflicts)
+            problem = f"{name}: is committed, and has other files of the names of yours, {', '.join(conflicts)}: both are kept, see {files}"
+        elif backup_remains:
             _LOG.warning(
                 "%s: what had this name was no committed checkpoint; it is kept as %s",
                 name,
-                storage.path(kept),
+                storage.path(remaining),
             )
     except (CheckpointError, OSError) as error:
-        left = next(
-            (one for one in (aside, _removed_name(published)) if storage.kind(one) is not None),
-            kept,
+        remaining_folder = next(
+            (
+                candidate
+                for candidate in (backup, _trash_name(published))
+                if storage.kind(candidate) is not None
+            ),
+            remaining,
         )
         _LOG.warning(
             "%s: is committed; what had its name before is left at %s: %s",
             name,
-            storage.path(left),
+            storage.path(remaining_folder),
             error,
         )
-    if clash and not published.step_name:
-        raise StorageError(clash)
-    if clash:
-        _LOG.warning("%s", clash)
+    if problem and not published.is_step_path:
+        raise StorageError(problem)
+    if problem:
+        _LOG.warning("%s", problem)
 
 
-def _remove_replaced(
-    storage: LocalStorage, published: Published, aside: str, kept: Sequence[str], *, fsync: bool
+def _delete_replaced(
+    storage: LocalStorage,
+    published: Published,
+    backup: str,
+    conflicts: Sequence[str],
+    *,
+    fsync: bool,
 ) -> str:
-    """Removes what lies aside but for the entries that are `kept`, in the folder returned."""
-    shelter = before_name(storage, published.name, kind="folder")
-    _carry(storage, aside, shelter, kept)
-    removed = _removed_name(published)
-    storage.rename(aside, removed)
-    if kept and not aside.startswith("."):
-        storage.rename(shelter, aside)
-        shelter = aside
-    clear(storage, removed, fsync=fsync)
-    return shelter
+    """Removes what lies aside but for the entries that are `conflicts`, in the folder returned."""
+    kept_folder = backup_name(storage, published.name, kind="folder")
+    _move_entries(storage, backup, kept_folder, conflicts)
+    trash = _trash_name(published)
+    storage.rename(backup, trash)
+    if conflicts and not backup.startswith("."):
+        storage.rename(kept_folder, backup)
+        kept_folder = backup
+    delete_checkpoint(storage, trash, fsync=fsync)
+    return kept_folder
 
 
-def _removed_name(published: Published) -> str:
-    return names.removed_name(published.name, published.save_id)
+def _trash_name(published: Published) -> str:
+    return names.trash_name(published.name, published.save_id)
 
 
-def withdraw(storage: LocalStorage, published: Published) -> None:
+def rollback(storage: LocalStorage, published: Published) -> None:
     """Undoes a commit: the name is what it was before, the folder is under construction again."""
-    name, folder, aside = published.name, published.folder, published.aside
-    if aside is not None and storage.exchange(aside, name):
-        if aside != folder:
-            storage.rename(aside, folder)
+    name, folder, backup = published.name, published.folder, published.backup
+    if backup is not None and storage.exchange(backup, name):
+        if backup != folder:
+            storage.rename(backup, folder)
     else:
         storage.rename(name, folder)
-        if aside is not None:
-            storage.rename(aside, name)
-    strays = sorted(set(storage.entries(folder)) - published.entries)
-    if not strays:
+        if backup is not None:
+            storage.rename(backup, name)
+    late_entries = sorted(set(storage.entries(folder)) - published.entries)
+    if not late_entries:
         return
     if storage.kind(name) is None:  # they came while the checkpoint had its name
         storage.make_folder(name)
     if storage.kind(name) == "folder":
-        strays = sorted({one.partition("/")[0] for one in _carry(storage, folder, name, strays)})
-    if strays:
-        _carry(storage, folder, before_name(storage, name, kind="folder"), strays)
+        late_entries = sorted(
+            {path.partition("/")[0] for path in _move_entries(storage, folder, name, late_entries)}
+        )
+    if late_entries:
+        _move_entries(storage, folder, backup_name(storage, name, kind="folder"), late_entries)
 
 
 def user_entries(
-    storage: LocalStorage, folder: str, *, present: Collection[str], replaced: Manifest | None
+    storage: LocalStorage,
+    folder: str,
+    *,
+    existing_entries: Collection[str],
+    replaced: Manifest | None,
 ) -> list[str]:
-    """Paths below a folder that had the name, of what is the user's and to be carried into the new checkpoint. Of a checkpoint that was
-    `replaced`: what its save did not write. Of another folder: what came while the save ran, after it was called with `present`.
+    """Paths below a folder that had the name, of what is the user's and to be carried into the new
+    checkpoint. Of a checkpoint that was
+    `replaced`: what its save did not write. Of another folder: what came while the save ran, after
+    it was called with `existing_entries`.
     """
     if storage.kind(folder) != "folder":
         return []
     if replaced is None:
-        return sorted(set(storage.entries(folder)) - set(present) - {JIT_MARKER})
-    known = own_files(replaced) | set(replaced.attached) | {JIT_MARKER}
-    parents = {path[:at] for path in known for at, one in enumerate(path) if one == "/"}
+        return sorted(set(storage.entries(folder)) - set(existing_entries) - {JIT_MARKER})
+    engine_paths = engine_files(replaced) | set(replaced.attached) | {JIT_MARKER}
+    parents = {
+        path[:index]
+        for path in engine_paths
+        for index, character in enumerate(path)
+        if character == "/"
+    }
 
-    def below(prefix: str) -> Iterator[str]:
+    def walk(prefix: str) -> Iterator[str]:
         for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
             if path in parents and storage.kind(f"{folder}/{path}") == "folder":
-                yield from below(f"{path}/")
-            elif path not in known:
+                yield from walk(f"{path}/")
+            elif path not in engine_paths:
                 yield path
 
-    return list(below(""))
+    return list(walk(""))
 
 
 def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> list[str]:
     """Paths below a checkpoint folder of all files that the engine did not write."""
 
-    def below(prefix: str) -> Iterator[str]:
+    def walk(prefix: str) -> Iterator[str]:
         for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
             if storage.kind(f"{folder}/{path}") == "folder":
-                yield from below(f"{path}/") if path != names.REPLICAS else ()
+                yield from walk(f"{path}/") if path != names.REPLICAS else ()
             else:
                 yield path
 
-    return sorted(set(below("")) - own_files(manifest))
+    return sorted(set(walk("")) - engine_files(manifest))
 
 
-def own_files(manifest: Manifest) -> set[str]:
-    """The entries of a checkpoint folder that the engine writes; all others are a trainer's or a person's."""
-    return {names.MANIFEST, names.REPLICAS, names.PROBE, *manifest.files()}
+def engine_files(manifest: Manifest) -> set[str]:
+    """The entries of a checkpoint folder that the engine writes; all others are a trainer's or a
+    person's.
+    """
+    return {names.MANIFEST, names.REPLICAS, names.MARKER, *manifest.files()}
 
 
-def before_name(storage: LocalStorage, name: str, *, kind: str) -> str:
+def backup_name(storage: LocalStorage, name: str, *, kind: str) -> str:
     """A free and visible name for what had `name`. A file keeps its suffix."""
     number = 1
     while (
-        storage.kind(found := names.before_name(name, number, is_file=kind != "folder")) is not None
+        storage.kind(candidate := names.backup_name(name, number, is_file=kind != "folder"))
+        is not None
     ):
         number += 1
-    return found
+    return candidate
 
 
 def remove_empty(storage: LocalStorage, folder: str) -> bool:
@@ -185,7 +221,7 @@ def remove_empty(storage: LocalStorage, folder: str) -> bool:
     return set(entries) <= {JIT_MARKER} and storage.remove_empty(folder)
 
 
-def clear(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
+def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
     """Removes a folder of ours, its manifest first: what a crash leaves of it is no checkpoint."""
     if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")
@@ -194,25 +230,31 @@ def clear(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
     storage.remove_folder(folder)
 
 
-def _carry(storage: LocalStorage, source: str, into: str, entries: Iterable[str]) -> list[str]:
-    """Moves entries of one folder to another. Returns, as paths below the folder, those that stay: the other has different ones of their
-    names."""
-    clashes = []
+def _move_entries(
+    storage: LocalStorage, source: str, destination_folder: str, entries: Iterable[str]
+) -> list[str]:
+    """Moves entries of one folder to another. Returns, as paths below the folder, those that stay:
+    the other has different ones of their names.
+    """
+    conflicts = []
     for entry in entries:
-        old, new = f"{source}/{entry}", f"{into}/{entry}"
-        for parent in (new[:at] for at, one in enumerate(new) if one == "/"):
+        old, new = f"{source}/{entry}", f"{destination_folder}/{entry}"
+        for parent in (new[:index] for index, character in enumerate(new) if character == "/"):
             if storage.kind(parent) is None:
                 storage.make_folder(parent)
         kinds = storage.kind(old), storage.kind(new)
         if kinds[1] is None:
             storage.rename(old, new)
         elif kinds == ("folder", "folder"):
-            clashes += [f"{entry}/{one}" for one in _carry(storage, old, new, storage.entries(old))]
+            conflicts += [
+                f"{entry}/{character}"
+                for character in _move_entries(storage, old, new, storage.entries(old))
+            ]
             storage.remove_empty(old)
         elif kinds == ("file", "file") and filecmp.cmp(
             storage.path(old), storage.path(new), shallow=False
         ):
             storage.remove_file(old)
         else:
-            clashes.append(entry)
-    return clashes
+            conflicts.append(entry)
+    return conflicts

@@ -1,7 +1,9 @@
-"""From a folder under construction to a checkpoint: one rename by one rank, after everything in it is on the disk.
+"""From a folder under construction to a checkpoint: one rename by one rank, after everything in it
+is on the disk.
 
-How data could be lost here: the older checkpoint goes before the newer one is durable; a folder that is not ours is deleted, or gets a name
-that nobody looks for; a crash between two renames leaves the only copy under such a name. Each is a test in tests/test_crash.py.
+How data could be lost here: the older checkpoint goes before the newer one is durable; a folder
+that is not ours is deleted, or gets a name that nobody looks for; a crash between two renames
+leaves the only copy under such a name. Each is a test in tests/test_crash.py.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from unified_ckpt.engine.folder.backup import (
     JIT_MARKER,
     Published,
-    before_name,
-    clear,
+    backup_name,
+    delete_checkpoint,
     remove_empty,
+    rollback,
     user_entries,
-    withdraw,
 )
-from unified_ckpt.engine.folder.completeness import holds
+from unified_ckpt.engine.folder.completeness import is_complete
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -36,18 +38,20 @@ from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manif
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 if TYPE_CHECKING:
-    from unified_ckpt.runtime.comm.collective import Meeting
+    from unified_ckpt.runtime.comm.collective import Collective
 
-PROBE = names.PROBE
+MARKER = names.MARKER
 _MANIFEST_NBYTES = 16 << 10  # of which most are far smaller
-_STEP = re.compile(
+_STEP_NAME = re.compile(
     r"(?:checkpoint[-_]|global_step|iter_)([0-9]{1,18})|.*\bstep=([0-9]{1,18})\b.*\.ckpt"
 )  # of several engines
 
 
 @dataclass(frozen=True, slots=True)
 class StepPath(os.PathLike[str]):
-    """The path of a save whose name a manager or a trainer chose, not the caller: what is in its way is renamed, not refused."""
+    """The path of a save whose name a manager or a trainer chose, not the caller: what is in its
+    way is renamed, not refused.
+    """
 
     path: str
 
@@ -56,29 +60,30 @@ class StepPath(os.PathLike[str]):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PublishTarget:
     """The name that a save of `parts` is to get, and what may be in its way.
 
-    `if_exists`: for a committed checkpoint. `step_name`: a manager or a trainer chose the name, so anything else in its way is renamed;
-    where the caller chose it, that is refused.
+    `if_exists`: for a committed checkpoint. `is_step_path`: a manager or a trainer chose the name,
+    so anything else in its way is renamed; where the caller chose it, that is refused.
     """
 
     name: str
     if_exists: str
     parts: Collection[str] = ()
-    step_name: bool = False
+    is_step_path: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Construction:
-    """A folder under construction. `name`: of the checkpoint; `folder`: of the construction, beside it. `present`: on the rank that will
-    publish it, the entries of what had the name when the save was called.
+class StagingDir:
+    """A folder under construction. `name`: of the checkpoint; `folder`: of the construction, beside
+    it. `existing_entries`: on the rank that will publish it, the entries of what had the name when
+    the save was called.
     """
 
     name: str
     folder: str
     save_id: str
-    present: frozenset[str] = frozenset()
+    existing_entries: frozenset[str] = frozenset()
 
 
 def committed_at(path: str) -> Manifest | None:
@@ -90,7 +95,8 @@ def committed_at(path: str) -> Manifest | None:
 def committed(storage: LocalStorage, name: str) -> Manifest | None:
     """The manifest of a checkpoint beside others, None where there is no valid one.
 
-    FormatError for one of another major version, StorageError for one that cannot be read: neither is rubbish.
+    FormatError for one of another major version, StorageError for one that cannot be read: neither
+    is rubbish.
     """
     file = f"{name}/{names.MANIFEST}"
     try:
@@ -105,270 +111,298 @@ def committed(storage: LocalStorage, name: str) -> Manifest | None:
         return None
 
 
-def check_way(storage: LocalStorage, target: Target) -> frozenset[str]:
+def check_existing_entries(storage: LocalStorage, target: PublishTarget) -> frozenset[str]:
     """The entries of what has the target's name, before the first byte is written.
 
-    StorageError where that is no checkpoint of ours, committed or unfinished, and the caller chose the name; and where replacing a
-    checkpoint would take others with it. An empty folder, or one with nothing but `JIT_MARKER`, is not in the way.
+    StorageError where that is no checkpoint of ours, committed or unfinished, and the caller chose
+    the name; and where replacing a checkpoint would take others with it. An empty folder, or one
+    with nothing but `JIT_MARKER`, is not in the way.
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
     if kind != "folder":
-        if kind is not None and not target.step_name:
+        if kind is not None and not target.is_step_path:
             raise StorageError(f"{path}: is a {kind}; needed a folder or a free name")
         return frozenset()
-    present = frozenset(storage.entries(name))
-    ours = names.MANIFEST in present
-    if not present - {JIT_MARKER} or (target.step_name and not ours):
-        return present
-    inside = newest_inside(path)
-    if inside and (not ours or target.if_exists in ("replace", "keep_complete")):
+    existing_entries = frozenset(storage.entries(name))
+    has_manifest = names.MANIFEST in existing_entries
+    if not existing_entries - {JIT_MARKER} or (target.is_step_path and not has_manifest):
+        return existing_entries
+    latest_path = latest_checkpoint(path)
+    if latest_path and (not has_manifest or target.if_exists in ("replace", "keep_complete")):
         raise StorageError(
-            f"{path}: holds checkpoints, expected a free name; did you mean {inside}?"
+            f"{path}: holds checkpoints, expected a free name; did you mean {latest_path}?"
         )
-    if not is_ours(storage, name, present):
-        files = f"{', '.join(sorted(present)[:3])}{', ...' if len(present) > 3 else ''}"
+    if not is_unified_folder(storage, name, existing_entries):
+        files = f"{', '.join(sorted(existing_entries)[:3])}{', ...' if len(existing_entries) > 3 else ''}"
         raise StorageError(
             f"{path}: holds other files ({files}), expected a checkpoint, an empty folder or a free name"
         )
-    return present
+    return existing_entries
 
 
-def is_ours(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
-    """Whether a folder with these entries is a checkpoint of ours, committed, damaged or unfinished."""
+def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint of ours, committed, damaged or
+    unfinished.
+    """
     return any(
-        one in entries and storage.kind(f"{name}/{one}") == "file"
-        for one in (names.MANIFEST, names.DIGESTS, PROBE)
+        marker in entries and storage.kind(f"{name}/{marker}") == "file"
+        for marker in (names.MANIFEST, names.DIGESTS, MARKER)
     )
 
 
-def newest_inside(path: str) -> str:
-    """The path of the newest checkpoint in a local folder: of ours by the step of its manifest, else of other engines by its name.
+def latest_checkpoint(path: str) -> str:
+    """The path of the newest checkpoint in a local folder: of ours by the step of its manifest,
+    else of other engines by its name.
 
     Empty where there is none.
     """
-    ours: list[tuple[int, str]] = []
-    others: list[tuple[int, str]] = []
+    unified: list[tuple[int, str]] = []
+    foreign: list[tuple[int, str]] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if (match := _STEP.fullmatch(entry.name)) is not None and not names.is_before(
+            if (match := _STEP_NAME.fullmatch(entry.name)) is not None and not names.is_backup(
                 entry.name
             ):
-                others.append((int(match[1] or match[2]), entry.path))
+                foreign.append((int(match[1] or match[2]), entry.path))
             if (
                 entry.is_dir()
                 and not entry.name.startswith(".")
                 and os.path.isfile(os.path.join(entry.path, names.MANIFEST))
             ):
                 manifest = committed_at(entry.path)
-                ours += (
+                unified += (
                     [(-1 if manifest.step is None else manifest.step, entry.path)]
                     if manifest is not None
                     else []
                 )
-    return max(ours or others, default=(0, ""))[1]
+    return max(unified or foreign, default=(0, ""))[1]
 
 
-def refuse_run(storage: Reader) -> None:
-    """NotFoundError for a local folder that is not a checkpoint, but holds some: says which one is the newest."""
-    newest = newest_inside(storage.root) if isinstance(storage, LocalStorage) else ""
-    if newest:
+def check_not_run_folder(storage: Reader) -> None:
+    """NotFoundError for a local folder that is not a checkpoint, but holds some: says which one is
+    the newest.
+    """
+    latest_path = latest_checkpoint(storage.root) if isinstance(storage, LocalStorage) else ""
+    if latest_path:
         raise NotFoundError(
-            f"{storage.root}: is the folder of a run, expected one of its checkpoints; did you mean {newest}?"
+            f"{storage.root}: is the folder of a run, expected one of its checkpoints; did you mean {latest_path}?"
         )
 
 
-def check_target(storage: LocalStorage, target: Target) -> Manifest | None:
-    """Whether the save may go on. Returns the manifest of the checkpoint that stays, None where it may.
+def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+    """Whether the save may go on. Returns the manifest of the checkpoint that stays, None where it
+    may.
 
-    StorageError where a checkpoint is in the way, or where an interrupted replacement left the only copy aside.
+    StorageError where a checkpoint is in the way, or where an interrupted replacement left the only
+    copy aside.
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
-    found = committed(storage, name) if kind == "folder" else None
-    if found is None:
-        aside = [
+    manifest = committed(storage, name) if kind == "folder" else None
+    if manifest is None:
+        backups = [
             entry
             for entry in storage.names()
             if names.is_replaced(entry, name) and committed(storage, entry) is not None
         ]
-        if aside and kind is None:
+        if backups and kind is None:
             raise StorageError(
-                f"{path}: an interrupted replacement left the only copy at {storage.path(aside[0])}; rename it back, or remove it, first"
+                f"{path}: an interrupted replacement left the only copy at {storage.path(backups[0])}; rename it back, or remove it, first"
             )
         return None
     if target.if_exists == "error":
         raise StorageError(
-            f'{path}: holds a committed checkpoint (save {found.save_id}, step {found.step}); needed a free name, if_exists="replace" '
+            f'{path}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}); needed a free name, if_exists="replace" '
             'or if_exists="keep"'
         )
-    return None if _yields(storage, target, found) else found
+    return None if _is_replaceable(storage, target, manifest) else manifest
 
 
-def check_copy_target(storage: LocalStorage, target: Target, *, save_id: str) -> Manifest | None:
-    """`check_target` for a copy of save `save_id`, which stays where it is there already."""
-    there = committed(storage, target.name) if storage.kind(target.name) == "folder" else None
-    if there is not None and there.save_id == save_id:
-        return there
-    return check_target(storage, target)
+def resolve_copy_if_exists(
+    storage: LocalStorage, target: PublishTarget, *, save_id: str
+) -> Manifest | None:
+    """`resolve_if_exists` for a copy of save `save_id`, which stays where it is there already."""
+    manifest = committed(storage, target.name) if storage.kind(target.name) == "folder" else None
+    if manifest is not None and manifest.save_id == save_id:
+        return manifest
+    return resolve_if_exists(storage, target)
 
 
-def _yields(storage: LocalStorage, target: Target, found: Manifest) -> bool:
+def _is_replaceable(storage: LocalStorage, target: PublishTarget, manifest: Manifest) -> bool:
     """Whether a committed checkpoint gives way to the save."""
-    replaceable = target.if_exists == "keep_complete" and not holds(
-        storage, target.name, found, target.parts
+    replaceable = target.if_exists == "keep_complete" and not is_complete(
+        storage, target.name, manifest, target.parts
     )
     return target.if_exists == "replace" or replaceable
 
 
-def begin(
-    storage: LocalStorage, name: str, *, save_id: str | None, present: frozenset[str]
-) -> Construction:
-    """Makes the folder under construction, with the probe that holds its id, a new one where none is given. `present`: of `check_way`."""
+def create(
+    storage: LocalStorage, name: str, *, save_id: str | None, existing_entries: frozenset[str]
+) -> StagingDir:
+    """Makes the folder under construction, with the probe that holds its id, a new one where none
+    is given. `existing_entries`: of `check_existing_entries`.
+    """
     save_id = save_id or secrets.token_hex(8)
     folder = names.staging_name(name, save_id)
     storage.make_folder(folder)
-    construction = Construction(name, folder, save_id, present)
+    staging_dir = StagingDir(name, folder, save_id, existing_entries)
     try:
-        storage.put(f"{folder}/{PROBE}", save_id.encode(), fsync=False)
+        storage.put(f"{folder}/{MARKER}", save_id.encode(), fsync=False)
     except CheckpointError:
-        abandon(storage, construction)
+        abort(storage, staging_dir)
         raise
     storage.close()
-    return construction
+    return staging_dir
 
 
-def begin_together(
-    meeting: Meeting,
+def create_collectively(
+    collective: Collective,
     storage: LocalStorage,
-    target: Target,
-    stays: Callable[[], Manifest | None],
+    target: PublishTarget,
+    find_existing: Callable[[], Manifest | None],
     *,
-    lead: int,
-) -> tuple[Construction | None, dict[str, Any]]:
-    """Collective. The folder under construction, under a new id, for what was cut off may lie there; or None, and id and step of the
-    checkpoint that `stays`, as the lead finds it. After an error the folder is gone: nobody writes to it yet.
+    leader: int,
+) -> tuple[StagingDir | None, dict[str, Any]]:
+    """Collective. The folder under construction, under a new id, for what was cut off may lie
+    there; or None, and id and step of the checkpoint that `find_existing`, as the lead finds it.
+    After an error the folder is gone: nobody writes to it yet.
     """
-    begun = None
+    created = None
     try:
-        with meeting.phase("begin"):
-            if meeting.rank == lead:
-                present = check_way(storage, target)
-                there = stays()
-                if there is not None:
-                    said = {"id": there.save_id, "step": there.step}
+        with collective.step("begin"):
+            if collective.rank == leader:
+                existing_entries = check_existing_entries(storage, target)
+                existing = find_existing()
+                if existing is not None:
+                    announcement = {"id": existing.save_id, "step": existing.step}
                 else:
-                    begun = begin(storage, target.name, save_id=None, present=present)
-                    said = {"id": begun.save_id, "folder": begun.folder}
-                meeting.put("begun", json.dumps(said).encode())
-            told: dict[str, Any] = json.loads(meeting.get("begun"))
+                    created = create(
+                        storage, target.name, save_id=None, existing_entries=existing_entries
+                    )
+                    announcement = {"id": created.save_id, "folder": created.folder}
+                collective.put("begun", json.dumps(announcement).encode())
+            received: dict[str, Any] = json.loads(collective.get("begun"))
     except BaseException:
-        if begun is not None:
-            abandon(storage, begun)
+        if created is not None:
+            abort(storage, created)
         raise
-    if begun is None and "folder" in told:
-        begun = Construction(target.name, told["folder"], told["id"])
-    return begun, told
+    if created is None and "folder" in received:
+        created = StagingDir(target.name, received["folder"], received["id"])
+    return created, received
 
 
-def see(storage: LocalStorage, construction: Construction) -> None:
+def check_visible(storage: LocalStorage, staging_dir: StagingDir) -> None:
     """StorageError unless this rank sees the folder that rank 0 made."""
     try:
-        found = storage.read(f"{construction.folder}/{PROBE}")
+        marker_bytes = storage.read(f"{staging_dir.folder}/{MARKER}")
     except NotFoundError:
-        found = b""
-    if found != construction.save_id.encode():
+        marker_bytes = b""
+    if marker_bytes != staging_dir.save_id.encode():
         raise StorageError(
-            f"{storage.path(construction.folder)}: this rank does not see this folder, which rank 0 made; needed one folder shared by all"
+            f"{storage.path(staging_dir.folder)}: this rank does not see this folder, which rank 0 made; needed one folder shared by all"
         )
 
 
-def check_room(
-    storage: LocalStorage, construction: Construction, nbytes: int, *, text_nbytes: int = 0
+def check_free_space(
+    storage: LocalStorage, staging_dir: StagingDir, nbytes: int, *, metadata_nbytes: int = 0
 ) -> None:
-    """StorageError where the disk has no room for the save: `nbytes` of tensors and digests, `text_nbytes` of indexes and headers."""
-    free, needed = storage.free_nbytes(), nbytes + text_nbytes + _MANIFEST_NBYTES
+    """StorageError where the disk has no room for the save: `nbytes` of tensors and digests,
+    `metadata_nbytes` of indexes and headers.
+    """
+    free, needed = storage.free_nbytes(), nbytes + metadata_nbytes + _MANIFEST_NBYTES
     if free < needed:
         raise StorageError(
-            f"{storage.path(construction.folder)}: {free} bytes free; needed {needed}: {nbytes} of tensors and digests, "
+            f"{storage.path(staging_dir.folder)}: {free} bytes free; needed {needed}: {nbytes} of tensors and digests, "
             f"{needed - nbytes} of indexes and the manifest"
         )
 
 
 def publish(
-    storage: LocalStorage, construction: Construction, target: Target, *, fsync: bool
+    storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget, *, fsync: bool
 ) -> Published:
-    """Gives the finished folder its name. What has the name goes aside, and nothing is removed but an empty folder.
+    """Gives the finished folder its name. What has the name goes aside, and nothing is removed but
+    an empty folder.
 
     `clean_up` does the rest once the checkpoint is sure to stay, `withdraw` undoes it.
 
-    StorageError where another job has committed this name meanwhile, and that stays. Everything is as before after an error.
+    StorageError where another job has committed this name meanwhile, and that stays. Everything is
+    as before after an error.
     """
     if fsync:
-        storage.sync_folder(construction.folder)
-    one = construction
-    entries = frozenset(storage.entries(one.folder))
-    aside, replaced = _give_name(storage, construction, target)
+        storage.sync_folder(staging_dir.folder)
+    source = staging_dir
+    entries = frozenset(storage.entries(source.folder))
+    backup, replaced_manifest = _replace_name(storage, staging_dir, target)
     published = Published(
-        one.name, one.folder, one.save_id, one.present, target.step_name, aside, replaced, entries
+        source.name,
+        source.folder,
+        source.save_id,
+        source.existing_entries,
+        target.is_step_path,
+        backup,
+        replaced_manifest,
+        entries,
     )
     if fsync:
         try:
             storage.sync_folder("")
         except CheckpointError:
-            withdraw(storage, published)
+            rollback(storage, published)
             raise
     return published
 
 
-def _give_name(
-    storage: LocalStorage, construction: Construction, target: Target
+def _replace_name(
+    storage: LocalStorage, staging_dir: StagingDir, target: PublishTarget
 ) -> tuple[str | None, Manifest | None]:
     """Returns `Published.aside` and `Published.replaced`."""
-    name, folder = construction.name, construction.folder
-    if give_free_name(storage, folder, name):
+    name, folder = staging_dir.name, staging_dir.folder
+    if rename_if_free(storage, folder, name):
         return None, None
     kind = storage.kind(name) or "folder"
-    found = committed(storage, name) if kind == "folder" else None
-    if found is not None and not _yields(storage, target, found):
+    manifest = committed(storage, name) if kind == "folder" else None
+    if manifest is not None and not _is_replaceable(storage, target, manifest):
         raise StorageError(
-            f"{storage.path(name)}: holds a committed checkpoint (save {found.save_id}, step {found.step}) that came while this save ran; "
+            f"{storage.path(name)}: holds a committed checkpoint (save {manifest.save_id}, step {manifest.step}) that came while this save ran; "
             'needed a free name, or if_exists="replace"'
         )
-    if kind != "folder" and not target.step_name:
+    if kind != "folder" and not target.is_step_path:
         raise StorageError(
             f"{storage.path(name)}: is a {kind} that came while this save ran; needed a folder or a free name"
         )
-    visible = before_name(storage, name, kind=kind)
-    if found is None:
-        _rename_twice(storage, new=folder, name=name, aside=visible)
-        return visible, None
+    visible_backup = backup_name(storage, name, kind=kind)
+    if manifest is None:
+        _swap_by_renames(storage, new=folder, name=name, backup=visible_backup)
+        return visible_backup, None
     if user_entries(
-        storage, name, present=construction.present, replaced=found
+        storage, name, existing_entries=staging_dir.existing_entries, replaced=manifest
     ):  # what holds files of the user's is never hidden
-        storage.rename(folder, visible)
+        storage.rename(folder, visible_backup)
         try:
-            if storage.exchange(visible, name):
-                return visible, found
-            aside = before_name(storage, name, kind=kind)
-            _rename_twice(storage, new=visible, name=name, aside=aside)
-            return aside, found
+            if storage.exchange(visible_backup, name):
+                return visible_backup, manifest
+            hidden_backup = backup_name(storage, name, kind=kind)
+            _swap_by_renames(storage, new=visible_backup, name=name, backup=hidden_backup)
+            return hidden_backup, manifest
         except CheckpointError:
-            storage.rename(visible, folder)
+            storage.rename(visible_backup, folder)
             raise
-    aside = names.replaced_name(name, construction.save_id)
+    hidden_backup = names.replaced_name(name, staging_dir.save_id)
     if not storage.exchange(folder, name):
-        _rename_twice(storage, new=folder, name=name, aside=aside)
-        return aside, found
+        _swap_by_renames(storage, new=folder, name=name, backup=hidden_backup)
+        return hidden_backup, manifest
     try:
-        storage.rename(folder, aside)
+        storage.rename(folder, hidden_backup)
     except CheckpointError:
-        return folder, found  # the name has changed hands already
-    return aside, found
+        return folder, manifest  # the name has changed hands already
+    return hidden_backup, manifest
 
 
-def give_free_name(storage: LocalStorage, folder: str, name: str) -> bool:
-    """Renames the folder to a name that is free, or an empty folder's; False where something else has it."""
+def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
+    """Renames the folder to a name that is free, or an empty folder's; False where something else
+    has it.
+    """
     kind = storage.kind(name)
     free = kind is None or (kind == "folder" and remove_empty(storage, name))
     if free:
@@ -376,40 +410,44 @@ def give_free_name(storage: LocalStorage, folder: str, name: str) -> bool:
     return free
 
 
-def _rename_twice(storage: LocalStorage, *, new: str, name: str, aside: str) -> None:
-    """What has the name goes `aside`, `new` gets the name. After an error it has the name again."""
-    storage.rename(name, aside)
+def _swap_by_renames(storage: LocalStorage, *, new: str, name: str, backup: str) -> None:
+    """What has the name goes `backup`, `new` gets the name. After an error it has the name again."""
+    storage.rename(name, backup)
     try:
         storage.rename(new, name)
     except CheckpointError:
-        storage.rename(aside, name)
+        storage.rename(backup, name)
         raise
 
 
-def abandon(storage: LocalStorage, construction: Construction) -> None:
+def abort(storage: LocalStorage, staging_dir: StagingDir) -> None:
     """Removes the folder under construction of a save that failed, as far as the storage lets us."""
     storage.close()
     try:
-        clear(storage, construction.folder, fsync=False)
+        delete_checkpoint(storage, staging_dir.folder, fsync=False)
     except CheckpointError:
-        return  # the error that made us abandon the save is the one to tell; the folder is never taken for a checkpoint
+        # the error that made us abandon the save is the one to tell; the folder is never taken for
+        # a checkpoint
+        return
 
 
-def abandon_together(
-    meeting: Meeting,
+def abort_collectively(
+    collective: Collective,
     storage: LocalStorage,
-    construction: Construction | None,
+    staging_dir: StagingDir | None,
     error: BaseException,
     *,
-    lead: int,
+    leader: int,
 ) -> None:
-    """Every rank calls, after it has stopped writing. The lead removes the folder once the others have; `error`: why it is abandoned.
+    """Every rank calls, after it has stopped writing. The lead removes the folder once the others
+    have; `error`: why it is abandoned.
 
-    `construction`: None on a rank that has not learnt of it yet, on the lead where it has begun none.
+    `staging_dir`: None on a rank that has not learnt of it yet, on the lead where it has begun
+    none.
     """
-    if meeting.world > 1 and not getattr(error, "agreed", False):
-        meeting.tell(error)
-    meeting.stop()
-    if meeting.rank == lead and construction is not None:
-        meeting.wait_for_stops()
-        abandon(storage, construction)
+    if collective.world > 1 and not getattr(error, "agreed", False):
+        collective.publish_error(error)
+    collective.mark_stopped()
+    if collective.rank == leader and staging_dir is not None:
+        collective.wait_stopped()
+        abort(storage, staging_dir)

@@ -1,7 +1,9 @@
-"""A committed checkpoint, copied to another root as a commit of its own: the same save, proved byte by byte on the way.
+"""A committed checkpoint, copied to another root as a commit of its own: the same save, proved byte
+by byte on the way.
 
-What is written is what was checked: each range is read once, compared with the manifest's digests, and that very memory is written.
-Knows one whole folder and one target; not when to copy, and nothing of ranks.
+What is written is what was checked: each range is read once, compared with the manifest's digests,
+and that very memory is written. Knows one whole folder and one target; not when to copy, and
+nothing of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.folder.backup import clean_up, own_files
+from unified_ckpt.engine.folder.backup import clean_up, engine_files
 from unified_ckpt.engine.folder.reader import Folder, open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
@@ -19,7 +21,7 @@ from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
-Beat = Callable[
+ProgressCallback = Callable[
     [int], object
 ]  # called with the bytes of each range that was written; what it raises ends the copy
 
@@ -29,210 +31,250 @@ _FLUSH_NBYTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
-    """`nbytes` written; 0 where the name holds a checkpoint already, which stays: `save_id` is that one's, `other`: of another save."""
+class CopyResult:
+    """`nbytes` written; 0 where the name holds a checkpoint already, which stays: `save_id` is that
+    one's, `is_other_save`: of another save.
+    """
 
     save_id: str
     nbytes: int
-    other: bool = False
+    is_other_save: bool = False
 
 
-def transfer(
-    source: str, storage: LocalStorage, name: str, *, if_exists: str, fsync: bool, beat: Beat
-) -> Transferred:
-    """Copies the checkpoint folder `source` to `name` under the storage's root, in a few MiB of memory. Any rank, any thread.
+def copy_checkpoint(
+    source: str,
+    storage: LocalStorage,
+    name: str,
+    *,
+    if_exists: str,
+    fsync: bool,
+    on_progress: ProgressCallback,
+) -> CopyResult:
+    """Copies the checkpoint folder `source` to `name` under the storage's root, in a few MiB of
+    memory. Any rank, any thread.
 
-    Every file of the folder goes with it, a link to a file as that file, a link to a folder not; nor what is added after it has begun.
-    Where the same save is committed there, nothing is done; `if_exists` is for another one. Nobody who asks removes the source meanwhile.
+    Every file of the folder goes with it, a link to a file as that file, a link to a folder not;
+    nor what is added after it has begun. Where the same save is committed there, nothing is done;
+    `if_exists` is for another one. Nobody who asks removes the source meanwhile.
 
-    IntegrityError or IncompleteError where the source is not whole: it is never committed then. NotFoundError where it is gone,
-    StorageError where it cannot be read or written. What was at `name` is as it was after any error, and nothing is left beside it.
+    IntegrityError or IncompleteError where the source is not whole: it is never committed then.
+    NotFoundError where it is gone, StorageError where it cannot be read or written. What was at
+    `name` is as it was after any error, and nothing is left beside it.
     """
-    folder = open_path(source, hold=True)
+    folder = open_path(source, lock=True)
     try:
-        manifest, written = _check_source(folder)
-        target = commit.Target(
-            name, if_exists, manifest.parts, step_name=True
+        manifest, manifest_bytes = _check_source(folder)
+        target = commit.PublishTarget(
+            name, if_exists, manifest.parts, is_step_path=True
         )  # only a manager copies
-        present = commit.check_way(storage, target)
-        stays = commit.check_copy_target(storage, target, save_id=manifest.save_id)
-        if stays is not None:
-            return Transferred(stays.save_id, 0, other=stays.save_id != manifest.save_id)
-        construction = commit.begin(
-            storage, name, save_id=None, present=present
+        present = commit.check_existing_entries(storage, target)
+        existing = commit.resolve_copy_if_exists(storage, target, save_id=manifest.save_id)
+        if existing is not None:
+            return CopyResult(
+                existing.save_id, 0, is_other_save=existing.save_id != manifest.save_id
+            )
+        staging = commit.create(
+            storage, name, save_id=None, existing_entries=present
         )  # an id of its own: a copy that was cut off may lie there
         try:
-            commit.check_room(storage, construction, sum(_sizes(source)))
-            nbytes = _fill(folder, manifest, storage, construction.folder, fsync=fsync, beat=beat)
-            storage.put(f"{construction.folder}/{names.MANIFEST}", written, fsync=fsync)
-            published = commit.publish(storage, construction, target, fsync=fsync)
+            commit.check_free_space(storage, staging, sum(_file_sizes(source)))
+            nbytes = _copy_files(
+                folder, manifest, storage, staging.folder, fsync=fsync, on_progress=on_progress
+            )
+            storage.put(f"{staging.folder}/{names.MANIFEST}", manifest_bytes, fsync=fsync)
+            published = commit.publish(storage, staging, target, fsync=fsync)
         except BaseException:
-            commit.abandon(storage, construction)
+            commit.abort(storage, staging)
             raise
         clean_up(storage, published, fsync=fsync)
-        return Transferred(manifest.save_id, nbytes)
+        return CopyResult(manifest.save_id, nbytes)
     finally:
         folder.close()
         storage.close()
 
 
 def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
-    """The manifest and its bytes, of a folder that is whole as far as sizes, headers and names tell."""
+    """The manifest and its bytes, of a folder that is whole as far as sizes, headers and names
+    tell.
+    """
     root = folder.storage.root
-    written = folder.storage.read(names.MANIFEST)
-    manifest = parse_manifest(written, file=f"{root}/{names.MANIFEST}")
+    manifest_bytes = folder.storage.read(names.MANIFEST)
+    manifest = parse_manifest(manifest_bytes, file=f"{root}/{names.MANIFEST}")
     if folder.manifest is None or manifest != folder.manifest:
         raise IntegrityError(f"{root}: changed while it was opened; needed a committed checkpoint")
-    if manifest.island is not None:
+    if manifest.node_group is not None:
         raise IncompleteError(
-            f"{root}: holds what one machine wrote of {manifest.island.count}; needed a folder with all of the save"
+            f"{root}: holds what one machine wrote of {manifest.node_group.count}; needed a folder with all of the save"
         )
     problems = verify_folder(folder, deep=False).problems
     if problems:
         raise IntegrityError(
             f"{root}: is not copied: {problems[0]}{f' (and {len(problems) - 1} more)' if len(problems) > 1 else ''}"
         )
-    return manifest, written
+    return manifest, manifest_bytes
 
 
-def _fill(
-    folder: Folder, manifest: Manifest, storage: LocalStorage, into: str, *, fsync: bool, beat: Beat
+def _copy_files(
+    folder: Folder,
+    manifest: Manifest,
+    storage: LocalStorage,
+    target_folder: str,
+    *,
+    fsync: bool,
+    on_progress: ProgressCallback,
 ) -> int:
     """Writes everything but the manifest; returns the bytes."""
-    copy = Copy(folder, storage, into, fsync, beat)
-    for single in manifest.singles():
-        copy.single(single.file, single.nbytes, single.crc)
+    copier = FolderCopier(folder, storage, target_folder, fsync, on_progress)
+    for auxiliary in manifest.auxiliary_files():
+        copier.copy_auxiliary(auxiliary.file, auxiliary.nbytes, auxiliary.crc)
     for part in folder.parts:
         if (record := manifest.parts[part].index) is not None:
-            copy.single(names.index_name(part), record.nbytes, record.crc)
-        for file, of in manifest.parts[part].files.items():
-            copy.tensors(part, file, of.header_crc)
-    copy.others("", own_files(manifest) - {names.REPLICAS})
-    storage.remove_file(f"{into}/{commit.PROBE}")
-    return copy.nbytes
+            copier.copy_auxiliary(names.index_name(part), record.nbytes, record.crc)
+        for file, file_record in manifest.parts[part].files.items():
+            copier.copy_part_file(part, file, file_record.header_crc)
+    copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
+    storage.remove_file(f"{target_folder}/{commit.MARKER}")
+    return copier.nbytes
 
 
-class Copy:
-    """Of one folder to another, file by file. Holds one buffer of a block. `beat`: called for each block that is written."""
+class FolderCopier:
+    """Of one folder to another, file by file. Holds one buffer of a block. `beat`: called for each
+    block that is written.
+    """
 
     def __init__(
-        self, folder: Folder, storage: LocalStorage, into: str, fsync: bool, beat: Beat
+        self,
+        folder: Folder,
+        storage: LocalStorage,
+        target_folder: str,
+        fsync: bool,
+        on_progress: ProgressCallback,
     ) -> None:
-        self._folder, self._source, self._storage, self._into = (
+        self._folder, self._source, self._storage, self._target_folder = (
             folder,
             folder.storage,
             storage,
-            into,
+            target_folder,
         )
-        self._fsync, self._beat = fsync, beat
+        self._fsync, self._on_progress = fsync, on_progress
         self._buffer = memoryview(bytearray(digests.BLOCK_NBYTES))
         self.nbytes = 0
 
-    def single(self, file: str, nbytes: int, needed: str) -> None:
+    def copy_auxiliary(self, file: str, nbytes: int, expected_crc: str) -> None:
         """A file that has one CRC of all its bytes."""
         crc = 0
-        for start, stop in _ranges(0, nbytes):
-            crc = digests.crc(self._move(file, start, stop), crc)
-        if f"{crc:016x}" != needed:
+        for start, stop in _block_ranges(0, nbytes):
+            crc = digests.crc(self._copy_range(file, start, stop), crc)
+        if f"{crc:016x}" != expected_crc:
             raise IntegrityError(
-                f"{self._where(file)}: has CRC {crc:016x}; needed {needed}: it is not copied"
+                f"{self._path(file)}: has CRC {crc:016x}; needed {expected_crc}: it is not copied"
             )
-        self._end(file)
+        self._finish_file(file)
 
-    def tensors(self, part: str, file: str, header_crc: str) -> None:
-        """A file of a part: its header by its CRC, its tensors by those of their blocks. Together they are all of its bytes."""
+    def copy_part_file(self, part: str, file: str, header_crc: str) -> None:
+        """A file of a part: its header by its CRC, its tensors by those of their blocks. Together
+        they are all of its bytes.
+        """
         entries = self._folder.header(file)
-        saved = self._folder.block_digests([(part, name) for name in entries])
-        first = min(
+        digests_by_key = self._folder.block_digests([(part, name) for name in entries])
+        data_start = min(
             (entry.start for entry in entries.values()), default=self._source.size(file) or 0
         )
         crc, flushed = 0, 0
-        for start, stop in _ranges(0, first):
-            crc = digests.crc(self._move(file, start, stop), crc)
+        for start, stop in _block_ranges(0, data_start):
+            crc = digests.crc(self._copy_range(file, start, stop), crc)
         if f"{crc:016x}" != header_crc:
             raise IntegrityError(
-                f"{self._where(file)}: its header has CRC {crc:016x}; needed {header_crc}: it is not copied"
+                f"{self._path(file)}: its header has CRC {crc:016x}; needed {header_crc}: it is not copied"
             )
         for name, entry in entries.items():
-            needed = saved[part, name]
-            if needed is None or len(needed) != digests.block_count(entry.stop - entry.start):
+            expected = digests_by_key[part, name]
+            if expected is None or len(expected) != digests.block_count(entry.stop - entry.start):
                 raise IntegrityError(
-                    f"{self._where(file)}: {part}:{name} has no digests to check it by; needed those of every block"
+                    f"{self._path(file)}: {part}:{name} has no digests to check it by; needed those of every block"
                 )
-            for block, (start, stop) in enumerate(_ranges(entry.start, entry.stop)):
-                found = digests.crc(self._move(file, start, stop))
-                if found != needed[block]:
+            for block, (start, stop) in enumerate(_block_ranges(entry.start, entry.stop)):
+                actual = digests.crc(self._copy_range(file, start, stop))
+                if actual != expected[block]:
                     raise IntegrityError(
-                        f"{self._where(file)}: block {block} of {part}:{name} has CRC {found:016x}; needed {needed[block]:016x}: "
+                        f"{self._path(file)}: block {block} of {part}:{name} has CRC {actual:016x}; needed {expected[block]:016x}: "
                         "it is not copied"
                     )
                 if stop - flushed >= _FLUSH_NBYTES:
-                    self._storage.start_flush(f"{self._into}/{file}", flushed, stop - flushed)
+                    self._storage.start_flush(
+                        f"{self._target_folder}/{file}", flushed, stop - flushed
+                    )
                     flushed = stop
-        self._end(file)
+        self._finish_file(file)
 
-    def others(self, below: str, done: set[str]) -> None:
+    def copy_extra_files(self, subfolder: str, copied: set[str]) -> None:
         """What a trainer or a person has added, which nothing proves."""
-        for name, path, is_folder in _entries(os.path.join(self._source.root, below), below):
-            if name in done or (
-                not below and not is_folder and name.startswith(names.MENDING)
+        for name, path, is_folder in _scan_folder(
+            os.path.join(self._source.root, subfolder), subfolder
+        ):
+            if name in copied or (
+                not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
             ):  # the latter: of a repair that was cut off
                 continue
             if is_folder:
-                self._storage.make_folder(f"{self._into}/{name}")
-                self.others(name, done)
+                self._storage.make_folder(f"{self._target_folder}/{name}")
+                self.copy_extra_files(name, copied)
                 if self._fsync:
-                    self._storage.sync_folder(f"{self._into}/{name}")
+                    self._storage.sync_folder(f"{self._target_folder}/{name}")
                 continue
             size = os.path.getsize(path)
-            for start, stop in _ranges(0, size):
-                self._move(name, start, stop)
+            for start, stop in _block_ranges(0, size):
+                self._copy_range(name, start, stop)
             if size == 0:
-                self._storage.resize(f"{self._into}/{name}", 0)
-            self._end(name)
+                self._storage.resize(f"{self._target_folder}/{name}", 0)
+            self._finish_file(name)
 
-    def _move(self, file: str, start: int, stop: int) -> memoryview:
-        """Reads a range and writes it; returns it, until the next one. A damaged one is written too, and never published."""
-        held = self._buffer[: stop - start]
-        self._source.read_at(file, start, held)
-        self._write(file, start, held)
-        return held
+    def _copy_range(self, file: str, start: int, stop: int) -> memoryview:
+        """Reads a range and writes it; returns it, until the next one. A damaged one is written
+        too, and never published.
+        """
+        view = self._buffer[: stop - start]
+        self._source.read_at(file, start, view)
+        self._write(file, start, view)
+        return view
 
-    def _write(self, file: str, start: int, held: memoryview) -> None:
-        self._storage.write_at(f"{self._into}/{file}", start, [held])
-        self.nbytes += len(held)
-        self._beat(len(held))
+    def _write(self, file: str, start: int, view: memoryview) -> None:
+        self._storage.write_at(f"{self._target_folder}/{file}", start, [view])
+        self.nbytes += len(view)
+        self._on_progress(len(view))
 
-    def _end(self, file: str) -> None:
+    def _finish_file(self, file: str) -> None:
         self._source.close()  # one file is open at a time
         if self._fsync:
-            self._storage.sync(f"{self._into}/{file}")
-            self._beat(0)
+            self._storage.sync(f"{self._target_folder}/{file}")
+            self._on_progress(0)
 
-    def _where(self, file: str) -> str:
+    def _path(self, file: str) -> str:
         return f"{self._source.root}/{file}"
 
 
-def _ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _block_ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Block by block, from `start`: a tensor's blocks begin at its first byte."""
     for low in range(start, stop, digests.BLOCK_NBYTES):
         yield low, min(low + digests.BLOCK_NBYTES, stop)
 
 
-def _entries(folder: str, below: str) -> Iterator[tuple[str, str, bool]]:
-    """(name below the checkpoint, path, whether a folder) of files, and of links to files, and of folders. Sockets and the like are not."""
-    with os.scandir(folder) as found:
-        for entry in sorted(found, key=lambda one: one.name):
+def _scan_folder(folder: str, subfolder: str) -> Iterator[tuple[str, str, bool]]:
+    """(name below the checkpoint, path, whether a folder) of files, and of links to files, and of
+    folders. Sockets and the like are not.
+    """
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda item: item.name):
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder or entry.is_file():
                 yield (
-                    os.path.join(below, entry.name) if below else entry.name,
+                    os.path.join(subfolder, entry.name) if subfolder else entry.name,
                     entry.path,
                     is_folder,
                 )
 
 
-def _sizes(source: str) -> Iterator[int]:
+def _file_sizes(source: str) -> Iterator[int]:
     for folder, _, files in os.walk(source):
         for path in (os.path.join(folder, file) for file in files):
             if os.path.exists(path):

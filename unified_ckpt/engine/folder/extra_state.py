@@ -12,7 +12,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 @dataclass(slots=True)
-class Told:
+class NonTensorState:
     """What is not tensors of a part, put together from the ranks. `groups`: as in `FlatOptimizer`."""
 
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class EncodedExtra:
     """Trees for the manifest, and the file that holds what JSON cannot."""
 
     extra: Any
@@ -32,15 +32,17 @@ class Extra:
     file: NamedFile | None
 
 
-def write_extra(storage: LocalStorage, folder: str, extra: Any, told: Told) -> Extra:
+def write_extra(
+    storage: LocalStorage, folder: str, extra: Any, non_tensor_state: NonTensorState
+) -> EncodedExtra:
     """Rank 0 only. FormatError naming the path of what cannot be stored."""
-    extra_tree, found = codec.encode(extra, "extra")
-    modules, more = codec.encode(told.modules, "modules")
-    found.update(more)
+    extra_tree, blobs_by_name = codec.encode(extra, "extra")
+    modules, more_blobs = codec.encode(non_tensor_state.modules, "modules")
+    blobs_by_name.update(more_blobs)
     groups = []
-    for i, group in enumerate(told.groups):
-        options, more = codec.encode(group["options"], f"param_groups_{i}")
-        found.update(more)
+    for index, group in enumerate(non_tensor_state.groups):
+        options, more_blobs = codec.encode(group["options"], f"param_groups_{index}")
+        blobs_by_name.update(more_blobs)
         groups.append(
             ParamGroup(
                 names=group["names"],
@@ -49,22 +51,30 @@ def write_extra(storage: LocalStorage, folder: str, extra: Any, told: Told) -> E
                 masters=group.get("masters"),
             )
         )
-    scalars, more = codec.encode(told.scalars, "optimizer")
-    found.update(more)
-    record = OptimizerRecord(groups=groups, scalars=scalars) if told.has_optimizer else None
-    file = _write_blobs(storage, folder, found) if found else None
-    return Extra(extra_tree, modules if told.modules else None, record, file)
+    scalars, more_blobs = codec.encode(non_tensor_state.scalars, "optimizer")
+    blobs_by_name.update(more_blobs)
+    record = (
+        OptimizerRecord(groups=groups, scalars=scalars) if non_tensor_state.has_optimizer else None
+    )
+    file = _write_blobs(storage, folder, blobs_by_name) if blobs_by_name else None
+    return EncodedExtra(extra_tree, modules if non_tensor_state.modules else None, record, file)
 
 
-def _write_blobs(storage: LocalStorage, folder: str, found: Mapping[str, Any]) -> NamedFile:
-    items = header.file_order((name, *blobs.spec(blob)) for name, blob in found.items())
-    head, _ = header.encode_header(items)
-    views = [memoryview(head), *(blobs.raw(found[name]) for name, _, _ in items)]
+def _write_blobs(storage: LocalStorage, folder: str, blobs_by_name: Mapping[str, Any]) -> NamedFile:
+    items = header.file_order((name, *blobs.spec(blob)) for name, blob in blobs_by_name.items())
+    header_bytes, _ = header.encode_header(items)
+    views = [
+        memoryview(header_bytes),
+        *(blobs.raw_bytes(blobs_by_name[name]) for name, _, _ in items),
+    ]
     storage.write_at(f"{folder}/{names.EXTRA}", 0, views)
     crc = 0
     for view in views:
         crc = digests.crc(view, crc)
     nbytes = sum(len(view) for view in views)
     return NamedFile(
-        file=names.EXTRA, nbytes=nbytes, header_crc=f"{digests.crc(head):016x}", crc=f"{crc:016x}"
+        file=names.EXTRA,
+        nbytes=nbytes,
+        header_crc=f"{digests.crc(header_bytes):016x}",
+        crc=f"{crc:016x}",
     )

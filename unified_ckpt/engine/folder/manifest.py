@@ -13,16 +13,18 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    """The last file. It names the files that the engine did not write: what appears later is the user's."""
+    """The last file. It names the files that the engine did not write: what appears later is the
+    user's.
+    """
     manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
 
 
 def versions() -> dict[str, str]:
-    found: dict[str, Any] = {"python": platform.python_version()}
+    package_versions: dict[str, Any] = {"python": platform.python_version()}
     for package in ("unified-ckpt", "torch", "safetensors"):
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            package_versions[package] = "unknown"
+    return package_versions

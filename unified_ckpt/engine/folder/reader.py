@@ -1,4 +1,6 @@
-"""The unified folder, and a plain Hugging Face model folder, as a Source: manifest, indexes and headers, each read once when needed."""
+"""The unified folder, and a plain Hugging Face model folder, as a Source: manifest, indexes and
+headers, each read once when needed.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import Any
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.byte_ranges import coalesce
-from unified_ckpt.core.sharding.dtypes import itemsize, packed
+from unified_ckpt.core.sharding.dtypes import itemsize, memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.folder.commit import PROBE, refuse_run
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.folder.commit import MARKER, check_not_run_folder
 from unified_ckpt.engine.folder.part_index import read_index
-from unified_ckpt.engine.folder.rank_table import check_table, words
+from unified_ckpt.engine.folder.rank_table import check_table, read_uint64s
 from unified_ckpt.engine.source.box_digests import check_blocks, has_whole_blocks
-from unified_ckpt.engine.source.protocol import Catalog, Location, Said, fill_box
+from unified_ckpt.engine.source.protocol import Catalog, Location, SourceMetadata, read_box_into
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -34,15 +36,17 @@ from unified_ckpt.format.manifest import (
     RankExtraFile,
     parse_manifest,
 )
-from unified_ckpt.runtime.storage.locks import reading
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, absolute, reader
+from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, absolute_path, open_reader
 
 _MODEL = "model"
 _DIGEST_GAP_NBYTES = 64 << 10  # read over rather than left out: less than a request costs anywhere
 
 
 class Folder:
-    """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder, which has weights only."""
+    """A folder of whole tensors in safetensors files. `manifest` is None for a Hugging Face folder,
+    which has weights only.
+    """
 
     def __init__(
         self,
@@ -53,9 +57,9 @@ class Folder:
         self.storage, self.manifest = storage, manifest
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
-        self._members: dict[str, dict[str, set[str]]] = {}
-        self._proved: set[str] = set()
-        self.held = ExitStack()  # until `close`
+        self._tensors_by_file: dict[str, dict[str, set[str]]] = {}
+        self._checked_tables: set[str] = set()
+        self.resources = ExitStack()  # until `close`
 
     @property
     def format(self) -> str:
@@ -76,14 +80,14 @@ class Folder:
     def file_of(self, part: str, name: str) -> str:
         return self._weight_maps[part][name]
 
-    def members(self, part: str) -> Mapping[str, Collection[str]]:
+    def tensors_by_file(self, part: str) -> Mapping[str, Collection[str]]:
         """The tensors of each file of a part, as its index says."""
-        if part not in self._members:
-            members: dict[str, set[str]] = {}
+        if part not in self._tensors_by_file:
+            names_by_file: dict[str, set[str]] = {}
             for name, file in self._weight_maps.get(part, {}).items():
-                members.setdefault(file, set()).add(name)
-            self._members[part] = members
-        return self._members[part]
+                names_by_file.setdefault(file, set()).add(name)
+            self._tensors_by_file[part] = names_by_file
+        return self._tensors_by_file[part]
 
     def header(self, file: str) -> Mapping[str, Entry]:
         """What a file holds. Same errors as `check_files`."""
@@ -92,114 +96,124 @@ class Folder:
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
         self.check_files({self._weight_maps[part][name] for name in names})
-        found = {}
+        specs = {}
         for name in names:
             entry = self._entry(part, name)
-            found[name] = spec_of(entry.dtype, packed(entry.dtype, entry.shape))
-        return found
+            specs[name] = spec_of(entry.dtype, memory_shape(entry.dtype, entry.shape))
+        return specs
 
-    def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
-        self.check_files({self._weight_maps[part][name] for part, name in wanted})
+    def catalog(self, keys: Collection[tuple[str, str]]) -> Catalog:
+        self.check_files({self._weight_maps[part][name] for part, name in keys})
         return Catalog(
             self.storage,
-            {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in wanted},
+            {(p, n): Location(self._weight_maps[p][n], self._entry(p, n).start) for p, n in keys},
         )
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         file, spec = self._weight_maps[part][name], self.specs(part, [name])[name]
-        body = bytearray(box.numel * itemsize(spec.dtype))
-        fill_box(
-            self.storage, Location(file, self._entry(part, name).start), spec, box, memoryview(body)
+        buffer = bytearray(box.numel * itemsize(spec.dtype))
+        read_box_into(
+            self.storage,
+            Location(file, self._entry(part, name).start),
+            spec,
+            box,
+            memoryview(buffer),
         )
-        saved = (
+        saved_digests = (
             self.block_digests([(part, name)])[part, name] if has_whole_blocks(spec, box) else None
         )
-        if saved is not None:
-            check_blocks((part, name), spec, box, memoryview(body), saved, where=f", in {file}")
-        return bytes(body)
+        if saved_digests is not None:
+            check_blocks(
+                (part, name), spec, box, memoryview(buffer), saved_digests, location=f", in {file}"
+            )
+        return bytes(buffer)
 
     def check_files(self, files: Collection[str]) -> None:
-        """Every byte of these files is there, and their headers say what the manifest and the index say.
+        """Every byte of these files is there, and their headers say what the manifest and the index
+        say.
 
-        IncompleteError naming files and tensors, IntegrityError or FormatError for a file that is not the one that was written.
+        IncompleteError naming files and tensors, IntegrityError or FormatError for a file that is
+        not the one that was written.
         """
         sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
         missing = [file for file, size in sizes.items() if size is None]
         if missing:
-            _check_there(self.storage)
+            _check_not_replaced(self.storage)
             raise IncompleteError(
-                listed(
+                format_list(
                     f"{self.storage.root}: files are missing",
-                    [self._missing(file) for file in sorted(missing)],
+                    [self._describe_missing(file) for file in sorted(missing)],
                 )
             )
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)
 
-    def proof(self) -> DigestFile | None:
-        """The record of its digests, None where it has none. FormatError for digests of another kind: they must not count as none."""
+    def digest_record(self) -> DigestFile | None:
+        """The record of its digests, None where it has none. FormatError for digests of another
+        kind: they must not count as none.
+        """
         record = self.manifest.digests if self.manifest is not None else None
         if record is not None:
-            record.check_known(self.storage.root)
+            record.check_supported(self.storage.root)
         return record
 
     def block_digests(
-        self, wanted: Collection[tuple[str, str]]
+        self, keys: Collection[tuple[str, str]]
     ) -> Mapping[tuple[str, str], Sequence[int] | None]:
-        record = self.proof()
+        record = self.digest_record()
         if record is None:
-            return dict.fromkeys(wanted)
+            return dict.fromkeys(keys)
         if record.file not in self._headers:
             self._headers[record.file] = self._parse_header(
                 record.file, self._checked_size(record.file, record.nbytes)
             )
         entries: dict[tuple[str, str], Entry] = {}
-        for part, name in wanted:
+        for part, name in keys:
             entry = self._headers[record.file].get(f"{part}:{name}")
             if entry is None:
                 raise IntegrityError(
                     f"{self.storage.root}/{record.file}: has no digests of {part}:{name}; needed those of every tensor"
                 )
             entries[part, name] = entry
-        found: dict[tuple[str, str], Sequence[int] | None] = {}
-        for start, stop, members in coalesce(
+        digests_by_key: dict[tuple[str, str], Sequence[int] | None] = {}
+        for start, stop, range_keys in coalesce(
             {key: (entry.start, entry.stop) for key, entry in entries.items()},
             gap=_DIGEST_GAP_NBYTES,
         ):
-            body = bytearray(stop - start)
-            self.storage.read_at(record.file, start, memoryview(body))
-            for key in members:
+            buffer = bytearray(stop - start)
+            self.storage.read_at(record.file, start, memoryview(buffer))
+            for key in range_keys:
                 entry = entries[key]
-                found[key] = struct.unpack_from(
-                    f"<{(entry.stop - entry.start) // 8}Q", body, entry.start - start
+                digests_by_key[key] = struct.unpack_from(
+                    f"<{(entry.stop - entry.start) // 8}Q", buffer, entry.start - start
                 )
-        return found
+        return digests_by_key
 
-    def said(self) -> Said:
+    def metadata(self) -> SourceMetadata:
         manifest = self.manifest
         if manifest is None:
-            return Said()
-        stored = self._extra_blobs()
+            return SourceMetadata()
+        blobs = self._extra_blobs()
         record = manifest.optimizer or OptimizerRecord(groups=[])
-        named = (
-            self._named(group.options, stored, f"param_groups_{i}")
+        group_options = (
+            self._decode_dict(group.options, blobs, f"param_groups_{i}")
             for i, group in enumerate(record.groups)
         )
         groups = [
             {**dict(group), "options": options}
-            for group, options in zip(record.groups, named, strict=True)
+            for group, options in zip(record.groups, group_options, strict=True)
         ]
-        scalars = self._named(record.scalars, stored, "optimizer")
+        scalars = self._decode_dict(record.scalars, blobs, "optimizer")
         for name, state in scalars.items():
             if not isinstance(state, dict):
                 raise FormatError(
                     f"{self.storage.root}/{names.MANIFEST}: optimizer: the state of {name} is a {type(state).__name__}; needed a dict"
                 )
-        return Said(
+        return SourceMetadata(
             save_id=manifest.save_id,
             step=manifest.step,
-            extra=codec.decode(manifest.extra, stored, path="extra"),
-            modules=self._named(manifest.modules, stored, "modules"),
+            extra=codec.decode(manifest.extra, blobs, path="extra"),
+            modules=self._decode_dict(manifest.modules, blobs, "modules"),
             groups=groups,
             scalars=scalars,
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
@@ -209,16 +223,16 @@ class Folder:
             objects=manifest.objects,
         )
 
-    def _named(self, tree: Any, stored: Mapping[str, Any], what: str) -> dict[str, Any]:
+    def _decode_dict(self, tree: Any, blobs: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A tree of values by name; FormatError where it is something else. None is an empty one."""
-        found = codec.decode(tree, stored, path=what)
-        if found is not None and not (
-            isinstance(found, dict) and all(isinstance(name, str) for name in found)
+        decoded = codec.decode(tree, blobs, path=path)
+        if decoded is not None and not (
+            isinstance(decoded, dict) and all(isinstance(name, str) for name in decoded)
         ):
             raise FormatError(
-                f"{self.storage.root}/{names.MANIFEST}: {what} is no dict of values by name; needed one"
+                f"{self.storage.root}/{names.MANIFEST}: {path} is no dict of values by name; needed one"
             )
-        return found or {}
+        return decoded or {}
 
     def _extra_blobs(self) -> Mapping[str, Any]:
         record = self.manifest.extra_file if self.manifest is not None else None
@@ -241,26 +255,28 @@ class Folder:
         if not 0 <= rank < record.world_size:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
         entries = self._rank_extra_entries(record)
-        where = f"{self.storage.root}/{record.file}"
+        location = f"{self.storage.root}/{record.file}"
         (crc,), (low, high) = (
-            words(self.storage, record.file, entries["crcs"], rank, 1),
-            words(self.storage, record.file, entries["offsets"], rank, 2),
+            read_uint64s(self.storage, record.file, entries["crcs"], rank, 1),
+            read_uint64s(self.storage, record.file, entries["offsets"], rank, 2),
         )
-        stored = entries["blobs"]
-        if not low <= high <= stored.stop - stored.start:
+        blobs = entries["blobs"]
+        if not low <= high <= blobs.stop - blobs.start:
             raise IntegrityError(
-                f"{where}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs"
+                f"{location}: entry {rank} is bytes [{low}, {high}); needed a range of its blobs"
             )
-        body = bytearray(high - low)
-        self.storage.read_at(record.file, stored.start + low, memoryview(body))
-        if digests.crc(body) != crc:
+        buffer = bytearray(high - low)
+        self.storage.read_at(record.file, blobs.start + low, memoryview(buffer))
+        if digests.crc(buffer) != crc:
             raise IntegrityError(
-                f"{where}: entry {rank} has CRC {digests.crc(body):016x}; needed {crc:016x}"
+                f"{location}: entry {rank} has CRC {digests.crc(buffer):016x}; needed {crc:016x}"
             )
-        return codec.unpack(bytes(body), "rank_extra") if body else None
+        return codec.unpack(bytes(buffer), "rank_extra") if buffer else None
 
     def check_rank_extra(self) -> None:
-        """Raises what is wrong with the file of the ranks' extra state, as far as its size and its header tell."""
+        """Raises what is wrong with the file of the ranks' extra state, as far as its size and its
+        header tell.
+        """
         if self.manifest is not None and self.manifest.rank_extra is not None:
             self._rank_extra_entries(self.manifest.rank_extra)
 
@@ -275,18 +291,20 @@ class Folder:
             raise FormatError(
                 f"{self.storage.root}/{record.file}: holds {', '.join(entries)}; needed crcs, offsets and blobs"
             )
-        if record.file not in self._proved:
+        if record.file not in self._checked_tables:
             check_table(self.storage, record, entries)
-            self._proved.add(record.file)
+            self._checked_tables.add(record.file)
         return entries
 
-    def forget(self) -> None:
-        """Gives up the headers that were read, which are most of what it holds. They are read again when they are wanted."""
+    def drop_headers(self) -> None:
+        """Gives up the headers that were read, which are most of what it holds. They are read again
+        when they are wanted.
+        """
         self._headers = {}
 
     def close(self) -> None:
         self.storage.close()
-        self.held.close()
+        self.resources.close()
 
     def _entry(self, part: str, name: str) -> Entry:
         file = self._weight_maps[part][name]
@@ -299,23 +317,25 @@ class Folder:
             )
         return entry
 
-    def _missing(self, file: str) -> str:
+    def _describe_missing(self, file: str) -> str:
         tensors = [
             f"{part}:{name}"
             for part in self._weight_maps
-            for name in sorted(self.members(part).get(file, ()))
+            for name in sorted(self.tensors_by_file(part).get(file, ()))
         ]
         return f"{file} with {len(tensors)} tensor(s): {', '.join(tensors[:3])}{' …' if len(tensors) > 3 else ''}"
 
     def _read_header(self, file: str, size: int) -> dict[str, Entry]:
         if self.manifest is None:
             return self._parse_header(file, size)
-        part = next(name for name, of in self.manifest.parts.items() if file in of.files)
+        part = next(
+            name for name, part_record in self.manifest.parts.items() if file in part_record.files
+        )
         record = self.manifest.parts[part].files[file]
         entries = self._parse_header(
             file, self._checked_size(file, record.nbytes), crc=record.header_crc
         )
-        differ = sorted(entries.keys() ^ self.members(part)[file])
+        differ = sorted(entries.keys() ^ self.tensors_by_file(part)[file])
         if differ:
             which = "its header" if differ[0] in entries else f"the index of {part}"
             raise IntegrityError(
@@ -323,128 +343,142 @@ class Folder:
             )
         return entries
 
-    def _checked_size(self, file: str, needed: int) -> int:
+    def _checked_size(self, file: str, expected: int) -> int:
         size = self.storage.size(file)
         if size is None:
             raise IncompleteError(f"{self.storage.root}/{file}: is missing")
-        if size != needed:
+        if size != expected:
             raise IntegrityError(
-                f"{self.storage.root}/{file}: has {size} bytes; the manifest says {needed}"
+                f"{self.storage.root}/{file}: has {size} bytes; the manifest says {expected}"
             )
         return size
 
     def _parse_header(self, file: str, size: int, *, crc: str | None = None) -> dict[str, Entry]:
-        where = f"{self.storage.root}/{file}"
-        first = bytearray(min(header.PREFIX_NBYTES, size))
-        self.storage.read_at(file, 0, memoryview(first))
-        head = bytearray(header.header_nbytes(bytes(first), file_size=size, file=where))
+        location = f"{self.storage.root}/{file}"
+        prefix = bytearray(min(header.PREFIX_NBYTES, size))
+        self.storage.read_at(file, 0, memoryview(prefix))
+        head = bytearray(header.header_nbytes(bytes(prefix), file_size=size, file=location))
         self.storage.read_at(file, 0, memoryview(head))
         if crc is not None and f"{digests.crc(head):016x}" != crc:
             raise IntegrityError(
-                f"{where}: its header has CRC {digests.crc(head):016x}; the manifest says {crc}: it is another file's"
+                f"{location}: its header has CRC {digests.crc(head):016x}; the manifest says {crc}: it is another file's"
             )
-        return header.parse_header(bytes(head), file_size=size, file=where)
+        return header.parse_header(bytes(head), file_size=size, file=location)
 
 
-def open_path(path: str, *, hold: bool) -> Folder:
-    """The checkpoint at a local path or an fsspec URL; whatever takes its place later, this one is read. NotFoundError says what is there
-    instead.
+def open_path(path: str, *, lock: bool) -> Folder:
+    """The checkpoint at a local path or an fsspec URL; whatever takes its place later, this one is
+    read. NotFoundError says what is there instead.
 
-    `hold`: nobody who asks removes it until it is closed; one rank of a job is enough.
+    `lock`: nobody who asks removes it until it is closed; one rank of a job is enough.
     """
-    storage = reader(absolute(path))
+    storage = open_reader(absolute_path(path))
     if isinstance(storage, LocalStorage):
         kind = storage.kind("")
         if kind is None:
             parent, name = os.path.split(storage.root)
             raise NotFoundError(
-                f"{storage.root}: there is no such folder{_whereabouts(LocalStorage(parent), name)}"
+                f"{storage.root}: there is no such folder{_backup_hint(LocalStorage(parent), name)}"
             )
         if kind == "file":
             raise NotFoundError(f"{storage.root}: is a file; needed a checkpoint folder")
-    with ExitStack() as held:
-        held.callback(storage.close)
+    with ExitStack() as resources:
+        resources.callback(storage.close)
         if isinstance(storage, LocalStorage):
-            storage.pin()
-            held.callback(storage.place.close)
-            if hold:
-                held.enter_context(reading(storage.root, place=storage.place))
+            storage.open_handle()
+            resources.callback(storage.directory.close)
+            if lock:
+                resources.enter_context(shared_lock(storage.root, directory=storage.directory))
         folder = open_folder(storage)
         if folder.manifest is None:
-            _check_there(
+            _check_not_replaced(
                 storage
             )  # of what is removed the manifest goes first, and what is left looks like weights
-        folder.held = held.pop_all()
+        folder.resources = resources.pop_all()
     return folder
 
 
 def open_folder(storage: Reader) -> Folder:
-    """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished save."""
+    """The checkpoint in a folder. NotFoundError where there is none, FormatError for an unfinished
+    save.
+    """
     if storage.size(names.MANIFEST) is not None:
         manifest = parse_manifest(
             storage.read(names.MANIFEST), file=f"{storage.root}/{names.MANIFEST}"
         )
-        maps = {part: read_index(storage, part, record) for part, record in manifest.parts.items()}
+        weight_maps = {
+            part: read_index(storage, part, record) for part, record in manifest.parts.items()
+        }
         return Folder(
             storage,
             manifest,
-            {part: weight_map for part, weight_map in maps.items() if weight_map is not None},
+            {
+                part: weight_map
+                for part, weight_map in weight_maps.items()
+                if weight_map is not None
+            },
         )
-    found = storage.names()
-    folder = storage.root.rstrip("/").rsplit("/", 1)[-1]
-    if names.is_staging(folder) or names.DIGESTS in found or PROBE in found:
+    file_names = storage.names()
+    folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
+    if names.is_staging(folder_name) or names.DIGESTS in file_names or MARKER in file_names:
         raise FormatError(
             f"{storage.root}: is an unfinished save: it has no {names.MANIFEST}; needed a committed checkpoint"
         )
     single = names.file_name(_MODEL, number=1, count=1)
-    if names.index_name(_MODEL) in found:
+    if names.index_name(_MODEL) in file_names:
         parsed = index.parse_index(
             storage.read(names.index_name(_MODEL)),
             file=f"{storage.root}/{names.index_name(_MODEL)}",
         )
-        if not index.is_left_over(
-            parsed.weight_map, single=single, there=found, where=storage.root
+        if not index.is_stale(
+            parsed.weight_map, single=single, file_names=file_names, folder=storage.root
         ):
-            return _indexed(storage, parsed.weight_map, found)
-    if single in found:
-        bare = Folder(storage, None, {})
-        bare.check_files([single])
-        return Folder(storage, None, {_MODEL: dict.fromkeys(bare._headers[single], single)})
-    refuse_run(storage)
+            return _open_indexed(storage, parsed.weight_map, file_names)
+    if single in file_names:
+        folder = Folder(storage, None, {})
+        folder.check_files([single])
+        return Folder(storage, None, {_MODEL: dict.fromkeys(folder._headers[single], single)})
+    check_not_run_folder(storage)
     raise NotFoundError(
         f"{storage.root}: holds no checkpoint: neither {names.MANIFEST} nor {names.index_name(_MODEL)} nor {single}"
     )
 
 
-def _indexed(storage: Reader, weight_map: Mapping[str, str], there: Collection[str]) -> Folder:
-    """Hugging Face's folder of several files: what these hold and the index lacks is of the model too, as transformers and others take it.
-    FormatError where a file has a tensor that is another file's by the index."""
-    every = dict(weight_map)
-    folder = Folder(storage, None, {_MODEL: every})
-    for file in sorted(set(weight_map.values()) & set(there)):
-        stale = sorted(name for name in folder.header(file) if every.setdefault(name, file) != file)
+def _open_indexed(
+    storage: Reader, weight_map: Mapping[str, str], file_names: Collection[str]
+) -> Folder:
+    """Hugging Face's folder of several files: what these hold and the index lacks is of the model
+    too, as transformers and others take it. FormatError where a file has a tensor that is another
+    file's by the index.
+    """
+    all_names = dict(weight_map)
+    folder = Folder(storage, None, {_MODEL: all_names})
+    for file in sorted(set(weight_map.values()) & set(file_names)):
+        stale = sorted(
+            name for name in folder.header(file) if all_names.setdefault(name, file) != file
+        )
         if stale:
             raise FormatError(
-                listed(f"{storage.root}/{file}: has tensors that are another file's", stale)
+                format_list(f"{storage.root}/{file}: has tensors that are another file's", stale)
             )
     return folder
 
 
-def _check_there(storage: Reader) -> None:
-    if isinstance(storage, LocalStorage) and storage.place.is_replaced():
+def _check_not_replaced(storage: Reader) -> None:
+    if isinstance(storage, LocalStorage) and storage.directory.was_replaced():
         raise NotFoundError(
             f"{storage.root}: was removed or replaced while it was read; load again what is there now"
         )
 
 
-def _whereabouts(parent: LocalStorage, name: str) -> str:
+def _backup_hint(parent: LocalStorage, name: str) -> str:
     """A hint for an error: where an interrupted replacement left the checkpoint, if it did."""
     try:
-        aside = [entry for entry in parent.names() if names.is_replaced(entry, name)]
+        backups = [entry for entry in parent.names() if names.is_replaced(entry, name)]
     except CheckpointError:
         return ""
     return (
-        f"; an interrupted replacement left a copy at {parent.path(aside[0])}: rename it back"
-        if aside
+        f"; an interrupted replacement left a copy at {parent.path(backups[0])}: rename it back"
+        if backups
         else ""
     )

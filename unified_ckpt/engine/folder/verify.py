@@ -9,18 +9,19 @@ from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.runtime.storage.storage import Reader, reader
+from unified_ckpt.runtime.storage.storage import Reader, open_reader
 
 
-def _block_text(part: str, name: str, file: str, block: int, found: int, needed: int) -> str:
-    low = block * digests.BLOCK_NBYTES
-    return f"{part}:{name}: block {block} (from byte {low} of the tensor, in {file}) has CRC {found:016x}; needed {needed:016x}"
+def _block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
+    start = block * digests.BLOCK_NBYTES
+    return f"{part}:{name}: block {block} (from byte {start} of the tensor, in {file}) has CRC {actual:016x}; needed {expected:016x}"
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`, `nbytes`: how much was looked at; `notes`: what
-    could not be, in sentences."""
+    """What a check found. `problems`: one sentence each, empty when all is well; `tensors`,
+    `nbytes`: how much was looked at; `notes`: what could not be, in sentences.
+    """
 
     path: str
     problems: tuple[str, ...]
@@ -34,101 +35,122 @@ class VerifyReport:
         return not self.problems
 
 
-def unopened(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:
-    """Of a checkpoint whose manifest or index is not the one that was written: nothing else can be looked at."""
+def unreadable_report(path: str, error: IntegrityError, *, deep: bool) -> VerifyReport:
+    """Of a checkpoint whose manifest or index is not the one that was written: nothing else can be
+    looked at.
+    """
     return VerifyReport(path, (str(error),), 0, 0, deep)
 
 
 def verify_folder(
     folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Checks files, sizes and headers against manifest and indexes; with `deep` every digest. Collects problems, raises none.
+    """Checks files, sizes and headers against manifest and indexes; with `deep` every digest.
+    Collects problems, raises none.
 
     `progress` is called with the bytes of each tensor done.
     """
     problems: list[str] = []
     tensors = nbytes = 0
     try:
-        folder.said()
+        folder.metadata()
     except CheckpointError as error:
         problems.append(str(error))
-    others = list(_check_others(folder, deep=deep))
-    problems += others + list(_check_aliases(folder))
-    digested = deep and not any(names.DIGESTS in problem for problem in others)
+    auxiliary_problems = list(_check_auxiliary_files(folder, deep=deep))
+    problems += auxiliary_problems + list(_check_aliases(folder))
+    check_digests = deep and not any(names.DIGESTS in problem for problem in auxiliary_problems)
     for part in folder.parts:
-        for file, members in sorted(folder.members(part).items()):
+        for file, tensor_names in sorted(folder.tensors_by_file(part).items()):
             try:
                 folder.check_files([file])
             except CheckpointError as error:
-                why = f"{file} is missing" if isinstance(error, IncompleteError) else str(error)
-                problems.extend(f"{part}:{name}: cannot be read: {why}" for name in sorted(members))
+                reason = f"{file} is missing" if isinstance(error, IncompleteError) else str(error)
+                problems.extend(
+                    f"{part}:{name}: cannot be read: {reason}" for name in sorted(tensor_names)
+                )
                 continue
-            for name in sorted(members):
-                found, size = _check_tensor(folder, part, name, deep=digested)
-                problems.extend(found)
+            for name in sorted(tensor_names):
+                tensor_problems, size = _check_tensor(folder, part, name, deep=check_digests)
+                problems.extend(tensor_problems)
                 tensors, nbytes = tensors + 1, nbytes + size
                 if progress is not None:
                     progress(size)
-    none = deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
-    notes = ("there are no digests: sizes and headers are all that was compared",) if none else ()
+    has_no_digests = (
+        deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
+    )
+    notes = (
+        ("there are no digests: sizes and headers are all that was compared",)
+        if has_no_digests
+        else ()
+    )
     return VerifyReport(folder.storage.root, tuple(problems), tensors, nbytes, deep, notes)
 
 
-def verify_copies(
+def verify_with_replicas(
     folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
     """`verify_folder`, also of what the folder keeps of other machines' folders."""
-    found = verify_folder(folder, deep=deep, progress=progress)
-    island = folder.manifest.island if folder.manifest is not None else None
-    for number in island.copies if island is not None else ():
-        place = names.replica_name(number)
+    report = verify_folder(folder, deep=deep, progress=progress)
+    node_group = folder.manifest.node_group if folder.manifest is not None else None
+    for group_number in node_group.replicas if node_group is not None else ():
+        replica_name = names.replica_name(group_number)
         try:
-            copy = open_folder(reader(f"{folder.storage.root}/{place}"))
+            replica = open_folder(open_reader(f"{folder.storage.root}/{replica_name}"))
         except CheckpointError as error:
-            found = replace(found, problems=(*found.problems, f"{place}: cannot be read: {error}"))
+            report = replace(
+                report, problems=(*report.problems, f"{replica_name}: cannot be read: {error}")
+            )
             continue
         try:
-            more = verify_folder(copy, deep=deep, progress=progress)
+            replica_report = verify_folder(replica, deep=deep, progress=progress)
             problems = [
-                f"{place}: {text}" for text in (*_strange(copy, folder, number), *more.problems)
+                f"{replica_name}: {text}"
+                for text in (
+                    *_check_replica(replica, folder, group_number),
+                    *replica_report.problems,
+                )
             ]
-            notes = (*found.notes, *(f"{place}: {text}" for text in more.notes))
+            notes = (*report.notes, *(f"{replica_name}: {text}" for text in replica_report.notes))
         finally:
-            copy.close()
-        tensors, nbytes = found.tensors + more.tensors, found.nbytes + more.nbytes
-        found = replace(
-            found,
-            problems=(*found.problems, *problems),
+            replica.close()
+        tensors, nbytes = (
+            report.tensors + replica_report.tensors,
+            report.nbytes + replica_report.nbytes,
+        )
+        report = replace(
+            report,
+            problems=(*report.problems, *problems),
             tensors=tensors,
             nbytes=nbytes,
             notes=notes,
         )
-    return found
+    return report
 
 
-def _strange(copy: Folder, folder: Folder, number: int) -> Iterator[str]:
+def _check_replica(replica: Folder, folder: Folder, group_number: int) -> Iterator[str]:
     """A copy that is of another save, or of another machine."""
-    there, here = copy.manifest, folder.manifest
+    replica_manifest, manifest = replica.manifest, folder.manifest
     if (
-        there is None
-        or here is None
-        or there.island is None
-        or (there.save_id, there.island.number) != (here.save_id, number)
+        replica_manifest is None
+        or manifest is None
+        or replica_manifest.node_group is None
+        or (replica_manifest.save_id, replica_manifest.node_group.number)
+        != (manifest.save_id, group_number)
     ):
-        yield f"is not what machine {number} wrote of this save"
+        yield f"is not what machine {group_number} wrote of this save"
 
 
 def _check_aliases(folder: Folder) -> Iterator[str]:
     """Tied names whose tensor no index names."""
     manifest = folder.manifest
     if (
-        manifest is None or manifest.island is not None
+        manifest is None or manifest.node_group is not None
     ):  # in the latter case another node group may have it
         return
     for part in folder.parts:
-        for alias, stored in manifest.parts[part].aliases.items():
-            if stored not in folder.names(part):
-                yield f"{part}:{alias}: is tied to {stored}, which {names.index_name(part)} does not name"
+        for alias, stored_name in manifest.parts[part].aliases.items():
+            if stored_name not in folder.names(part):
+                yield f"{part}:{alias}: is tied to {stored_name}, which {names.index_name(part)} does not name"
 
 
 def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[list[str], int]:
@@ -141,24 +163,26 @@ def _check_tensor(folder: Folder, part: str, name: str, *, deep: bool) -> tuple[
             return [
                 f"{part}:{name}: has {len(saved)} digests; needed {digests.block_count(spec.nbytes)}"
             ], spec.nbytes
-        bad = list(_bad_blocks(folder, part, name, spec.nbytes, saved))
+        problems = list(_mismatched_blocks(folder, part, name, spec.nbytes, saved))
     except CheckpointError as error:
         return [str(error)], 0
-    return bad, spec.nbytes
+    return problems, spec.nbytes
 
 
-def _bad_blocks(
+def _mismatched_blocks(
     folder: Folder, part: str, name: str, nbytes: int, saved: Sequence[int]
 ) -> Iterator[str]:
     location = folder.catalog([(part, name)]).locations[part, name]
-    for block, needed in enumerate(saved):
-        found = read_block(folder.storage, location, block, nbytes)
-        if found != needed:
-            yield _block_text(part, name, location.file, block, found, needed)
+    for block, expected in enumerate(saved):
+        actual = read_block_crc(folder.storage, location, block, nbytes)
+        if actual != expected:
+            yield _block_mismatch(part, name, location.file, block, actual, expected)
 
 
-def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
-    """Files of the manifest that are no part's. Digests are read whole in any case: without them nothing is loaded, and they are small."""
+def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
+    """Files of the manifest that are no part's. Digests are read whole in any case: without them
+    nothing is loaded, and they are small.
+    """
     manifest = folder.manifest
     if manifest is None:
         return
@@ -166,7 +190,7 @@ def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
         yield f"{names.DIGESTS}: is there, and the manifest names no digests; needed the manifest that was written with it"
     if deep:
         try:
-            folder.proof()
+            folder.digest_record()
         except FormatError as error:
             yield str(error)
     for record in (manifest.digests, manifest.rank_extra):
@@ -185,9 +209,9 @@ def _check_others(folder: Folder, *, deep: bool) -> Iterator[str]:
             yield str(error)
 
 
-def read_block(storage: Reader, location: Location, block: int, nbytes: int) -> int:
+def read_block_crc(storage: Reader, location: Location, block: int, nbytes: int) -> int:
     """CRC of one whole block of a tensor of `nbytes`."""
     start = block * digests.BLOCK_NBYTES
-    body = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
-    storage.read_at(location.file, location.start + start, memoryview(body))
-    return digests.crc(body)
+    buffer = bytearray(min(digests.BLOCK_NBYTES, nbytes - start))
+    storage.read_at(location.file, location.start + start, memoryview(buffer))
+    return digests.crc(buffer)

@@ -1,4 +1,6 @@
-"""What a checkpoint and the targets of a load differ in, and what nobody takes of it: joined over all ranks, the same on each."""
+"""What a checkpoint and the targets of a load differ in, and what nobody takes of it: joined over
+all ranks, the same on each.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.load.match import Differences
 from unified_ckpt.engine.load.request import LoadRequest
-from unified_ckpt.engine.load.same_on_all_ranks import check_alike, what_is_alike
-from unified_ckpt.engine.plan.holders import check_rules, tell_once
-from unified_ckpt.engine.source.stateful import Filling
+from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
+from unified_ckpt.engine.plan.holders import check_layout_rules, gather_distinct
+from unified_ckpt.engine.source.stateful import StatefulRestore
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WEIGHTS
 
 _LOG = logging.getLogger("unified_ckpt")
 
 
 @dataclass(slots=True)
-class Verdict:
-    """The differences between checkpoint and targets, joined over all ranks: names or sentences, as in `LoadReport`."""
+class Mismatches:
+    """The differences between checkpoint and targets, joined over all ranks: names or sentences, as
+    in `LoadReport`.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -33,106 +37,128 @@ class Verdict:
     unused: list[str] = field(default_factory=list)
 
 
-def compare(meeting: Meeting, request: LoadRequest, own: Differences, filling: Filling) -> Verdict:
-    """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined over all ranks."""
-    check_rules(meeting, request.layout, request.matched)
-    note = {
-        "missing": own.missing,
-        "wrong": own.wrong,
-        "used": {part: sorted(names) for part, names in own.used.items()},
-        "asked": sorted(request.state.asked),
-        "kept": filling.kept,
-        "padded": sorted(own.padded.values()),
+def collect_mismatches(
+    collective: Collective,
+    request: LoadRequest,
+    differences: Differences,
+    stateful: StatefulRestore,
+) -> Mismatches:
+    """Collective. What no rank can fill, what is wrong anywhere, and what no rank wants, joined
+    over all ranks.
+    """
+    check_layout_rules(collective, request.layout, request.matched_rules)
+    summary = {
+        "missing": differences.missing,
+        "wrong": differences.wrong,
+        "used": {part: sorted(names) for part, names in differences.used.items()},
+        "asked": sorted(request.state.requested),
+        "kept": stateful.kept,
+        "padded": sorted(differences.padded.values()),
         "taken": [
-            *filling.labels,
-            *sorted({part for parts in own.sources.values() for part in parts}),
+            *stateful.labels,
+            *sorted({part for parts in differences.sources.values() for part in parts}),
         ],
-        "masters": sorted(own.masters - own.masters_read) if is_resumed(request) else [],
-        "masters_read": sorted(own.masters_read) if is_resumed(request) else [],
-        "alike": what_is_alike(
-            request.said.save_id, strict=request.strict, options=request.options
+        "masters": sorted(differences.masters - differences.masters_read)
+        if is_resumed(request)
+        else [],
+        "masters_read": sorted(differences.masters_read) if is_resumed(request) else [],
+        "alike": shared_settings(
+            request.metadata.save_id, strict=request.strict, options=request.options
         ),
     }
-    told, bodies = tell_once(meeting, "differences", json.dumps(note, sort_keys=True).encode())
-    if meeting.rank == 0:
-        notes = {name: json.loads(body) for name, body in bodies.items()}
-        check_alike([notes[name]["alike"] for name in told])
-        joined = _join(list(notes.values()), request)
-        meeting.put("verdict", json.dumps(astuple(joined)).encode())
-    return Verdict(*json.loads(meeting.get("verdict")))
+    summary_names, bodies = gather_distinct(
+        collective, "differences", json.dumps(summary, sort_keys=True).encode()
+    )
+    if collective.rank == 0:
+        summaries = {name: json.loads(body) for name, body in bodies.items()}
+        check_same_on_all_ranks([summaries[name]["alike"] for name in summary_names])
+        joined = _join_summaries(list(summaries.values()), request)
+        collective.put("verdict", json.dumps(astuple(joined)).encode())
+    return Mismatches(*json.loads(collective.get("verdict")))
 
 
 def is_resumed(request: LoadRequest) -> bool:
     """Whether training goes on from the checkpoint, and the caller has not chosen its parts."""
-    return OPTIMIZER in request.state.asked and request.options.parts is None
+    return OPTIMIZER in request.state.requested and request.options.parts is None
 
 
-def _join(notes: Sequence[Mapping[str, Any]], request: LoadRequest) -> Verdict:
+def _join_summaries(summaries: Sequence[Mapping[str, Any]], request: LoadRequest) -> Mismatches:
     source = request.source
-    missing = sorted({name for note in notes for name in note["missing"]})
-    wrong = sorted({text for note in notes for text in note["wrong"]})
+    missing = sorted({name for summary in summaries for name in summary["missing"]})
+    wrong = sorted({text for summary in summaries for text in summary["wrong"]})
     used: dict[str, set[str]] = {}
-    for note in notes:
-        for part, names in note["used"].items():
+    for summary in summaries:
+        for part, names in summary["used"].items():
             used.setdefault(part, set()).update(names)
-    asked = {part for note in notes for part in note["asked"]}
-    if MODEL in asked and MODEL not in source.parts:  # the model is what these hold between them
-        asked |= set(WEIGHTS)
+    requested = {part for summary in summaries for part in summary["asked"]}
+    if (
+        MODEL in requested and MODEL not in source.parts
+    ):  # the model is what these hold between them
+        requested |= set(WEIGHTS)
     unexpected = [
         f"{p}:{n}"
-        for p in sorted(asked & set(source.parts))
+        for p in sorted(requested & set(source.parts))
         for n in sorted(set(source.names(p)) - used.get(p, set()))
     ]
-    kept = sorted({path for note in notes for path in note["kept"]})
-    padded = sorted({text for note in notes for text in note["padded"]})
+    kept = sorted({path for summary in summaries for path in summary["kept"]})
+    padded = sorted({text for summary in summaries for text in summary["padded"]})
     lost = sorted(
-        {name for note in notes for name in note["masters"]}.difference(
-            *(note["masters_read"] for note in notes)
+        {name for summary in summaries for name in summary["masters"]}.difference(
+            *(summary["masters_read"] for summary in summaries)
         )
     )
     if lost:
-        wrong.insert(0, _lost_masters(lost))
-    held = [
+        wrong.insert(0, _lost_masters_message(lost))
+    stored = [
         *source.parts,
-        *([OPTIMIZER] if request.said.groups and OPTIMIZER not in source.parts else []),
-        *request.said.objects,
+        *([OPTIMIZER] if request.metadata.groups and OPTIMIZER not in source.parts else []),
+        *request.metadata.objects,
     ]
-    taken = asked.union(*(note["taken"] for note in notes))
-    return Verdict(
-        missing, unexpected, wrong, kept, padded, [name for name in held if name not in taken]
+    used_names = requested.union(*(summary["taken"] for summary in summaries))
+    return Mismatches(
+        missing,
+        unexpected,
+        wrong,
+        kept,
+        padded,
+        [name for name in stored if name not in used_names],
     )
 
 
-def _lost_masters(names: Sequence[str]) -> str:
-    some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+def _lost_masters_message(names: Sequence[str]) -> str:
+    shown = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
     return (
-        f"{MASTER}: {some}: the checkpoint's are more precise than the model, and the target has no place for them; pass "
+        f"{MASTER}: {shown}: the checkpoint's are more precise than the model, and the target has no place for them; pass "
         'master_weights=, load a float32 model, or leave them out with LoadOptions(parts=("model", "optimizer"))'
     )
 
 
-def raise_differences(request: LoadRequest, verdict: Verdict) -> None:
+def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
     """One error with all of it, the same on every rank."""
-    if not request.strict or not (verdict.missing or verdict.unexpected or verdict.wrong):
+    if not request.strict or not (mismatches.missing or mismatches.unexpected or mismatches.wrong):
         return
-    lines = [f"{name}: is not in the checkpoint" for name in verdict.missing]
-    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in verdict.unexpected]
+    lines = [f"{name}: is not in the checkpoint" for name in mismatches.missing]
+    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in mismatches.unexpected]
     text = (
-        listed("checkpoint and target differ", [*verdict.wrong, *lines])
+        format_list("checkpoint and target differ", [*mismatches.wrong, *lines])
         + "\n  pass strict=False to skip them"
     )
     error = MismatchError(
-        text, missing=verdict.missing, unexpected=verdict.unexpected, wrong=verdict.wrong
+        text, missing=mismatches.missing, unexpected=mismatches.unexpected, wrong=mismatches.wrong
     )
     error.agreed = True
     raise error
 
 
-def warn_differences(what: str, verdict: Verdict) -> None:
+def warn_mismatches(label: str, mismatches: Mismatches) -> None:
     """With strict=False: what stays as it was."""
-    lines = [*verdict.wrong, *(f"{name}: is not in the checkpoint" for name in verdict.missing)]
-    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in verdict.unexpected]
+    lines = [
+        *mismatches.wrong,
+        *(f"{name}: is not in the checkpoint" for name in mismatches.missing),
+    ]
+    lines += [f"{name}: is in the checkpoint, wanted by no rank" for name in mismatches.unexpected]
     if lines:
         _LOG.warning(
-            "%s", listed(f"loaded {what} with strict=False, which left these as they were", lines)
+            "%s",
+            format_list(f"loaded {label} with strict=False, which left these as they were", lines),
         )

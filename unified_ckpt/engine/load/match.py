@@ -1,4 +1,6 @@
-"""Which stored tensor feeds which target: names, aliases, dtypes and the choice between model and master weights. Reads no bytes."""
+"""Which stored tensor feeds which target: names, aliases, dtypes and the choice between model and
+master weights. Reads no bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 
-from unified_ckpt.core.sharding.declarations import Key, Row
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.runtime.torch_state.flatten import (
     MASTER,
     MODEL,
@@ -18,10 +20,10 @@ from unified_ckpt.runtime.torch_state.flatten import (
     WEIGHTS,
     WITHOUT_MASTERS,
 )
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 Pads = Mapping[Key, Sequence[int]]  # see `Said`
-_STAND_INS = {
+_SUBSTITUTES = {
     MODEL: (WITHOUT_MASTERS, MASTER),
     MASTER: (MODEL, WITHOUT_MASTERS),
 }  # what may feed a part beside itself
@@ -29,20 +31,23 @@ _STAND_INS = {
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A target and the stored tensor that feeds it. The part's row has the stored dtype, and a part name that tells the source."""
+    """A target and the stored tensor that feeds it. The part's row has the stored dtype, and a part
+    name that tells the source.
+    """
 
-    target: Part
+    target: LocalTensor
     part: str
     name: str
 
 
 @dataclass(slots=True)
 class Differences:
-    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses, by part asked for.
+    """What this rank cannot fill, as "part:fqn" or as sentences; and the stored names that it uses,
+    by part asked for.
 
-    `padded`: targets that are larger than what is stored, with both shapes. `masters`: stored masters that are more precise than the
-    model's tensors here; `masters_read`: those that are read at full precision. `tied`: by target, further
-    stored names for it, in the part that feeds it.
+    `padded`: targets that are larger than what is stored, with both shapes. `masters`: stored
+    masters that are more precise than the model's tensors here; `masters_read`: those that are read
+    at full precision. `tied`: by target, further stored names for it, in the part that feeds it.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -56,8 +61,8 @@ class Differences:
     notes: list[str] = field(default_factory=list)
 
 
-def match_all(
-    targets: Sequence[Part],
+def match_targets(
+    targets: Sequence[LocalTensor],
     source: Source,
     *,
     aliases: Mapping[str, Mapping[str, str]],
@@ -66,178 +71,216 @@ def match_all(
     rank: int,
 ) -> tuple[list[Match], Differences]:
     """Finds each target's stored tensor. `aliases`: the target's own, by part."""
-    found: list[Match] = []
-    out = Differences()
+    matches: list[Match] = []
+    differences = Differences()
     names = TensorNames(source, aliases)
-    wanted = [_candidates(target.row, source, names) for target in targets]
-    needed: dict[str, set[str]] = {}
-    for part, name in chain.from_iterable(wanted):
-        needed.setdefault(part, set()).add(name)
+    candidates = [_candidates(target.decl, source, names) for target in targets]
+    names_by_part: dict[str, set[str]] = {}
+    for part, name in chain.from_iterable(candidates):
+        names_by_part.setdefault(part, set()).add(name)
     specs = {
         (part, name): spec
-        for part in needed
-        for name, spec in source.specs(part, needed[part]).items()
+        for part in names_by_part
+        for name, spec in source.specs(part, names_by_part[part]).items()
     }
-    for target, options in zip(targets, wanted, strict=True):
-        row = target.row
-        for part, name in options:
-            out.used.setdefault(part, set()).add(name)
-        if not options:
-            out.missing.append(f"{row.part}:{row.fqn}")
+    for target, keys in zip(targets, candidates, strict=True):
+        decl = target.decl
+        for part, name in keys:
+            differences.used.setdefault(part, set()).add(name)
+        if not keys:
+            differences.missing.append(f"{decl.part}:{decl.fqn}")
             continue
-        part, name = _choose(row, options, specs)
+        part, name = _select_key(decl, keys, specs)
         spec = specs[part, name]
-        if row.part == MODEL:
+        if decl.part == MODEL:
             masters = (
-                (name, ITEM_BITS[specs[of, name].dtype]) for of, name in options if of == MASTER
+                (name, ITEM_BITS[specs[source_part, name].dtype])
+                for source_part, name in keys
+                if source_part == MASTER
             )
-            out.masters.update(name for name, bits in masters if bits > ITEM_BITS[row.spec.dtype])
-        if part == MASTER and ITEM_BITS[row.spec.dtype] >= ITEM_BITS[spec.dtype]:
-            out.masters_read.add(name)
-        if spec.shape != row.spec.shape and not _fits(
-            spec.shape, row.spec.shape, pads.get((part, name), ())
+            differences.masters.update(
+                name for name, item_bits in masters if item_bits > ITEM_BITS[decl.spec.dtype]
+            )
+        if part == MASTER and ITEM_BITS[decl.spec.dtype] >= ITEM_BITS[spec.dtype]:
+            differences.masters_read.add(name)
+        if spec.shape != decl.spec.shape and not _shape_fits(
+            spec.shape, decl.spec.shape, pads.get((part, name), ())
         ):
-            out.wrong.append(
-                f"{row.part}:{row.fqn}: checkpoint has shape {spec.shape}, target has {row.spec.shape}{_remedy(row, spec)}"
+            differences.wrong.append(
+                f"{decl.part}:{decl.fqn}: checkpoint has shape {spec.shape}, target has {decl.spec.shape}{_padding_hint(decl, spec)}"
             )
-        elif spec.dtype != row.spec.dtype and not cast and not _stands_in(row.part, part):
-            out.wrong.append(
-                f"{row.part}:{row.fqn}: checkpoint has dtype {spec.dtype}, target has {row.spec.dtype}; LoadOptions(cast=True) casts"
+        elif spec.dtype != decl.spec.dtype and not cast and not _is_substitute(decl.part, part):
+            differences.wrong.append(
+                f"{decl.part}:{decl.fqn}: checkpoint has dtype {spec.dtype}, target has {decl.spec.dtype}; LoadOptions(cast=True) casts"
             )
         else:
-            out.sources.setdefault(row.part, set()).add(part)
-            label = row.part if part == row.part else f"{row.part}@{part}"
-            others = [other for of, other in options if of == part and other != name]
-            if others:
-                out.tied[row.key] = others
-            same = spec == row.spec and label == row.part
-            found.append(
+            differences.sources.setdefault(decl.part, set()).add(part)
+            label = decl.part if part == decl.part else f"{decl.part}@{part}"
+            tied_names = [
+                tied_name
+                for source_part, tied_name in keys
+                if source_part == part and tied_name != name
+            ]
+            if tied_names:
+                differences.tied[decl.key] = tied_names
+            is_identical = spec == decl.spec and label == decl.part
+            matches.append(
                 Match(
                     target
-                    if same
-                    else _corner(target, Row(label, row.fqn, spec, row.sharding), rank),
+                    if is_identical
+                    else _stored_region(
+                        target, TensorDecl(label, decl.fqn, spec, decl.sharding), rank
+                    ),
                     part,
                     name,
                 )
             )
-            if spec.shape != row.spec.shape:
-                out.padded[row.key] = f"{row.part}:{row.fqn} {spec.shape} -> {row.spec.shape}"
-    if out.padded:
-        out.wrong += _left_behind(targets, out.padded)
-    return found, out
+            if spec.shape != decl.spec.shape:
+                differences.padded[decl.key] = (
+                    f"{decl.part}:{decl.fqn} {spec.shape} -> {decl.spec.shape}"
+                )
+    if differences.padded:
+        differences.wrong += _unpadded_state(targets, differences.padded)
+    return matches, differences
 
 
-def _remedy(row: Row, stored: TensorSpec) -> str:
+def _padding_hint(decl: TensorDecl, stored_spec: TensorSpec) -> str:
     """The rule that makes a larger target right."""
-    more = [
-        dim for dim, (n, m) in enumerate(zip(stored.shape, row.spec.shape, strict=False)) if n < m
+    padded_dims = [
+        dim
+        for dim, (stored_size, target_size) in enumerate(
+            zip(stored_spec.shape, decl.spec.shape, strict=False)
+        )
+        if stored_size < target_size
     ]
-    if not _fits(stored.shape, row.spec.shape, more):
+    if not _shape_fits(stored_spec.shape, decl.spec.shape, padded_dims):
         return ""
     name, dims = (
-        row.fqn.rpartition("/")[0] if row.part == OPTIMIZER else row.fqn,
-        more[0] if len(more) == 1 else more,
+        decl.fqn.rpartition("/")[0] if decl.part == OPTIMIZER else decl.fqn,
+        padded_dims[0] if len(padded_dims) == 1 else padded_dims,
     )
     return f"; SourceOptions(rename=[{{'match': {name!r}, 'pad': {dims}}}]) keeps what the target has beyond that"
 
 
-def _left_behind(targets: Sequence[Part], padded: Mapping[Key, str]) -> Iterator[str]:
-    """Optimizer state of another shape than its parameter, which grows: which of its elements are new is not known."""
-    grown = {
+def _unpadded_state(targets: Sequence[LocalTensor], padded: Mapping[Key, str]) -> Iterator[str]:
+    """Optimizer state of another shape than its parameter, which grows: which of its elements are
+    new is not known.
+    """
+    padded_fqns = {
         fqn if part in WEIGHTS else f"{part}.{fqn}" for part, fqn in padded if part != OPTIMIZER
     }
-    for row in (target.row for target in targets):
-        fqn = row.fqn.rpartition("/")[0]
+    for decl in (target.decl for target in targets):
+        fqn = decl.fqn.rpartition("/")[0]
         if (
-            row.part == OPTIMIZER
-            and fqn in grown
-            and row.key not in padded
-            and prod(row.spec.shape) != 1
+            decl.part == OPTIMIZER
+            and fqn in padded_fqns
+            and decl.key not in padded
+            and prod(decl.spec.shape) != 1
         ):
             yield (
-                f"{row.part}:{row.fqn}: has shape {row.spec.shape}, and its parameter grows: how the state follows is not known; "
+                f"{decl.part}:{decl.fqn}: has shape {decl.spec.shape}, and its parameter grows: how the state follows is not known; "
                 f"drop all of its state by a rule before: {{'match': '{fqn}/*', 'parts': 'optimizer', 'drop': True}}"
             )
 
 
-def _fits(stored: tuple[int, ...], shape: tuple[int, ...], dims: Collection[int]) -> bool:
+def _shape_fits(stored: tuple[int, ...], shape: tuple[int, ...], pad_dims: Collection[int]) -> bool:
     """Whether a target has the stored shape, or more along some of the dims."""
     if len(stored) != len(shape):
         return False
-    allowed = {dim % len(shape) for dim in dims if -len(shape) <= dim < len(shape)}
+    allowed = {dim % len(shape) for dim in pad_dims if -len(shape) <= dim < len(shape)}
     return all(
-        n == m or (n < m and dim in allowed)
-        for dim, (n, m) in enumerate(zip(stored, shape, strict=True))
+        stored_size == target_size or (stored_size < target_size and dim in allowed)
+        for dim, (stored_size, target_size) in enumerate(zip(stored, shape, strict=True))
     )
 
 
-def _corner(target: Part, stored: Row, rank: int) -> Part:
+def _stored_region(target: LocalTensor, stored_decl: TensorDecl, rank: int) -> LocalTensor:
     """What the rank holds of the stored tensor, which lies at the origin of the target."""
-    if stored.spec.shape == target.row.spec.shape:
-        return Part(stored, target.local)
-    sharding = target.row.sharding.corner(target.row.spec.shape, stored.spec.shape)
-    local = target.local[tuple(slice(n) for n in sharding.local_shape(rank, stored.spec.shape))]
-    return Part(replace(stored, sharding=sharding), local)
+    if stored_decl.spec.shape == target.decl.spec.shape:
+        return LocalTensor(stored_decl, target.local)
+    sharding = target.decl.sharding.truncate(target.decl.spec.shape, stored_decl.spec.shape)
+    local = target.local[
+        tuple(slice(n) for n in sharding.local_shape(rank, stored_decl.spec.shape))
+    ]
+    return LocalTensor(replace(stored_decl, sharding=sharding), local)
 
 
-def _candidates(row: Row, source: Source, names: TensorNames) -> list[tuple[str, str]]:
+def _candidates(
+    decl: TensorDecl, source: Source, tensor_names: TensorNames
+) -> list[tuple[str, str]]:
     """Stored tensors that could feed the row, its own part first, its own name first."""
-    fqn, slash, state = row.fqn.rpartition("/") if row.part == OPTIMIZER else (row.fqn, "", "")
-    found: dict[tuple[str, str], None] = {}
-    for part in (row.part, *_STAND_INS.get(row.part, ())):
-        stored = source.names(part)
-        found.update(
+    fqn, slash, state_name = (
+        decl.fqn.rpartition("/") if decl.part == OPTIMIZER else (decl.fqn, "", "")
+    )
+    keys: dict[tuple[str, str], None] = {}
+    for part in (decl.part, *_SUBSTITUTES.get(decl.part, ())):
+        stored_names = source.names(part)
+        keys.update(
             dict.fromkeys(
-                (part, name + slash + state)
-                for name in names(fqn, row.part, part)
-                if name + slash + state in stored
+                (part, name + slash + state_name)
+                for name in tensor_names(fqn, decl.part, part)
+                if name + slash + state_name in stored_names
             )
         )
-    if row.part == MASTER:
-        led = (
+    if decl.part == MASTER:
+        prefixed = (
             (part, fqn.removeprefix(f"{part}."))
             for part in source.parts
             if fqn.startswith(f"{part}.")
         )
-        found.update(
-            dict.fromkeys((part, name) for part, name in led if name in source.names(part))
+        keys.update(
+            dict.fromkeys((part, name) for part, name in prefixed if name in source.names(part))
         )
-    return list(found)
+    return list(keys)
 
 
 class TensorNames:
-    """What a target's tensor may be called in a part of the checkpoint: its own name, and those that it is tied to on either side."""
+    """What a target's tensor may be called in a part of the checkpoint: its own name, and those
+    that it is tied to on either side.
+    """
 
     def __init__(self, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> None:
         self._source, self._aliases = source, aliases
-        self._tied: dict[
+        self._alias_maps: dict[
             tuple[str, str], tuple[dict[str, str], dict[str, list[str]]]
         ] = {}  # by part of the target, and stored part
 
-    def __call__(self, fqn: str, asked: str, part: str) -> list[str]:
-        if (asked, part) not in self._tied:
-            self._tied[asked, part] = self._ties(asked, part)
-        theirs, ours = self._tied[asked, part]
-        if not theirs and not ours:
+    def __call__(self, fqn: str, target_part: str, stored_part: str) -> list[str]:
+        if (target_part, stored_part) not in self._alias_maps:
+            self._alias_maps[target_part, stored_part] = self._build_alias_maps(
+                target_part, stored_part
+            )
+        stored_aliases, target_aliases = self._alias_maps[target_part, stored_part]
+        if not stored_aliases and not target_aliases:
             return [fqn]
-        own = ours.get(fqn, ())
+        tied_fqns = target_aliases.get(fqn, ())
         return [
             name
-            for name in (fqn, theirs.get(fqn), *own, *(theirs.get(alias) for alias in own))
+            for name in (
+                fqn,
+                stored_aliases.get(fqn),
+                *tied_fqns,
+                *(stored_aliases.get(alias) for alias in tied_fqns),
+            )
             if name is not None
         ]
 
-    def _ties(self, asked: str, part: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    def _build_alias_maps(
+        self, target_part: str, stored_part: str
+    ) -> tuple[dict[str, str], dict[str, list[str]]]:
         """Alias -> name of the checkpoint; name -> aliases of the target."""
-        theirs = {
+        stored_aliases = {
             alias: name
-            for of in (*WEIGHTS, part)
-            for alias, name in self._source.aliases(of).items()
+            for weights_part in (*WEIGHTS, stored_part)
+            for alias, name in self._source.aliases(weights_part).items()
         }
-        ours: dict[str, list[str]] = {}
-        for alias, name in {**self._aliases.get(MODEL, {}), **self._aliases.get(asked, {})}.items():
-            ours.setdefault(name, []).append(alias)
-        return theirs, ours
+        target_aliases: dict[str, list[str]] = {}
+        for alias, name in {
+            **self._aliases.get(MODEL, {}),
+            **self._aliases.get(target_part, {}),
+        }.items():
+            target_aliases.setdefault(name, []).append(alias)
+        return stored_aliases, target_aliases
 
 
 def saved_state(
@@ -248,27 +291,29 @@ def saved_state(
     pads: Pads,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """The stored optimizer state of parameters: "fqn/state" in the target's names -> (dtype, global shape); and which of it grows to
-    its parameter's shape, with that shape. `shapes`: of the target's parameters."""
-    states: dict[str, list[str]] = {}
+    """The stored optimizer state of parameters: "fqn/state" in the target's names -> (dtype, global
+    shape); and which of it grows to its parameter's shape, with that shape. `shapes`: of the
+    target's parameters.
+    """
+    keys_by_name: dict[str, list[str]] = {}
     for key in source.names(OPTIMIZER):
-        states.setdefault(key.rpartition("/")[0], []).append(key)
-    stored: dict[str, str] = {}
-    names = TensorNames(source, aliases)
+        keys_by_name.setdefault(key.rpartition("/")[0], []).append(key)
+    stored_keys: dict[str, str] = {}
+    names_of = TensorNames(source, aliases)
     for fqn in fqns:
-        name = next((n for n in names(fqn, OPTIMIZER, OPTIMIZER) if n in states), None)
-        stored.update(
-            {f"{fqn}/{key.rpartition('/')[2]}": key for key in states.get(name or "", ())}
+        name = next((n for n in names_of(fqn, OPTIMIZER, OPTIMIZER) if n in keys_by_name), None)
+        stored_keys.update(
+            {f"{fqn}/{key.rpartition('/')[2]}": key for key in keys_by_name.get(name or "", ())}
         )
-    specs = source.specs(OPTIMIZER, set(stored.values()))
-    found, grown = {}, set()
-    for wanted, key in stored.items():
-        spec, shape = specs[key], shapes.get(wanted.rpartition("/")[0], ())
-        if spec.shape != shape and _fits(spec.shape, shape, pads.get((OPTIMIZER, key), ())):
+    specs = source.specs(OPTIMIZER, set(stored_keys.values()))
+    specs_by_key, padded = {}, set()
+    for target_key, key in stored_keys.items():
+        spec, shape = specs[key], shapes.get(target_key.rpartition("/")[0], ())
+        if spec.shape != shape and _shape_fits(spec.shape, shape, pads.get((OPTIMIZER, key), ())):
             spec = replace(spec, shape=shape)
-            grown.add(wanted)
-        found[wanted] = spec.dtype, spec.shape
-    return found, grown
+            padded.add(target_key)
+        specs_by_key[target_key] = spec.dtype, spec.shape
+    return specs_by_key, padded
 
 
 def saved_shapes(
@@ -278,41 +323,50 @@ def saved_shapes(
     shapes: dict[str, tuple[int, ...]] = {}
     names_of = TensorNames(source, aliases)
     for part in WEIGHTS:
-        of = {
+        names_by_fqn = {
             fqn: [name for name in names_of(fqn, MODEL, part) if name in source.names(part)]
             for fqn in fqns
         }
-        specs = source.specs(part, {names[0] for names in of.values() if names})
-        shapes = {fqn: specs[names[0]].shape for fqn, names in of.items() if names} | shapes
+        specs = source.specs(part, {names[0] for names in names_by_fqn.values() if names})
+        shapes = {
+            fqn: specs[names[0]].shape for fqn, names in names_by_fqn.items() if names
+        } | shapes
     return shapes
 
 
-def unknown_parameters(
-    fqns: Collection[str], source: Source, said: Said, aliases: Mapping[str, Mapping[str, str]]
+def parameters_without_state(
+    fqns: Collection[str],
+    source: Source,
+    metadata: SourceMetadata,
+    aliases: Mapping[str, Mapping[str, str]],
 ) -> list[str]:
-    """Parameters of the target's optimizer that the checkpoint's did not have: all of them where it had none."""
+    """Parameters of the target's optimizer that the checkpoint's did not have: all of them where it
+    had none.
+    """
     if (
-        OPTIMIZER not in source.parts and not said.groups
+        OPTIMIZER not in source.parts and not metadata.groups
     ):  # with groups it is one without state, such as plain SGD
         return [f"{OPTIMIZER}:{fqn}" for fqn in sorted(fqns)]
-    known = {fqn for group in said.groups for fqn in group["names"]}
-    if not known:
+    saved_fqns = {fqn for group in metadata.groups for fqn in group["names"]}
+    if not saved_fqns:
         return []
-    names = TensorNames(source, aliases)
+    names_of = TensorNames(source, aliases)
     return [
         f"{OPTIMIZER}:{fqn}"
         for fqn in sorted(fqns)
-        if known.isdisjoint(names(fqn, OPTIMIZER, OPTIMIZER))
+        if saved_fqns.isdisjoint(names_of(fqn, OPTIMIZER, OPTIMIZER))
     ]
 
 
-def _choose(
-    row: Row, options: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]
+def _select_key(
+    decl: TensorDecl, keys: Sequence[tuple[str, str]], specs: Mapping[tuple[str, str], TensorSpec]
 ) -> tuple[str, str]:
     """The one whose dtype is the target's; its own part where none is, or both are."""
-    return next((option for option in options if specs[option].dtype == row.spec.dtype), options[0])
+    return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])
 
 
-def _stands_in(asked: str, part: str) -> bool:
-    """Whether the part is read in place of the one asked for, which then is not in the checkpoint: the cast is what that means."""
-    return asked != part
+def _is_substitute(target_part: str, stored_part: str) -> bool:
+    """Whether the part is read in place of the one asked for, which then is not in the checkpoint:
+    the cast is what that means.
+    """
+    return target_part != stored_part

@@ -1,4 +1,6 @@
-"""Moves the bytes of one group out of files into tensors: what this rank reads alone, and tiles that one reads and several empty."""
+"""Moves the bytes of one group out of files into tensors: what this rank reads alone, and tiles
+that one reads and several empty.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,26 @@ from functools import partial
 
 import torch
 
-from unified_ckpt.core.planning.exchange import Extent, Moves, Piece, Tile
-from unified_ckpt.core.planning.load_plan import Reads
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.planning.exchange import Extent, RankIO, Tile, TileRange
+from unified_ckpt.core.planning.load_plan import ReadPlan
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, Digested, chunks
+from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.shared_memory import SLOTS, Wait, Window
-from unified_ckpt.runtime.exchange.whole_tensors import Wholes, by_number
-from unified_ckpt.runtime.gc_pause import paused
-from unified_ckpt.runtime.storage.io_thread import Lane
+from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
+from unified_ckpt.runtime.exchange.whole_tensors import WholeTensors, tiles_by_number
+from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.tensors import (
-    ELEMENT,
-    Part,
+    SCALAR_BOXES,
+    LocalTensor,
     as_bytes,
-    boxes_in_line,
-    empty_lines,
-    empty_whole,
-    same_bits,
+    as_int_bits,
+    boxes_in_slab,
+    copy_slabs_from_tile,
+    copy_whole_from_tile,
 )
 
 
@@ -39,246 +41,295 @@ class ReadGroup:
 
     index: int
     holders: tuple[int, ...]
-    rows: tuple[Row, ...]
+    decls: tuple[TensorDecl, ...]
     locations: tuple[Location, ...]
-    reads: Reads
+    reads: ReadPlan
 
 
 @dataclass(slots=True)
-class Fetched:
+class ReadStats:
     """What a rank read: CRCs of it where wanted, and how many bytes came from the storage."""
 
-    digested: Digested = field(default_factory=list)
+    digested: BlockCrcs = field(default_factory=list)
     nbytes: int = 0
 
 
-class Targets:
-    """The parts of a group as memory that bytes can be put into. One that needs a copy of its own for that has it from the first extent or
-    piece of a tile that goes there until the last is `done`: all copies at once would be as much memory again as the model takes."""
+class Destinations:
+    """The parts of a group as memory that bytes can be put into. One that needs a copy of its own
+    for that has it from the first extent or piece of a tile that goes there until the last is
+    `mark_filled`: all copies at once would be as much memory again as the model takes.
+    """
 
-    def __init__(self, parts: Sequence[Part], moves: Moves, *, rank: int) -> None:
+    def __init__(self, parts: Sequence[LocalTensor], moves: RankIO, *, rank: int) -> None:
         self._parts = parts
-        self._dense: dict[int, Part] = {}
-        self._copied = {row for row, part in enumerate(parts) if not part.local.is_contiguous()}
-        self._left = Counter(extent.row for extent in moves.extents if extent.row in self._copied)
-        if self._copied:
+        self._staging: dict[int, LocalTensor] = {}
+        self._staged = {index for index, part in enumerate(parts) if not part.local.is_contiguous()}
+        self._remaining = Counter(
+            extent.decl_index for extent in moves.extents if extent.decl_index in self._staged
+        )
+        if self._staged:
             pieces = (
-                piece for tile in moves.shared for piece in tile.pieces if rank in piece.parties
+                piece
+                for tile in moves.member_tiles
+                for piece in tile.ranges
+                if rank in piece.members
             )
-            self._left.update(piece.row for piece in pieces if piece.row in self._copied)
+            self._remaining.update(
+                piece.decl_index for piece in pieces if piece.decl_index in self._staged
+            )
 
-    def __getitem__(self, row: int) -> Part:
-        part = self._parts[row]
-        if row not in self._copied:
+    def __getitem__(self, index: int) -> LocalTensor:
+        part = self._parts[index]
+        if index not in self._staged:
             return part
-        if row not in self._dense:
-            self._dense[row] = Part(
-                part.row, torch.empty_like(part.local, memory_format=torch.contiguous_format)
+        if index not in self._staging:
+            self._staging[index] = LocalTensor(
+                part.decl, torch.empty_like(part.local, memory_format=torch.contiguous_format)
             )
-        return self._dense[row]
+        return self._staging[index]
 
-    def is_own(self, row: int) -> bool:
-        """Whether the memory is the target's own, so that nothing needs to be `done`."""
-        return row not in self._copied
+    def is_direct(self, index: int) -> bool:
+        """Whether the memory is the target's own, so that nothing needs to be `mark_filled`."""
+        return index not in self._staged
 
-    def done(self, row: int) -> None:
+    def mark_filled(self, index: int) -> None:
         """One extent of the row, or one piece of a tile, is in."""
-        if row not in self._copied:
+        if index not in self._staged:
             return
-        self._left[row] -= 1
-        if not self._left[row] and row in self._dense:
-            same_bits(self._parts[row].local).copy_(same_bits(self._dense.pop(row).local))
+        self._remaining[index] -= 1
+        if not self._remaining[index] and index in self._staging:
+            as_int_bits(self._parts[index].local).copy_(as_int_bits(self._staging.pop(index).local))
 
 
-class Beating:
+class HeartbeatReader:
     """A storage that gives a sign of life with each read: the others may have long been through."""
 
-    def __init__(self, storage: Reader, beat: Callable[[], None]) -> None:
-        self._storage, self._beat = storage, beat
+    def __init__(self, storage: Reader, heartbeat: Callable[[], None]) -> None:
+        self._storage, self._heartbeat = storage, heartbeat
 
-    def read_at(self, name: str, start: int, into: memoryview) -> None:
-        self._storage.read_at(name, start, into)
-        self._beat()
+    def read_at(self, name: str, start: int, buffer: memoryview) -> None:
+        self._storage.read_at(name, start, buffer)
+        self._heartbeat()
 
 
 def read_extents(
     group: ReadGroup,
-    targets: Targets,
-    storage: Beating,
+    destinations: Destinations,
+    storage: HeartbeatReader,
     *,
     verify: bool,
     rank: int,
-    ranks: int,
-    into: Fetched,
+    world: int,
+    stats: ReadStats,
 ) -> None:
-    """Straight into the tensors where their memory is what the file holds; one chunk read ahead while the last is digested."""
+    """Straight into the tensors where their memory is what the file holds; one chunk read ahead
+    while the last is digested.
+    """
     extents = sorted(
-        group.reads.moves.extents,
-        key=lambda e: (group.locations[e.row].file, group.locations[e.row].start + e.start),
+        group.reads.rank_io.extents,
+        key=lambda e: (
+            group.locations[e.decl_index].file,
+            group.locations[e.decl_index].start + e.start,
+        ),
     )
-    cut = (
+    rotation = (
         len(extents) * group.holders.index(rank) // len(group.holders)
     )  # ranks meet in a file as little as may be
     pending: list[tuple[Future[None], Extent, int, memoryview, torch.Tensor | None]] = []
-    ring: list[torch.Tensor] = []  # buffers for parts that bytes cannot be read into
+    buffers: list[torch.Tensor] = []  # buffers for parts that bytes cannot be read into
 
-    def finish() -> None:
+    def finish_oldest() -> None:
         future, extent, start, view, scratch = pending.pop(0)
         future.result()
-        if verify and extent.row not in group.reads.sparse:
-            into.digested.extend((extent.row, piece) for piece in digests.pieces(view, start=start))
+        if verify and extent.decl_index not in group.reads.sparse:
+            stats.digested.extend(
+                (extent.decl_index, block_crc)
+                for block_crc in digests.block_crcs(view, start=start)
+            )
         if scratch is not None:
-            _put(targets[extent.row], extent.local + start - extent.start, scratch)
+            _scatter(
+                destinations[extent.decl_index], extent.local_offset + start - extent.start, scratch
+            )
         if start + len(view) == extent.stop:
-            targets.done(extent.row)
+            destinations.mark_filled(extent.decl_index)
 
-    with Lane(ranks=ranks) as lane:
-        for extent in extents[cut:] + extents[:cut]:
-            part, location = targets[extent.row], group.locations[extent.row]
-            into.nbytes += extent.stop - extent.start
-            if part.plain and not verify:
+    with IOThread(ranks=world) as io_thread:
+        for extent in extents[rotation:] + extents[:rotation]:
+            part, location = destinations[extent.decl_index], group.locations[extent.decl_index]
+            stats.nbytes += extent.stop - extent.start
+            if part.is_stored_bytes and not verify:
                 view = as_bytes(part.local)[
-                    extent.local : extent.local + extent.stop - extent.start
+                    extent.local_offset : extent.local_offset + extent.stop - extent.start
                 ]
                 storage.read_at(location.file, location.start + extent.start, view)
-                targets.done(extent.row)
+                destinations.mark_filled(extent.decl_index)
                 continue
             for start, stop in chunks(extent.start, extent.stop):
-                local = extent.local + start - extent.start
-                scratch = None if part.plain else _turned(ring, lane.ahead)[: stop - start]
+                local = extent.local_offset + start - extent.start
+                scratch = (
+                    None
+                    if part.is_stored_bytes
+                    else _next_buffer(buffers, io_thread.queue_depth)[: stop - start]
+                )
                 view = (
                     as_bytes(part.local)[local : local + stop - start]
                     if scratch is None
                     else as_bytes(scratch)
                 )
-                reading = lane.submit(
+                pending_read = io_thread.submit(
                     partial(storage.read_at, location.file, location.start + start, view)
                 )
-                pending.append((reading, extent, start, view, scratch))
-                if len(pending) > lane.ahead:
-                    finish()
+                pending.append((pending_read, extent, start, view, scratch))
+                if len(pending) > io_thread.queue_depth:
+                    finish_oldest()
         while pending:
-            finish()
+            finish_oldest()
 
 
-def _turned(ring: list[torch.Tensor], ahead: int) -> torch.Tensor:
+def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
     """A buffer that no read is pending for."""
-    if len(ring) <= ahead + 1:
-        ring.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu"))
+    if len(buffers) <= queue_depth + 1:
+        buffers.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu"))
     else:
-        ring.append(ring.pop(0))
-    return ring[-1]
+        buffers.append(buffers.pop(0))
+    return buffers[-1]
 
 
-def _put(part: Part, local: int, scratch: torch.Tensor) -> None:
-    """Bytes as the file holds them, to byte `local` of the part, counted in the stored dtype."""
-    item = itemsize(part.row.spec.dtype)
-    empty_lines(
+def _scatter(part: LocalTensor, start: int, scratch: torch.Tensor) -> None:
+    """Bytes as the file holds them, to byte `start` of the part, counted in the stored dtype."""
+    item = itemsize(part.decl.spec.dtype)
+    copy_slabs_from_tile(
         scratch,
         part,
-        ELEMENT,
-        split=part.local.dim(),
-        first_line=local // item,
-        lines=len(scratch) // item,
+        SCALAR_BOXES,
+        outer_ndim=part.local.dim(),
+        first_slab=start // item,
+        count=len(scratch) // item,
     )
 
 
 def read_tiles(
     group: ReadGroup,
-    targets: Targets,
-    storage: Beating,
-    windows: Mapping[int, Window],
-    wait: Wait,
+    destinations: Destinations,
+    storage: HeartbeatReader,
+    tile_buffers: Mapping[int, TileBuffer],
+    wait: PeerWait,
     *,
     verify: bool,
     rank: int,
     exchange: int,
-    into: Fetched,
+    stats: ReadStats,
 ) -> None:
     """Reads this rank's tiles, and takes its own from everybody's, two in flight per rank."""
-    mine = {tile.number: tile for tile in group.reads.moves.mine}
-    own = windows.get(rank)
-    if own is not None and mine:
-        own.serve(exchange)
-    shared = by_number(group.reads.moves.shared)
-    for number in sorted(shared.keys() | mine.keys()):
-        if number in mine and own is not None:
+    local_tiles = {tile.number: tile for tile in group.reads.rank_io.io_tiles}
+    local_buffer = tile_buffers.get(rank)
+    if local_buffer is not None and local_tiles:
+        local_buffer.open_for(exchange)
+    shared_tiles = tiles_by_number(group.reads.rank_io.member_tiles)
+    for number in sorted(shared_tiles.keys() | local_tiles.keys()):
+        if number in local_tiles and local_buffer is not None:
             if number >= SLOTS:
-                wait.until_done(own, mine[number - SLOTS].parties, number - SLOTS + 1)
-            _read_tile(own.tile(number), mine[number], group, storage, verify=verify, into=into)
-            own.advance(number + 1)
-        for tile in shared.get(number, ()):
-            if tile.mover != rank:
-                wait.until_progress(tile.mover, exchange=exchange, tiles=number + 1)
-            _empty(windows[tile.mover].tile(number), tile, targets, rank=rank)
-            windows[tile.mover].mark(rank, number + 1)
-    for number in sorted(mine)[-SLOTS:]:
-        if own is not None:
-            wait.until_done(own, mine[number].parties, number + 1)
+                wait.until_done(
+                    local_buffer, local_tiles[number - SLOTS].members, number - SLOTS + 1
+                )
+            _read_tile(
+                local_buffer.tile(number),
+                local_tiles[number],
+                group,
+                storage,
+                verify=verify,
+                stats=stats,
+            )
+            local_buffer.advance(number + 1)
+        for tile in shared_tiles.get(number, ()):
+            if tile.io_rank != rank:
+                wait.until_progress(tile.io_rank, exchange=exchange, tiles=number + 1)
+            _scatter_tile(tile_buffers[tile.io_rank].tile(number), tile, destinations, rank=rank)
+            tile_buffers[tile.io_rank].set_done(rank, number + 1)
+    for number in sorted(local_tiles)[-SLOTS:]:
+        if local_buffer is not None:
+            wait.until_done(local_buffer, local_tiles[number].members, number + 1)
 
 
 def _read_tile(
     memory: torch.Tensor,
     tile: Tile,
     group: ReadGroup,
-    storage: Beating,
+    storage: HeartbeatReader,
     *,
     verify: bool,
-    into: Fetched,
+    stats: ReadStats,
 ) -> None:
     view = as_bytes(memory)
-    with paused:
-        runs = list(_runs(tile.pieces, group.locations))
+    with gc_paused:
+        runs = list(_contiguous_runs(tile.ranges, group.locations))
     for run in runs:
         first, last = run[0], run[-1]
-        location = group.locations[first.row]
-        for start, stop in chunks(first.slot, last.slot + last.stop - last.start):
+        location = group.locations[first.decl_index]
+        for start, stop in chunks(first.tile_offset, last.tile_offset + last.stop - last.start):
             storage.read_at(
-                location.file, location.start + first.start + start - first.slot, view[start:stop]
+                location.file,
+                location.start + first.start + start - first.tile_offset,
+                view[start:stop],
             )
-        into.nbytes += last.slot + last.stop - last.start - first.slot
-        with paused:
+        stats.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
+        with gc_paused:
             for piece in run if verify else ():
-                if piece.row not in group.reads.sparse:
-                    held = view[piece.slot : piece.slot + piece.stop - piece.start]
-                    into.digested += [
-                        (piece.row, part) for part in digests.pieces(held, start=piece.start)
+                if piece.decl_index not in group.reads.sparse:
+                    piece_bytes = view[
+                        piece.tile_offset : piece.tile_offset + piece.stop - piece.start
+                    ]
+                    stats.digested += [
+                        (piece.decl_index, block_crc)
+                        for block_crc in digests.block_crcs(piece_bytes, start=piece.start)
                     ]
 
 
-def _runs(pieces: Sequence[Piece], locations: Sequence[Location]) -> Iterator[list[Piece]]:
-    """Pieces that follow each other in a file as in the tile: read by one call, up to a chunk of them."""
-    run: list[Piece] = []
+def _contiguous_runs(
+    pieces: Sequence[TileRange], locations: Sequence[Location]
+) -> Iterator[list[TileRange]]:
+    """Pieces that follow each other in a file as in the tile: read by one call, up to a chunk of
+    them.
+    """
+    run: list[TileRange] = []
     file, offset = "", 0  # of the run: bytes from the tile to the file
     for piece in pieces:
-        location = locations[piece.row]
+        location = locations[piece.decl_index]
         if run:
             last = run[-1]
-            follows = piece.slot == last.slot + last.stop - last.start
+            follows = piece.tile_offset == last.tile_offset + last.stop - last.start
             if (
                 not follows
-                or (location.file, location.start + piece.start - piece.slot) != (file, offset)
-                or piece.slot - run[0].slot >= CHUNK_NBYTES
+                or (location.file, location.start + piece.start - piece.tile_offset)
+                != (file, offset)
+                or piece.tile_offset - run[0].tile_offset >= CHUNK_NBYTES
             ):
                 yield run
                 run = []
-        file, offset = location.file, location.start + piece.start - piece.slot
+        file, offset = location.file, location.start + piece.start - piece.tile_offset
         run.append(piece)
     if run:
         yield run
 
 
-def _empty(memory: torch.Tensor, tile: Tile, targets: Targets, *, rank: int) -> None:
-    wholes = Wholes(memory, empty_whole)
-    for piece in tile.pieces:
-        if rank in piece.parties:
-            part = targets[piece.row]
-            if targets.is_own(piece.row) and wholes.take(piece, part):
+def _scatter_tile(
+    memory: torch.Tensor, tile: Tile, destinations: Destinations, *, rank: int
+) -> None:
+    whole_tensors = WholeTensors(memory, copy_whole_from_tile)
+    for piece in tile.ranges:
+        if rank in piece.members:
+            part = destinations[piece.decl_index]
+            if destinations.is_direct(piece.decl_index) and whole_tensors.add(piece, part):
                 continue
-            held = memory[piece.slot : piece.slot + piece.stop - piece.start]
-            boxes = boxes_in_line(part, rank, piece.split)
-            empty_lines(
-                held, part, boxes, split=piece.split, first_line=piece.first_line, lines=piece.lines
+            piece_bytes = memory[piece.tile_offset : piece.tile_offset + piece.stop - piece.start]
+            boxes = boxes_in_slab(part, rank, piece.outer_ndim)
+            copy_slabs_from_tile(
+                piece_bytes,
+                part,
+                boxes,
+                outer_ndim=piece.outer_ndim,
+                first_slab=piece.first_local_slab,
+                count=piece.slab_count,
             )
-            targets.done(piece.row)
-    wholes.end()
+            destinations.mark_filled(piece.decl_index)
+    whole_tensors.flush()

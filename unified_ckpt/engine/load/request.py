@@ -1,4 +1,6 @@
-"""From what a caller gives to what a save or a load needs: tensors flattened, named and placed. Changes nothing of the caller's."""
+"""From what a caller gives to what a save or a load needs: tensors flattened, named and placed.
+Changes nothing of the caller's.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.load.match import TensorNames, saved_shapes, saved_state
-from unified_ckpt.engine.source.by_position import ByPosition
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.by_position import IndexedOptimizerSource
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
@@ -19,11 +21,11 @@ from unified_ckpt.runtime.torch_state.flatten import (
     MASTER,
     MODEL,
     OPTIMIZER,
-    State,
+    FlatState,
     flatten_state,
-    place_targets,
+    resolve_like_params,
 )
-from unified_ckpt.runtime.torch_state.growth import begin_grown
+from unified_ckpt.runtime.torch_state.growth import init_grown_state
 from unified_ckpt.runtime.torch_state.modules import Model
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
@@ -32,13 +34,13 @@ from unified_ckpt.runtime.torch_state.optimizer_target import (
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     Optimizers,
-    as_list,
+    as_optimizers,
     check_one_master,
-    holds_masters,
+    collect_masters,
+    has_masters,
     master_key,
-    masters_of,
 )
-from unified_ckpt.runtime.torch_state.placements import _placer, refuse_shared
+from unified_ckpt.runtime.torch_state.placements import _resolver, check_not_expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,98 +57,133 @@ class Targets:
 
 
 def try_load_request(
-    comm: Comm, source: Source | Exception, what: Targets, *, strict: bool, options: LoadOptions
+    comm: Comm, source: Source | Exception, targets: Targets, *, strict: bool, options: LoadOptions
 ) -> LoadRequest | Exception:
     """The targets of a load, or the error that this rank met, to be told to every rank in the load."""
     try:
         if isinstance(source, Exception):
             raise source
-        request = load_request(comm, source, what, strict=strict, options=options)
-        request.extra, request.rank_extra = what.extra, what.rank_extra
+        request = load_request(comm, source, targets, strict=strict, options=options)
+        request.extra, request.rank_extra = targets.extra, targets.rank_extra
         return request
     except Exception as error:
         return error
 
 
 def load_request(
-    comm: Comm, folder: Source, what: Targets, *, strict: bool, options: LoadOptions
+    comm: Comm, source: Source, targets: Targets, *, strict: bool, options: LoadOptions
 ) -> LoadRequest:
     """The tensors to fill. Nothing of the caller's is changed."""
-    placer, model, optimizer, master_weights = (
-        _placer(comm, what.layout),
-        what.model,
-        what.optimizer,
-        what.master_weights,
+    resolver, model, optimizer, master_weights = (
+        _resolver(comm, targets.layout),
+        targets.model,
+        targets.optimizer,
+        targets.master_weights,
     )
-    objects, holders = as_list(optimizer), as_list(master_weights)
+    optimizers, master_holders = as_optimizers(optimizer), as_optimizers(master_weights)
     state = flatten_state(
-        placer,
+        resolver,
         model=model,
-        optimizer=None if objects else optimizer,
-        master_weights=None if holders else master_weights,
-        further=what.parts,
+        optimizer=None if optimizers else optimizer,
+        master_weights=None if master_holders else master_weights,
+        extra_parts=targets.parts,
         model_dtype=None,
     )
-    names, target = state.names(), None
-    said = Said() if isinstance(folder, ByPosition) else folder.said()
+    names, optimizer_target = state.param_names(), None
+    metadata = SourceMetadata() if isinstance(source, IndexedOptimizerSource) else source.metadata()
     if master_weights is None:
-        holders = [one for one in objects if holds_masters(one) or _makes_masters(one, names, said)]
+        master_holders = [
+            candidate
+            for candidate in optimizers
+            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
+        ]
     else:
-        _check_masters(objects, holders, master_weights, names, said)
-    given = {*state.asked, *([OPTIMIZER] if objects else []), *([MASTER] if holders else [])}
-    wanted = _wanted(given, options.parts)
-    if master_weights is None and OPTIMIZER not in wanted:
-        holders = [one for one in holders if holds_masters(one)]
-    if master_weights is None and holders and wanted & {MODEL, OPTIMIZER, *state.further}:
-        wanted.add(MASTER)  # else the next step would overwrite what is loaded
-    objects = objects if OPTIMIZER in wanted else []
-    if isinstance(folder, ByPosition):
-        folder = _settled(folder, objects, state, by_name=OPTIMIZER in wanted)
-        said = folder.said()
-    holders = holders if MASTER in wanted else []
-    if objects or holders:
-        if model is None and not what.parts:
+        _check_masters(optimizers, master_holders, master_weights, names, metadata)
+    target_parts = {
+        *state.requested,
+        *([OPTIMIZER] if optimizers else []),
+        *([MASTER] if master_holders else []),
+    }
+    parts_to_read = _parts_to_read(target_parts, options.parts)
+    if master_weights is None and OPTIMIZER not in parts_to_read:
+        master_holders = [candidate for candidate in master_holders if has_masters(candidate)]
+    if (
+        master_weights is None
+        and master_holders
+        and parts_to_read & {MODEL, OPTIMIZER, *state.extra_parts}
+    ):
+        parts_to_read.add(MASTER)  # else the next step would overwrite what is loaded
+    optimizers = optimizers if OPTIMIZER in parts_to_read else []
+    if isinstance(source, IndexedOptimizerSource):
+        source = _with_parameter_names(
+            source, optimizers, state, by_name=OPTIMIZER in parts_to_read
+        )
+        metadata = source.metadata()
+    master_holders = master_holders if MASTER in parts_to_read else []
+    if optimizers or master_holders:
+        if model is None and not targets.parts:
             raise LayoutError(
                 "optimizer: parameters have no names without their model; needed `model` too"
             )
-        leaders = state.leaders()
-        target = _optimizer_target(objects, holders, folder, said, state)
-        if objects:
-            state.asked.add(OPTIMIZER)
-            state.parts += place_targets(placer, OPTIMIZER, target.tensors, leaders)
-        if holders:
-            state.asked.add(MASTER)
-            masters = masters_of(holders, names) | {
-                fqn: tensor for fqn, (_, tensor) in target.masters.items()
+        param_refs = state.param_refs()
+        optimizer_target = _optimizer_target(optimizers, master_holders, source, metadata, state)
+        if optimizers:
+            state.requested.add(OPTIMIZER)
+            state.tensors += resolve_like_params(
+                resolver, OPTIMIZER, optimizer_target.tensors, param_refs
+            )
+        if master_holders:
+            state.requested.add(MASTER)
+            masters = collect_masters(master_holders, names) | {
+                fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
             }
-            state.parts += place_targets(placer, MASTER, masters, leaders)
-    state.parts = [part for part in state.parts if part.row.part in wanted]
-    for part in state.parts:
+            state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
+    state.tensors = [part for part in state.tensors if part.decl.part in parts_to_read]
+    for part in state.tensors:
         if not part.local.is_contiguous():
-            refuse_shared(f"{part.row.part}:{part.row.fqn}", part.local)
-    state.asked.intersection_update(wanted)
-    return LoadRequest(folder, state, said, target, what.layout, placer.matched, strict, options)
+            check_not_expanded(f"{part.decl.part}:{part.decl.fqn}", part.local)
+    state.requested.intersection_update(parts_to_read)
+    return LoadRequest(
+        source,
+        state,
+        metadata,
+        optimizer_target,
+        targets.layout,
+        resolver.matched_patterns,
+        strict,
+        options,
+    )
 
 
 def _check_masters(
-    objects: list[Optimizer],
-    holders: list[Optimizer],
+    optimizers: list[Optimizer],
+    master_holders: list[Optimizer],
     masters: Optimizers,
     names: Mapping[int, str],
-    said: Said,
+    metadata: SourceMetadata,
 ) -> None:
-    """LayoutError where `master_weights` is filled, and an optimizer goes on from masters of its own."""
-    known = masters if isinstance(masters, Mapping) else masters_of(holders, names)
-    check_one_master(known, masters_of(objects, names))
-    for one in objects:
-        if one not in holders and not holds_masters(one) and _makes_masters(one, names, said):
+    """LayoutError where `master_weights` is filled, and an optimizer goes on from masters of its
+    own.
+    """
+    target_masters = (
+        masters if isinstance(masters, Mapping) else collect_masters(master_holders, names)
+    )
+    check_one_master(target_masters, collect_masters(optimizers, names))
+    for optimizer in optimizers:
+        if (
+            optimizer not in master_holders
+            and not has_masters(optimizer)
+            and _creates_masters(optimizer, names, metadata)
+        ):
             raise LayoutError(
-                f"master_weights: got other masters than those that {type(one).__name__} makes at its first step; "
+                f"master_weights: got other masters than those that {type(optimizer).__name__} makes at its first step; "
                 "leave out master_weights=, or pass the optimizer there"
             )
 
 
-def _makes_masters(optimizer: Optimizer, names: Mapping[int, str], said: Said) -> bool:
+def _creates_masters(
+    optimizer: Optimizer, names: Mapping[int, str], metadata: SourceMetadata
+) -> bool:
     """Whether the next step of an optimizer without masters makes them."""
     params = {
         names.get(id(param), "") for group in optimizer.param_groups for param in group["params"]
@@ -154,82 +191,116 @@ def _makes_masters(optimizer: Optimizer, names: Mapping[int, str], said: Said) -
     return (
         master_key(
             optimizer,
-            next((one for one in said.groups if not params.isdisjoint(one["names"])), None),
+            next(
+                (
+                    group_record
+                    for group_record in metadata.groups
+                    if not params.isdisjoint(group_record["names"])
+                ),
+                None,
+            ),
         )
         is not None
     )
 
 
 def _optimizer_target(
-    objects: list[Optimizer], holders: list[Optimizer], source: Source, said: Said, state: State
+    optimizers: list[Optimizer],
+    master_holders: list[Optimizer],
+    source: Source,
+    metadata: SourceMetadata,
+    state: FlatState,
 ) -> OptimizerTarget:
-    """Memory for the state of `objects` and the masters of `holders`, which are some of them where there are any."""
-    of, names = objects or holders, state.names()
-    shapes = {name: leader.at.shape for name, leader in state.leaders().items()}
-    held = _held(of, names) if objects else set()
-    saved, grown = saved_state(held, source, state.aliases, pads=said.pads, shapes=shapes)
+    """Memory for the state of `optimizers` and the masters of `master_holders`, which are some of
+    them where there are any.
+    """
+    selected_optimizers, names = optimizers or master_holders, state.param_names()
+    shapes = {name: param_ref.tensor.shape for name, param_ref in state.param_refs().items()}
+    parameter_names = _parameter_names(selected_optimizers, names) if optimizers else set()
+    saved, grown = saved_state(
+        parameter_names, source, state.aliases, pads=metadata.pads, shapes=shapes
+    )
     differing = {
         key.rpartition("/")[0]
         for key, (_, shape) in saved.items()
         if shape != shapes.get(key.rpartition("/")[0])
     }
-    theirs = saved_shapes(differing, source, state.aliases)
-    target = prepare_optimizer(
-        of, names, saved, shapes=shapes, saved_shapes=theirs, wanted=bool(objects)
+    checkpoint_shapes = saved_shapes(differing, source, state.aliases)
+    optimizer_target = prepare_optimizer(
+        selected_optimizers,
+        names,
+        saved,
+        shapes=shapes,
+        saved_shapes=checkpoint_shapes,
+        loads_state=bool(optimizers),
     )
-    begin_grown(target, grown)
-    if holders:
-        known, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
-        stored = {fqn for fqn in shapes if not known.isdisjoint(names_of(fqn, MASTER, MASTER))}
-        prepare_masters(target, said.groups, stored=stored, shapes=shapes, grows=bool(said.pads))
-    return target
+    init_grown_state(optimizer_target, grown)
+    if master_holders:
+        master_names, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
+        stored = {
+            fqn for fqn in shapes if not master_names.isdisjoint(names_of(fqn, MASTER, MASTER))
+        }
+        prepare_masters(
+            optimizer_target,
+            metadata.groups,
+            stored_masters=stored,
+            shapes=shapes,
+            grows=bool(metadata.pads),
+        )
+    return optimizer_target
 
 
-def _settled(
-    source: ByPosition, optimizers: list[Optimizer], state: State, *, by_name: bool
+def _with_parameter_names(
+    source: IndexedOptimizerSource, optimizers: list[Optimizer], state: FlatState, *, by_name: bool
 ) -> Source:
-    """The source with the names that these optimizers have for what it has by position. `by_name`: some are wanted, whoever has them."""
+    """The source with the names that these optimizers have for what it has by position. `by_name`:
+    some are wanted, whoever has them.
+    """
     if not optimizers:
-        return source.whole if by_name else source.without_optimizer()
-    names, leaders = state.names(), state.leaders()
+        return source.with_stored_order if by_name else source.without_optimizer()
+    names, param_refs = state.param_names(), state.param_refs()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    known = [
+    names_by_group = [
         [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
         for group in groups
     ]
-    return source.named_for([[(name, leaders[name].at.shape) for name in group] for group in known])
+    return source.with_order(
+        [[(name, param_refs[name].tensor.shape) for name in group] for group in names_by_group]
+    )
 
 
-def _wanted(given: set[str], chosen: Sequence[str] | None) -> set[str]:
+def _parts_to_read(target_parts: set[str], selected: Sequence[str] | None) -> set[str]:
     """The parts to read. LayoutError for one that was chosen and has no target."""
-    stray = [part for part in chosen or () if part not in given]
-    if stray:
+    unknown = [part for part in selected or () if part not in target_parts]
+    if unknown:
         raise LayoutError(
-            f"LoadOptions(parts=...): {stray[0]!r} has no target in this load; needed some of {', '.join(sorted(given))}"
+            f"LoadOptions(parts=...): {unknown[0]!r} has no target in this load; needed some of {', '.join(sorted(target_parts))}"
         )
-    return given if chosen is None else set(chosen)
+    return target_parts if selected is None else set(selected)
 
 
-def _held(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
+def _parameter_names(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
     return {
-        names[id(p)]
-        for o in optimizers
-        for group in o.param_groups
-        for p in group["params"]
-        if id(p) in names
+        names[id(parameter)]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
     }
 
 
 @dataclass(slots=True)
 class LoadRequest:
-    """What a rank wants filled. `optimizer`: state made ready for it. `extra`, `rank_extra`: trees with objects to fill."""
+    """What a rank wants filled. `optimizer`: state made ready for it. `extra`, `rank_extra`: trees
+    with objects to fill.
+    """
 
     source: Source
-    state: State
-    said: Said
+    state: FlatState
+    metadata: SourceMetadata
     optimizer: OptimizerTarget | None
     layout: Layout | None
-    matched: set[str]
+    matched_rules: set[str]
     strict: bool
     options: LoadOptions
     extra: Any = None

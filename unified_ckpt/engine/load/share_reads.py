@@ -1,4 +1,6 @@
-"""Whether machines that see one folder read it for each other: worth while where they want the same bytes of it."""
+"""Whether machines that see one folder read it for each other: worth while where they want the same
+bytes of it.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +9,40 @@ from math import prod
 
 from unified_ckpt.core.sharding.declarations import group_tables
 from unified_ckpt.core.sharding.shardings import Sharding
-from unified_ckpt.engine.nodes.storage import JointStorage
-from unified_ckpt.engine.plan.holders import Census, holders_of
+from unified_ckpt.engine.nodes.storage import ShardedStorage
+from unified_ckpt.engine.plan.holders import Declarations, group_holders
 from unified_ckpt.engine.source.protocol import Catalog
 
-_WORTH = 1.5  # times what is wanted, that all machines together would read
+_MIN_REDUNDANCY = 1.5  # times what is wanted, that all machines together would read
 
 
-def overlap(census: Census, machines: Sequence[int]) -> float:
-    """Bytes that the machines want, each counted for itself, over bytes that any of them wants. Parts count as if they were even."""
-    together = apart = 0.0
-    for group in group_tables(census.tables, census.roll):
+def read_redundancy(holders: Declarations, nodes: Sequence[int]) -> float:
+    """Bytes that the machines want, each counted for itself, over bytes that any of them wants.
+    Parts count as if they were even.
+    """
+    distinct_nbytes = total_nbytes = 0.0
+    for group in group_tables(holders.tables, holders.ranks_by_table):
         nbytes: dict[Sharding, int] = {}
-        for row in group.rows:
-            nbytes[row.sharding] = nbytes.get(row.sharding, 0) + row.spec.nbytes
-        holders = holders_of(group, census.roll)
+        for decl in group.decls:
+            nbytes[decl.sharding] = nbytes.get(decl.sharding, 0) + decl.spec.nbytes
+        group_ranks = group_holders(group, holders.ranks_by_table)
         for sharding, size in nbytes.items():
-            places = {
-                (machines[rank], sharding.coordinates(at))
-                for rank in holders
-                if (at := sharding.position(rank)) is not None
+            node_shards = {
+                (nodes[rank], sharding.coordinates(position))
+                for rank in group_ranks
+                if (position := sharding.position(rank)) is not None
             }
-            size_of_one = size / prod(cut.size for cut in sharding.cuts)
-            apart += size_of_one * len(places)
-            together += size_of_one * len({place for _, place in places})
-    return apart / together if together else 1.0
+            shard_nbytes = size / prod(shard_dim.size for shard_dim in sharding.shard_dims)
+            total_nbytes += shard_nbytes * len(node_shards)
+            distinct_nbytes += shard_nbytes * len({shard for _, shard in node_shards})
+    return total_nbytes / distinct_nbytes if distinct_nbytes else 1.0
 
 
-def share_reads(catalog: Catalog, how: str, wanted: float) -> None:
-    """By the option and the overlap; the same on every rank. Only a checkpoint of several machines can."""
-    if isinstance(catalog.storage, JointStorage) and (
-        how == "always" or (how == "auto" and wanted >= _WORTH)
+def configure_shared_reads(catalog: Catalog, mode: str, redundancy: float) -> None:
+    """By the option and the overlap; the same on every rank. Only a checkpoint of several machines
+    can.
+    """
+    if isinstance(catalog.storage, ShardedStorage) and (
+        mode == "always" or (mode == "auto" and redundancy >= _MIN_REDUNDANCY)
     ):
-        catalog.storage.share(slow_only=how == "auto")
+        catalog.storage.enable_shared_reads(slow_only=mode == "auto")

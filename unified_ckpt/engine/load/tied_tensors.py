@@ -1,6 +1,8 @@
-"""Stored tensors that are two where the target ties them to one. Compares their digests, or their bytes where there are no digests.
+"""Stored tensors that are two where the target ties them to one. Compares their digests, or their
+bytes where there are no digests.
 
-How a tensor could be lost: the target's one tensor takes the first of the two, and nothing says that the other was another.
+How a tensor could be lost: the target's one tensor takes the first of the two, and nothing says
+that the other was another.
 """
 
 from __future__ import annotations
@@ -22,23 +24,25 @@ def compare_tied(
     source: Source,
     *,
     rank: int,
-    digests: bool,
+    use_digests: bool,
 ) -> tuple[dict[Key, str], list[str]]:
-    """Target tensors whose stored tensors differ, each with a sentence; and those whose stored tensors are equal.
+    """Target tensors whose stored tensors differ, each with a sentence; and those whose stored
+    tensors are equal.
 
-    `tied`: by target tensor, the other stored names for it, in the part that feeds it. Without digests each rank compares what it holds.
+    `tied`: by target tensor, the other stored names for it, in the part that feeds it. Without
+    digests each rank compares what it holds.
     """
     differing: dict[Key, str] = {}
     equal = []
     for match in matches:
-        row = match.target.row
-        key = (row.part.partition("@")[0], row.fqn)
-        others = tied.get(key, ())
+        decl = match.target.decl
+        key = (decl.part.partition("@")[0], decl.fqn)
+        tied_names = tied.get(key, ())
         different = next(
             (
-                other
-                for other in others
-                if not _equal(match, other, source, rank=rank, digests=digests)
+                tied_name
+                for tied_name in tied_names
+                if not _equal(match, tied_name, source, rank=rank, use_digests=use_digests)
             ),
             None,
         )
@@ -47,27 +51,27 @@ def compare_tied(
                 f"{key[0]}:{key[1]}: the target ties what the checkpoint has as {match.name} and {different}, which differ; untie them, or "
                 f"leave one out with SourceOptions(rename=[{{'match': {different.rpartition('/')[0] or different!r}, 'drop': True}}])"
             )
-        elif others:
+        elif tied_names:
             equal.append(f"{key[0]}:{key[1]}")
     return differing, equal
 
 
-def _equal(match: Match, other: str, source: Source, *, rank: int, digests: bool) -> bool:
-    spec = match.target.row.spec
-    if source.specs(match.part, [other])[other] != spec:
+def _equal(match: Match, tied_name: str, source: Source, *, rank: int, use_digests: bool) -> bool:
+    spec = match.target.decl.spec
+    if source.specs(match.part, [tied_name])[tied_name] != spec:
         return False
-    keys = (match.part, match.name), (match.part, other)
-    saved = source.block_digests(keys) if digests else dict.fromkeys(keys)
-    ours, theirs = saved[keys[0]], saved[keys[1]]
-    if ours is not None and theirs is not None:
-        return list(ours) == list(theirs)
+    keys = (match.part, match.name), (match.part, tied_name)
+    saved = source.block_digests(keys) if use_digests else dict.fromkeys(keys)
+    first_digests, second_digests = saved[keys[0]], saved[keys[1]]
+    if first_digests is not None and second_digests is not None:
+        return list(first_digests) == list(second_digests)
     boxes = (
         chunk
-        for box, _ in match.target.row.sharding.boxes(rank, spec.shape)
+        for box, _ in match.target.decl.sharding.boxes(rank, spec.shape)
         for chunk in _chunks(box, spec.dtype)
     )
     return all(
-        source.read(match.part, match.name, box) == source.read(match.part, other, box)
+        source.read(match.part, match.name, box) == source.read(match.part, tied_name, box)
         for box in boxes
     )
 

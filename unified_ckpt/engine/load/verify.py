@@ -4,135 +4,162 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unified_ckpt.core.sharding.declarations import Row
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.folder.verify import _block_text, read_block
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.folder.verify import _block_mismatch, read_block_crc
 from unified_ckpt.engine.load.match import Match
-from unified_ckpt.engine.load.read import Fetched, ReadGroup
+from unified_ckpt.engine.load.read import ReadGroup, ReadStats
 from unified_ckpt.engine.source.protocol import Catalog, Source
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 
-Proofs = Mapping[
+DigestsByKey = Mapping[
     tuple[str, str], Sequence[int] | None
 ]  # (part, name) -> CRC of each block, None where the source has none
 
 
-def saved_digests(source: Source, matches: Sequence[Match]) -> Proofs:
-    """The digests of the tensors that will be read. IntegrityError or FormatError where they are not all there."""
-    found = source.block_digests({(match.part, match.name) for match in matches})
+def read_saved_digests(source: Source, matches: Sequence[Match]) -> DigestsByKey:
+    """The digests of the tensors that will be read. IntegrityError or FormatError where they are
+    not all there.
+    """
+    digests_by_key = source.block_digests({(match.part, match.name) for match in matches})
     for match in matches:
-        saved = found[match.part, match.name]
-        needed = digests.block_count(match.target.row.spec.nbytes)
-        if saved is not None and len(saved) != needed:
+        saved = digests_by_key[match.part, match.name]
+        expected_count = digests.block_count(match.target.decl.spec.nbytes)
+        if saved is not None and len(saved) != expected_count:
             raise IntegrityError(
-                f"{match.part}:{match.name}: has {len(saved)} digests; needed {needed}"
+                f"{match.part}:{match.name}: has {len(saved)} digests; needed {expected_count}"
             )
-    return found
+    return digests_by_key
 
 
 def verify_read(
-    meeting: Meeting,
+    collective: Collective,
     groups: Sequence[ReadGroup],
-    fetched: Sequence[Fetched],
-    by_row: Mapping[Row, Match],
-    proofs: Proofs,
+    read_stats: Sequence[ReadStats],
+    by_decl: Mapping[TensorDecl, Match],
+    digests_by_key: DigestsByKey,
     catalog: Catalog,
     *,
-    how: str,
+    mode: str,
 ) -> int:
-    """Collective. Compares digests of the blocks that the ranks have read whole between them; returns the bytes that this rank proved.
+    """Collective. Compares digests of the blocks that the ranks have read whole between them;
+    returns the bytes that this rank proved.
 
-    A block of which several ranks read pieces is joined by the group's first rank; with "full" it also reads again, whole, the blocks
-    that were read in part. Raises IntegrityError naming tensors, files and blocks.
+    A block of which several ranks read pieces is joined by the group's first rank; with "full" it
+    also reads again, whole, the blocks that were read in part. Raises IntegrityError naming
+    tensors, files and blocks.
     """
-    if how == "off":
+    if mode == "off":
         return 0
-    bad: list[str] = []
-    proved = 0
-    for group, own in zip(groups, fetched, strict=True):
-        by_tensor = _by_row(own.digested)
-        loose: list[tuple[int, digests.Piece]] = []
-        for number, pieces in by_tensor.items():
-            whole, partial = digests.join(pieces, nbytes=group.rows[number].spec.nbytes)
-            proved += _compare(group, number, whole, by_row, proofs, bad)
-            loose.extend((number, piece) for piece in pieces if piece.block in set(partial))
-        if how == "full":
-            for number, blocks in _blocks_of_runs(group).items():
-                location, nbytes = group.locations[number], group.rows[number].spec.nbytes
-                again = {
-                    block: read_block(catalog.storage, location, block, nbytes) for block in blocks
+    mismatches: list[str] = []
+    verified_nbytes = 0
+    for group, stats in zip(groups, read_stats, strict=True):
+        by_tensor = _group_by_tensor(stats.digested)
+        partial_crcs: list[tuple[int, digests.BlockCrc]] = []
+        for index, pieces in by_tensor.items():
+            complete, partial = digests.combine_blocks(
+                pieces, nbytes=group.decls[index].spec.nbytes
+            )
+            verified_nbytes += _compare_blocks(
+                group, index, complete, by_decl, digests_by_key, mismatches
+            )
+            partial_crcs.extend((index, piece) for piece in pieces if piece.block in set(partial))
+        if mode == "full":
+            for index, blocks in _sparse_blocks(group).items():
+                location, nbytes = group.locations[index], group.decls[index].spec.nbytes
+                reread = {
+                    block: read_block_crc(catalog.storage, location, block, nbytes)
+                    for block in blocks
                 }
-                proved += _compare(group, number, again, by_row, proofs, bad)
-        if group.holders[0] != meeting.rank:
-            meeting.put(f"read/{group.index}/{meeting.rank}", b"." + digests.pack(loose))
+                verified_nbytes += _compare_blocks(
+                    group, index, reread, by_decl, digests_by_key, mismatches
+                )
+        if group.holders[0] != collective.rank:
+            collective.put(
+                f"read/{group.index}/{collective.rank}", b"." + digests.serialize(partial_crcs)
+            )
             continue
         for rank in group.holders[1:]:
-            loose.extend(digests.unpack(meeting.get(f"read/{group.index}/{rank}")[1:]))
-        partly = _by_row(loose)
-        for number in range(len(group.rows)) if how == "full" else list(partly):
-            nbytes = group.rows[number].spec.nbytes
-            whole, partial = digests.join(partly.get(number, ()), nbytes=nbytes)
-            if how == "full":
-                whole |= {
-                    block: read_block(catalog.storage, group.locations[number], block, nbytes)
+            partial_crcs.extend(
+                digests.deserialize(collective.get(f"read/{group.index}/{rank}")[1:])
+            )
+        partial_by_tensor = _group_by_tensor(partial_crcs)
+        for index in range(len(group.decls)) if mode == "full" else list(partial_by_tensor):
+            nbytes = group.decls[index].spec.nbytes
+            complete, partial = digests.combine_blocks(
+                partial_by_tensor.get(index, ()), nbytes=nbytes
+            )
+            if mode == "full":
+                complete |= {
+                    block: read_block_crc(catalog.storage, group.locations[index], block, nbytes)
                     for block in partial
                 }
-            proved += _compare(group, number, whole, by_row, proofs, bad)
-    if bad:
-        raise IntegrityError(listed("bytes read are not the bytes that were saved", bad))
-    return proved
+            verified_nbytes += _compare_blocks(
+                group, index, complete, by_decl, digests_by_key, mismatches
+            )
+    if mismatches:
+        raise IntegrityError(
+            format_list("bytes read are not the bytes that were saved", mismatches)
+        )
+    return verified_nbytes
 
 
-def _blocks_of_runs(group: ReadGroup) -> dict[int, list[int]]:
+def _sparse_blocks(group: ReadGroup) -> dict[int, list[int]]:
     """The blocks of sparse tensors that this rank has read runs of, by row."""
     blocks: dict[int, set[int]] = {}
-    runs = [(extent.row, extent.start, extent.stop) for extent in group.reads.moves.extents]
-    runs += [
-        (piece.row, piece.start, piece.stop)
-        for tile in group.reads.moves.mine
-        for piece in tile.pieces
+    runs = [
+        (extent.decl_index, extent.start, extent.stop) for extent in group.reads.rank_io.extents
     ]
-    for row, start, stop in runs:
-        if row in group.reads.sparse:
-            blocks.setdefault(row, set()).update(
+    runs += [
+        (piece.decl_index, piece.start, piece.stop)
+        for tile in group.reads.rank_io.io_tiles
+        for piece in tile.ranges
+    ]
+    for index, start, stop in runs:
+        if index in group.reads.sparse:
+            blocks.setdefault(index, set()).update(
                 range(start // digests.BLOCK_NBYTES, -(-stop // digests.BLOCK_NBYTES))
             )
-    return {number: sorted(of) for number, of in blocks.items()}
+    return {tensor_index: sorted(block_set) for tensor_index, block_set in blocks.items()}
 
 
-def _by_row(found: Sequence[tuple[int, digests.Piece]]) -> dict[int, list[digests.Piece]]:
-    by_row: dict[int, list[digests.Piece]] = {}
-    for number, piece in found:
-        by_row.setdefault(number, []).append(piece)
-    return by_row
+def _group_by_tensor(
+    indexed_crcs: Sequence[tuple[int, digests.BlockCrc]],
+) -> dict[int, list[digests.BlockCrc]]:
+    by_tensor: dict[int, list[digests.BlockCrc]] = {}
+    for index, crc in indexed_crcs:
+        by_tensor.setdefault(index, []).append(crc)
+    return by_tensor
 
 
-def _compare(
+def _compare_blocks(
     group: ReadGroup,
-    number: int,
-    whole: Mapping[int, int],
-    by_row: Mapping[Row, Match],
-    proofs: Proofs,
-    bad: list[str],
+    index: int,
+    complete: Mapping[int, int],
+    by_decl: Mapping[TensorDecl, Match],
+    digests_by_key: DigestsByKey,
+    mismatches: list[str],
 ) -> int:
-    """Bytes of the blocks whose digests are right; what is not goes to `bad`."""
-    if not whole:
+    """Bytes of the blocks whose digests are right; what is not goes to `mismatches`."""
+    if not complete:
         return 0
-    row = group.rows[number]
-    match = by_row[row]
-    saved = proofs[match.part, match.name]
+    decl = group.decls[index]
+    match = by_decl[decl]
+    saved = digests_by_key[match.part, match.name]
     if saved is None:
         return 0
-    proved = 0
-    for block, crc in whole.items():
+    verified_nbytes = 0
+    for block, crc in complete.items():
         if saved[block] == crc:
-            proved += min(digests.BLOCK_NBYTES, row.spec.nbytes - block * digests.BLOCK_NBYTES)
+            verified_nbytes += min(
+                digests.BLOCK_NBYTES, decl.spec.nbytes - block * digests.BLOCK_NBYTES
+            )
         else:
-            bad.append(
-                _block_text(
-                    match.part, match.name, group.locations[number].file, block, crc, saved[block]
+            mismatches.append(
+                _block_mismatch(
+                    match.part, match.name, group.locations[index].file, block, crc, saved[block]
                 )
             )
-    return proved
+    return verified_nbytes

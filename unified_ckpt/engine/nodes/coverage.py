@@ -1,7 +1,9 @@
-"""What the folders of one save hold between them, whether it is all there, and where each box of a tensor is. No effects.
+"""What the folders of one save hold between them, whether it is all there, and where each box of a
+tensor is. No effects.
 
-Rank 0 puts it together and tells it to all. It grows with the tensors, and with the machines once for each family of tensors that all
-machines hold alike, of which a model has a dozen: never with machines x tensors.
+Rank 0 puts it together and tells it to all. It grows with the tensors, and with the machines once
+for each family of tensors that all machines hold alike, of which a model has a dozen: never with
+machines x tensors.
 """
 
 from __future__ import annotations
@@ -15,18 +17,18 @@ from operator import add
 
 import numpy as np
 
-from unified_ckpt.core.nodes.node_groups import uncovered
+from unified_ckpt.core.nodes.node_groups import coverage_gaps
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import listed, short
+from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.nodes.inventory import (
     Inventory,
-    Listing,
     Numbers,
-    columns,
-    lines_of,
-    stored_as,
+    TensorList,
+    from_columns,
+    stored_key,
+    to_columns,
 )
 from unified_ckpt.errors import IncompleteError
 
@@ -34,40 +36,45 @@ _SIZE_NBYTES = 8  # of a body: the length of its words
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A folder of the save. `ranks`: that wrote it; `files`: that it has; `machine`: where it is now; `volume`: see `Inventory`."""
+class NodeFolder:
+    """A folder of the save. `ranks`: that wrote it; `files`: that it has; `node`: where it is
+    now; `folder_id`: see `Inventory`.
+    """
 
     root: str
-    machine: int
-    volume: str
+    node: int
+    folder_id: str
     ranks: tuple[int, ...]
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class ShardLayout:
     """Tensors of one shape of which every folder holds the same boxes.
 
-    `boxes`: a row for each box in each folder: which folder, 1 where it is a fragment there, offsets, shape.
+    `boxes`: a row for each box in each folder: which folder, 1 where it is a fragment there,
+    offsets, shape.
     """
 
     shape: tuple[int, ...]
     boxes: Numbers  # [boxes, 2 + 2 * dims]
 
-    def crossing(self, low: int, high: int) -> list[tuple[Box, int, bool]]:
-        """The boxes with an element of rows [low, high) of dim 0, each with its folder and whether it is a fragment."""
-        dims, found = len(self.shape), self.boxes
+    def boxes_in_rows(self, low: int, high: int) -> list[tuple[Box, int, bool]]:
+        """The boxes with an element of rows [low, high) of dim 0, each with its folder and whether
+        it is a fragment.
+        """
+        dims, rows = len(self.shape), self.boxes
         if dims:
-            found = found[
-                (found[:, 2] < high)
-                & (found[:, 2] + found[:, 2 + dims] > low)
-                & (found[:, 2 + dims :] > 0).all(axis=1)
+            rows = rows[
+                (rows[:, 2] < high)
+                & (rows[:, 2] + rows[:, 2 + dims] > low)
+                & (rows[:, 2 + dims :] > 0).all(axis=1)
             ]
-        return self._told(found)
+        return self._decode_rows(rows)
 
-    def of_folder(self, folder: int) -> list[tuple[Box, int, bool]]:
+    def boxes_in_folder(self, folder: int) -> list[tuple[Box, int, bool]]:
         """The boxes in one folder, in the same way."""
-        return self._told(self.boxes[self.boxes[:, 0] == folder])
+        return self._decode_rows(self.boxes[self.boxes[:, 0] == folder])
 
     def edges(self) -> list[int]:
         """Where boxes begin and end along dim 0, ascending, and the tensor too."""
@@ -76,14 +83,14 @@ class Family:
         lows, sizes = self.boxes[:, 2].tolist(), self.boxes[:, 2 + len(self.shape)].tolist()
         return sorted({0, self.shape[0], *lows, *map(add, lows, sizes)})
 
-    def distinct(self) -> list[Box]:
+    def distinct_boxes(self) -> list[Box]:
         dims = len(self.shape)
         return [
             Box(tuple(row[:dims]), tuple(row[dims:]))
             for row in set(map(tuple, self.boxes[:, 2:].tolist()))
         ]
 
-    def _told(self, rows: Numbers) -> list[tuple[Box, int, bool]]:
+    def _decode_rows(self, rows: Numbers) -> list[tuple[Box, int, bool]]:
         dims = len(self.shape)
         return [
             (Box(tuple(row[2 : 2 + dims]), tuple(row[2 + dims :])), row[0], bool(row[1]))
@@ -92,221 +99,280 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The tensors of one save and its folders. `numbers`: each tensor's family.
+class ClusterIndex:
+    """The tensors of one save and its folders. `layout_numbers`: each tensor's family.
 
-    `rank_extras`: how many ranks of the save left one, 0 for none; `lost`: in sentences, what of any machine is not there or damaged.
+    `rank_extras`: how many ranks of the save left one, 0 for none; `lost`: in sentences, what of
+    any machine is not there or damaged.
     """
 
-    folders: Sequence[Member]
+    folders: Sequence[NodeFolder]
     specs: Mapping[Key, TensorSpec]
-    numbers: Mapping[Key, int]
-    families: Sequence[Family]
+    layout_numbers: Mapping[Key, int]
+    layouts: Sequence[ShardLayout]
     rank_extras: int
     lost: tuple[str, ...] = ()
     save_id: str = ""
 
-    def family(self, key: Key) -> Family:
-        return self.families[self.numbers[key]]
+    def layout(self, key: Key) -> ShardLayout:
+        return self.layouts[self.layout_numbers[key]]
 
-    def stored_in(self, folder: int) -> list[Key]:
+    def keys_in_folder(self, folder: int) -> list[Key]:
         """All tensors of a folder, by its own parts and names."""
-        held = [family.of_folder(folder) for family in self.families]
+        boxes_by_layout = [layout.boxes_in_folder(folder) for layout in self.layouts]
         return [
-            stored_as(key, box, spec.shape, fragment=fragment)
+            stored_key(key, box, spec.shape, is_shard=is_shard)
             for key, spec in self.specs.items()
-            for box, _, fragment in held[self.numbers[key]]
+            for box, _, is_shard in boxes_by_layout[self.layout_numbers[key]]
         ]
 
     def encode(self) -> bytes:
-        lines = [
-            (part, fqn, spec.dtype, self.numbers[part, fqn])
+        entries = [
+            (part, fqn, spec.dtype, self.layout_numbers[part, fqn])
             for (part, fqn), spec in sorted(self.specs.items())
         ]
-        words = json.dumps(
+        header = json.dumps(
             {
                 "folders": [
-                    [one.root, one.machine, one.volume, _steps(one.ranks), one.files]
-                    for one in self.folders
+                    [item.root, item.node, item.folder_id, _deltas(item.ranks), item.files]
+                    for item in self.folders
                 ],
-                "tensors": columns(lines),
-                "families": [[one.shape, len(one.boxes)] for one in self.families],
+                "tensors": to_columns(entries),
+                "families": [[item.shape, len(item.boxes)] for item in self.layouts],
                 "rank_extras": self.rank_extras,
                 "lost": self.lost,
                 "save_id": self.save_id,
             },
             separators=(",", ":"),
         ).encode()
-        steps = [
-            np.diff(one.boxes, axis=0, prepend=np.int64(0)).astype("<i8").tobytes()
-            for one in self.families
+        deltas = [
+            np.diff(item.boxes, axis=0, prepend=np.int64(0)).astype("<i8").tobytes()
+            for item in self.layouts
         ]
-        return zlib.compress(b"".join([len(words).to_bytes(_SIZE_NBYTES, "little"), words, *steps]))
+        return zlib.compress(
+            b"".join([len(header).to_bytes(_SIZE_NBYTES, "little"), header, *deltas])
+        )
 
 
-def _steps(ranks: Sequence[int]) -> list[int]:
-    """From each rank to the next: the same on most machines, so that they compress to next to nothing. Likewise of boxes."""
-    return [after - before for before, after in pairwise((0, *ranks))]
+def _deltas(ranks: Sequence[int]) -> list[int]:
+    """From each rank to the next: the same on most machines, so that they compress to next to
+    nothing. Likewise of boxes.
+    """
+    return [current - previous for previous, current in pairwise((0, *ranks))]
 
 
-def decode_whole(body: bytes) -> Whole:
+def decode_cluster_index(body: bytes) -> ClusterIndex:
     """The inverse of `Whole.encode`."""
     body = zlib.decompress(body)
-    at = _SIZE_NBYTES + int.from_bytes(body[:_SIZE_NBYTES], "little")
-    told = json.loads(body[_SIZE_NBYTES:at])
-    families = []
-    for shape, count in told["families"]:
+    offset = _SIZE_NBYTES + int.from_bytes(body[:_SIZE_NBYTES], "little")
+    header = json.loads(body[_SIZE_NBYTES:offset])
+    layouts = []
+    for shape, count in header["families"]:
         width = 2 + 2 * len(shape)
-        steps = np.frombuffer(body, "<i8", count * width, at).reshape(count, width)
-        families.append(Family(tuple(shape), np.cumsum(steps, axis=0, dtype=np.int64)))
-        at += steps.nbytes
-    lines = lines_of(told["tensors"])
-    return Whole(
+        deltas = np.frombuffer(body, "<i8", count * width, offset).reshape(count, width)
+        layouts.append(ShardLayout(tuple(shape), np.cumsum(deltas, axis=0, dtype=np.int64)))
+        offset += deltas.nbytes
+    entries = from_columns(header["tensors"])
+    return ClusterIndex(
         folders=[
-            Member(root, at, volume, tuple(accumulate(steps)), tuple(files))
-            for root, at, volume, steps, files in told["folders"]
+            NodeFolder(root, offset, folder_id, tuple(accumulate(deltas)), tuple(files))
+            for root, offset, folder_id, deltas, files in header["folders"]
         ],
         specs={
-            (part, fqn): TensorSpec(dtype, families[number].shape)
-            for part, fqn, dtype, number in lines
+            (part, fqn): TensorSpec(dtype, layouts[number].shape)
+            for part, fqn, dtype, number in entries
         },
-        numbers={(part, fqn): number for part, fqn, _, number in lines},
-        families=families,
-        rank_extras=told["rank_extras"],
-        lost=tuple(told["lost"]),
-        save_id=told["save_id"],
+        layout_numbers={(part, fqn): number for part, fqn, _, number in entries},
+        layouts=layouts,
+        rank_extras=header["rank_extras"],
+        lost=tuple(header["lost"]),
+        save_id=header["save_id"],
     )
 
 
-def put_together(inventories: Sequence[Inventory]) -> Whole:
-    """What the folders of one save hold between them, complete or not. Where they differ on a dtype or shape, the first is right."""
-    found = join(
-        [Member(one.root, one.machine, one.volume, one.ranks, one.files) for one in inventories],
-        [(one.listing, one.spans) for one in inventories],
-        rank_extras=max(one.rank_extras for one in inventories),
-        lost=tuple(f"machine {one.machine}: {text}" for one in inventories for text in one.lost),
+def build_index(inventories: Sequence[Inventory]) -> ClusterIndex:
+    """What the folders of one save hold between them, complete or not. Where they differ on a dtype
+    or shape, the first is right.
+    """
+    index = merge_tensor_lists(
+        [
+            NodeFolder(
+                inventory.root,
+                inventory.node,
+                inventory.folder_id,
+                inventory.ranks,
+                inventory.files,
+            )
+            for inventory in inventories
+        ],
+        [(inventory.listing, inventory.spans) for inventory in inventories],
+        rank_extras=max(inventory.rank_extras for inventory in inventories),
+        lost=tuple(
+            f"machine {inventory.node}: {text}"
+            for inventory in inventories
+            for text in inventory.lost
+        ),
     )
-    return replace(found, save_id=inventories[0].save_id)
+    return replace(index, save_id=inventories[0].save_id)
 
 
-def join(
-    members: Sequence[Member],
-    names: Sequence[tuple[Listing, Numbers]],
+def merge_tensor_lists(
+    folders: Sequence[NodeFolder],
+    contents: Sequence[tuple[TensorList, Numbers]],
     *,
     rank_extras: int = 0,
     lost: tuple[str, ...] = (),
-) -> Whole:
-    """`put_together` of folders of which no more is known. `names`: what each names, and where its boxes are."""
-    told: dict[int, tuple[Listing, list[int]]] = {}  # a listing, and the folders that it is of
-    for number, (listing, _) in enumerate(names):
-        told.setdefault(id(listing), (listing, []))[1].append(number)
-    listings = list(told.values())
+) -> ClusterIndex:
+    """`build_index` of folders of which no more is known. `contents`: what each names, and where
+    its boxes are.
+    """
+    folders_by_list: dict[
+        int, tuple[TensorList, list[int]]
+    ] = {}  # a listing, and the folders that it is of
+    for number, (tensor_list, _) in enumerate(contents):
+        folders_by_list.setdefault(id(tensor_list), (tensor_list, []))[1].append(number)
+    tensor_lists = list(folders_by_list.values())
     specs: dict[Key, TensorSpec] = {}
-    held: dict[Key, list[tuple[int, int]]] = {}  # by tensor: listing and kind
-    for i, (listing, _) in enumerate(listings):
-        known: dict[tuple[str, int], TensorSpec] = {}
-        for part, fqn, dtype, kind in listing.lines:
-            spec = known.get((dtype, kind)) or known.setdefault(
-                (dtype, kind), TensorSpec(dtype, listing.kinds[kind].shape)
+    layouts_by_key: dict[Key, list[tuple[int, int]]] = {}  # by tensor: listing and kind
+    for i, (tensor_list, _) in enumerate(tensor_lists):
+        spec_cache: dict[tuple[str, int], TensorSpec] = {}
+        for part, fqn, dtype, class_number in tensor_list.entries:
+            spec = spec_cache.get((dtype, class_number)) or spec_cache.setdefault(
+                (dtype, class_number),
+                TensorSpec(dtype, tensor_list.layout_classes[class_number].shape),
             )
             if specs.setdefault((part, fqn), spec) == spec:
-                held.setdefault((part, fqn), []).append((i, kind))
-    families: dict[tuple[tuple[int, int], ...], int] = {}
-    numbers = {key: families.setdefault(tuple(kinds), len(families)) for key, kinds in held.items()}
-    spans = [np.stack([names[number][1] for number in folders]) for _, folders in listings]
-    return Whole(
-        folders=members,
+                layouts_by_key.setdefault((part, fqn), []).append((i, class_number))
+    layout_ids: dict[tuple[tuple[int, int], ...], int] = {}
+    layout_numbers = {
+        key: layout_ids.setdefault(tuple(layout_classes), len(layout_ids))
+        for key, layout_classes in layouts_by_key.items()
+    }
+    spans_by_list = [
+        np.stack([contents[number][1] for number in folder_numbers])
+        for _, folder_numbers in tensor_lists
+    ]
+    return ClusterIndex(
+        folders=folders,
         specs=specs,
-        numbers=numbers,
-        families=[_family(kinds, listings, spans) for kinds in families],
+        layout_numbers=layout_numbers,
+        layouts=[
+            _merge_layout(layout_classes, tensor_lists, spans_by_list)
+            for layout_classes in layout_ids
+        ],
         rank_extras=rank_extras,
         lost=lost,
     )
 
 
-def _family(
-    kinds: Iterable[tuple[int, int]],
-    listings: Sequence[tuple[Listing, list[int]]],
-    spans: Sequence[Numbers],
-) -> Family:
-    """The boxes of some kinds of some listings. `spans`: of each listing, those of all its folders [folders, numbers]."""
+def _merge_layout(
+    layout_classes: Iterable[tuple[int, int]],
+    tensor_lists: Sequence[tuple[TensorList, list[int]]],
+    spans_by_list: Sequence[Numbers],
+) -> ShardLayout:
+    """The boxes of some kinds of some listings. `spans_by_list`: of each listing, those of all its
+    folders [folders, numbers].
+    """
     rows = []
     shape: tuple[int, ...] = ()
-    for i, number in kinds:
-        listing, folders = listings[i]
-        kind, at = listing.kinds[number], sum(one.width for one in listing.kinds[:number])
-        of_kind = spans[i][:, at : at + kind.width].reshape(
-            len(folders) * kind.count, 2 * len(kind.shape)
+    for i, number in layout_classes:
+        tensor_list, folders = tensor_lists[i]
+        layout_class, column = (
+            tensor_list.layout_classes[number],
+            sum(earlier.width for earlier in tensor_list.layout_classes[:number]),
         )
-        first = np.repeat(np.array(folders, np.int64), kind.count)[:, None]
-        rows.append(np.hstack([first, np.full_like(first, kind.fragments), of_kind]))
-        shape = kind.shape
-    found = np.concatenate(rows)
-    return Family(shape, found[np.argsort(found[:, 0], kind="stable")])
-
-
-def gaps(found: Whole) -> list[str]:
-    """In sentences, what no folder has, by tensor. Proved once for a family."""
-    holes = [
-        list(islice(uncovered(family.shape, family.distinct()), 2)) for family in found.families
-    ]
-    told = []
-    for part, fqn in sorted(found.specs):
-        some = holes[found.numbers[part, fqn]]
-        if some:
-            spans = ", ".join(
-                f"{low}:{low + n}" for low, n in zip(some[0].offsets, some[0].shape, strict=True)
+        class_spans = spans_by_list[i][:, column : column + layout_class.width].reshape(
+            len(folders) * layout_class.count, 2 * len(layout_class.shape)
+        )
+        folder_column = np.repeat(np.array(folders, np.int64), layout_class.count)[:, None]
+        rows.append(
+            np.hstack(
+                [folder_column, np.full_like(folder_column, layout_class.are_shards), class_spans]
             )
-            told.append(f"{part}:{fqn}: nobody has [{spans}]{' and more' if len(some) > 1 else ''}")
-    return told
+        )
+        shape = layout_class.shape
+    boxes = np.concatenate(rows)
+    return ShardLayout(shape, boxes[np.argsort(boxes[:, 0], kind="stable")])
 
 
-def choose(inventories: Sequence[Inventory], *, where: str, damaged: Sequence[str] = ()) -> Whole:
-    """The newest save that is complete between the folders. IncompleteError, saying what is missing and who had it. `damaged`: of folders
-    that cannot be opened, why."""
+def missing_boxes(index: ClusterIndex) -> list[str]:
+    """In sentences, what no folder has, by tensor. Proved once for a family."""
+    gaps_by_layout = [
+        list(islice(coverage_gaps(layout.shape, layout.distinct_boxes()), 2))
+        for layout in index.layouts
+    ]
+    messages = []
+    for part, fqn in sorted(index.specs):
+        layout_gaps = gaps_by_layout[index.layout_numbers[part, fqn]]
+        if layout_gaps:
+            spans = ", ".join(
+                f"{low}:{low + n}"
+                for low, n in zip(layout_gaps[0].offsets, layout_gaps[0].shape, strict=True)
+            )
+            messages.append(
+                f"{part}:{fqn}: nobody has [{spans}]{' and more' if len(layout_gaps) > 1 else ''}"
+            )
+    return messages
+
+
+def select_save(
+    inventories: Sequence[Inventory], *, label: str, damaged: Sequence[str] = ()
+) -> ClusterIndex:
+    """The newest save that is complete between the folders. IncompleteError, saying what is missing
+    and who had it. `damaged`: of folders that cannot be opened, why.
+    """
     saves: dict[str, list[Inventory]] = {}
-    for one in inventories:
-        saves.setdefault(one.save_id, []).append(one)
+    for inventory in inventories:
+        saves.setdefault(inventory.save_id, []).append(inventory)
     errors = []
-    for save_id, members in sorted(
+    for save_id, save_inventories in sorted(
         saves.items(), key=lambda item: item[1][0].created, reverse=True
     ):
-        found = put_together(members)
-        problems = _problems(members, found)
+        index = build_index(save_inventories)
+        problems = _completeness_problems(save_inventories, index)
         if not problems:
-            return found
+            return index
         errors.append(
-            listed(f"{where}: save {save_id} is not complete among the machines", problems)
+            format_list(f"{label}: save {save_id} is not complete among the machines", problems)
         )
     raise IncompleteError(
-        "\n".join([*errors, *damaged]) or f"{where}: no machine has a checkpoint there"
+        "\n".join([*errors, *damaged]) or f"{label}: no machine has a checkpoint there"
     )
 
 
-def _problems(inventories: Sequence[Inventory], found: Whole) -> list[str]:
-    """Why a save is not complete; empty when it is. A folder that is away is no problem if the others have all that it had."""
-    problems, first = gaps(found), inventories[0]
-    here = {one.number for one in inventories if not one.copy}
-    named = {part for one in inventories for part in one.listing.parts}
+def _completeness_problems(inventories: Sequence[Inventory], index: ClusterIndex) -> list[str]:
+    """Why a save is not complete; empty when it is. A folder that is away is no problem if the
+    others have all that it had.
+    """
+    problems, first = missing_boxes(index), inventories[0]
+    present_groups = {
+        inventory.group_number for inventory in inventories if not inventory.is_replica
+    }
+    named_parts = {part for inventory in inventories for part in inventory.listing.parts}
     for part, (count, nbytes) in sorted(first.totals.items()):
-        if part not in named and len(here) == first.count:
+        if part not in named_parts and len(present_groups) == first.group_count:
             continue  # deleted on every machine, which is allowed
-        sizes = [spec.nbytes for (of, _), spec in found.specs.items() if of == part]
+        sizes = [spec.nbytes for (spec_part, _), spec in index.specs.items() if spec_part == part]
         if [len(sizes), sum(sizes)] != [count, nbytes]:
             problems.append(
                 f"{part}: nobody names {count - len(sizes)} of {count} tensors, {nbytes - sum(sizes)} of {nbytes} bytes"
             )
     if not problems:
         return []
-    away = [number for number in range(first.count) if number not in here]
-    had = sorted(
+    absent_groups = [number for number in range(first.group_count) if number not in present_groups]
+    absent_ranks = sorted(
         set(range(first.world_size))
-        - {rank for one in inventories if not one.copy for rank in one.ranks}
+        - {
+            rank
+            for inventory in inventories
+            if not inventory.is_replica
+            for rank in inventory.ranks
+        }
     )
-    why = list(found.lost)
-    if away:
-        why.insert(
+    causes = list(index.lost)
+    if absent_groups:
+        causes.insert(
             0,
-            f"folder(s) {short(away)} of {first.count} are on no machine here; rank(s) {short(had)} of the save wrote them",
+            f"folder(s) {format_ranks(absent_groups)} of {first.group_count} are on no machine here; rank(s) {format_ranks(absent_ranks)} of the save wrote them",
         )
-    return [*why, *problems]  # the cause first: the list may be cut off
+    return [*causes, *problems]  # the cause first: the list may be cut off

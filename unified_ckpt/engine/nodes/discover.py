@@ -1,4 +1,6 @@
-"""Brings the folders of all machines together for a load: who has what, is it complete, who reads what from whom. Collective."""
+"""Brings the folders of all machines together for a load: who has what, is it complete, who reads
+what from whom. Collective.
+"""
 
 from __future__ import annotations
 
@@ -9,252 +11,303 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from unified_ckpt.engine.folder.reader import Folder, open_folder, open_path
-from unified_ckpt.engine.nodes.coverage import Whole, choose, decode_whole
-from unified_ckpt.engine.nodes.folders import Folders
+from unified_ckpt.engine.nodes.coverage import ClusterIndex, decode_cluster_index, select_save
+from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.engine.nodes.inventory import (
-    Listing,
+    TensorList,
     decode_inventory,
-    decode_listing,
-    listing_name,
-    take_inventory,
+    decode_tensor_list,
+    read_inventory,
+    tensor_list_name,
 )
-from unified_ckpt.engine.nodes.source import Joint
+from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.topology import everybody, first_ranks, numbered
-from unified_ckpt.runtime.exchange.file_server import PeerStorage, Server
+from unified_ckpt.runtime.comm.topology import all_gather, first_ranks, node_numbers
+from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address, parse_address
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, is_url
 
 _PLAIN = b"plain"  # says a machine whose folder has no manifest
 
 
-def machine_numbers(comm: Comm, what: str, machine: str, *, timeout_seconds: float) -> list[int]:
+def gather_node_numbers(
+    comm: Comm, operation: str, node_id: str, *, timeout_seconds: float
+) -> list[int]:
     """Collective. The machine of each rank, counted from 0 in the order of their first ranks."""
-    meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
-    with meeting.phase("machines"):
-        return numbered(everybody(meeting, "machine", machine))
+    collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+    with collective.step("machines"):
+        return node_numbers(all_gather(collective, "machine", node_id))
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """This rank's folders. `error`: why it has none; `bad`: in sentences, why it lacks some of them."""
+class OpenedFolders:
+    """This rank's folders. `error`: why it has none; `problems`: in sentences, why it lacks some of
+    them.
+    """
 
     folders: tuple[Folder, ...] = ()
     error: Exception | None = None
-    bad: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
-def open_folders(paths: Iterable[str], owned: ExitStack, *, hold: bool) -> Opened:
-    """What `gather` tells to all: of a folder that cannot be opened the others may have enough. `hold`: on one rank of each machine."""
-    found: list[Folder] = []
+def open_folders(paths: Iterable[str], resources: ExitStack, *, lock: bool) -> OpenedFolders:
+    """What `open_cluster_source` tells to all: of a folder that cannot be opened the others may
+    have enough.
+    `lock`: on one rank of each machine.
+    """
+    folders: list[Folder] = []
     errors: list[CheckpointError] = []
     for path in paths:
         try:
-            found.append(open_path(path, hold=hold))
+            folders.append(open_path(path, lock=lock))
         except CheckpointError as error:
             errors.append(error)
         except Exception as error:
-            return Opened(error=error)
+            return OpenedFolders(error=error)
         else:
-            owned.callback(found[-1].close)
-    if not found and not errors:
-        return Opened(error=NotFoundError("no path is given; needed that of a checkpoint"))
+            resources.callback(folders[-1].close)
+    if not folders and not errors:
+        return OpenedFolders(error=NotFoundError("no path is given; needed that of a checkpoint"))
     if errors and all(
-        folder.manifest is None for folder in found
+        folder.manifest is None for folder in folders
     ):  # of weights without a manifest nothing tells what belongs to them
-        return Opened(
+        return OpenedFolders(
             error=next(
                 (error for error in errors if not isinstance(error, NotFoundError)), errors[0]
             )
         )
-    return Opened(tuple(found), bad=tuple(map(str, errors)))
+    return OpenedFolders(tuple(folders), problems=tuple(map(str, errors)))
 
 
-def find_source(
+def open_source(
     comm: Comm,
-    where: str,
+    label: str,
     paths: Sequence[str],
-    machines: Sequence[int],
-    owned: ExitStack,
+    nodes: Sequence[int],
+    resources: ExitStack,
     *,
     timeout_seconds: float,
 ) -> Source | Exception:
-    """The checkpoint at some paths of this machine, or why this rank has none. Collective where it may lie on several machines.
+    """The checkpoint at some paths of this machine, or why this rank has none. Collective where it
+    may lie on several machines.
 
-    `owned`: what is to be closed after all ranks have read.
+    `resources`: what is to be closed after all ranks have read.
     """
-    opened = open_folders(paths, owned, hold=comm.rank in first_ranks(machines))
-    if is_scattered(paths, opened, machines):
-        return gather(
+    opened = open_folders(paths, resources, lock=comm.rank in first_ranks(nodes))
+    if may_span_folders(paths, opened, nodes):
+        return open_cluster_source(
             comm,
-            f"load of {where}",
+            f"load of {label}",
             paths,
             opened,
-            machines,
-            owned,
+            nodes,
+            resources,
             timeout_seconds=timeout_seconds,
         )
     return opened.error or opened.folders[0]
 
 
-def is_scattered(paths: Sequence[str], opened: Opened, machines: Sequence[int]) -> bool:
-    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder that says so of itself."""
+def may_span_folders(paths: Sequence[str], opened: OpenedFolders, nodes: Sequence[int]) -> bool:
+    """Whether the checkpoint may lie in several folders: several machines or paths, or a folder
+    that says so of itself.
+    """
     if any(is_url(path) for path in paths):
         return False
-    if max(machines) > 0 or len(paths) > 1:
+    if max(nodes) > 0 or len(paths) > 1:
         return True
     manifest = opened.folders[0].manifest if opened.folders else None
-    return manifest is not None and manifest.island is not None
+    return manifest is not None and manifest.node_group is not None
 
 
-def gather(
+def open_cluster_source(
     comm: Comm,
-    what: str,
+    operation: str,
     paths: Sequence[str],
-    opened: Opened,
-    machines: Sequence[int],
-    owned: ExitStack,
+    opened: OpenedFolders,
+    nodes: Sequence[int],
+    resources: ExitStack,
     *,
     timeout_seconds: float,
 ) -> Source:
-    """Collective. The checkpoint that the machines have between them. `owned`: what is to be closed after all ranks have read.
+    """Collective. The checkpoint that the machines have between them. `resources`: what is to be
+    closed after all ranks have read.
 
-    `opened`: this machine's folders. Raises IncompleteError, the same on every rank, where no complete copy of the
-    newest save that any machine has is there, naming what is missing; NotFoundError where no machine has anything.
+    `opened`: this machine's folders. Raises IncompleteError, the same on every rank, where no
+    complete copy of the newest save that any machine has is there, naming what is missing;
+    NotFoundError where no machine has anything.
     """
-    meeting = comm.meet(what, same=False, timeout_seconds=timeout_seconds)
-    own, leads = machines[meeting.rank], first_ranks(machines)
-    with meeting.phase("inventory"):
-        words = _tell(meeting, paths, opened, own) if meeting.rank in leads else b""
-        told = meeting.collect("inventory", words, at=0, ranks=leads)
-    with meeting.phase("choose"):
-        body = meeting.broadcast(
-            "joint", _choose(meeting, told, what) if meeting.rank == 0 else None
+    collective = comm.begin_collective(operation, cached=False, timeout_seconds=timeout_seconds)
+    node, leaders = nodes[collective.rank], first_ranks(nodes)
+    with collective.step("inventory"):
+        message = (
+            _describe_folders(collective, paths, opened, node)
+            if collective.rank in leaders
+            else b""
+        )
+        messages = collective.collect("inventory", message, dst=0, ranks=leaders)
+    with collective.step("choose"):
+        body = collective.broadcast(
+            "joint", _select_save(collective, messages, operation) if collective.rank == 0 else None
         )
         if body == _PLAIN:
             if opened.error is not None:
                 raise opened.error
             return opened.folders[0]  # a folder without a manifest: each machine reads its own
-        found = decode_whole(body)
-    mine = [number for number, one in enumerate(found.folders) if one.machine == own]
-    with meeting.phase("serve"):
-        server = Server(
-            [(found.folders[n].root, found.folders[n].files) for n in mine],
+        index = decode_cluster_index(body)
+    local = [number for number, folder in enumerate(index.folders) if folder.node == node]
+    with collective.step("serve"):
+        server = FolderServer(
+            [(index.folders[n].root, index.folders[n].files) for n in local],
             timeout_seconds=timeout_seconds,
         )
-        owned.callback(server.close)
-        known = _opened(
-            found, mine, opened
+        resources.callback(server.close)
+        reused = _reuse_opened(
+            index, local, opened
         )  # after the server has them, so that both have the same
-        servers = _servers(meeting, server.address, machines)
-    with meeting.phase("open"):
-        folders = Folders(
-            _storages(meeting, found, servers, own, known, owned), known, save_id=found.save_id
+        servers = _assign_servers(collective, server.address, nodes)
+    with collective.step("open"):
+        folders = FolderCache(
+            _open_storages(collective, index, servers, node, reused, resources),
+            reused,
+            save_id=index.save_id,
         )
-        owned.callback(folders.close)
-    return Joint(found, folders, own=mine, turn=meeting.rank)
+        resources.callback(folders.close)
+    return ClusterSource(index, folders, local=local, rotation=collective.rank)
 
 
-def _opened(found: Whole, mine: Sequence[int], opened: Opened) -> dict[int, Folder]:
-    """Folders of the save that this rank has opened already, by number: their headers are parsed once.
+def _reuse_opened(
+    index: ClusterIndex, local: Sequence[int], opened: OpenedFolders
+) -> dict[int, Folder]:
+    """Folders of the save that this rank has opened already, by number: their headers are parsed
+    once.
 
-    StorageError where another save has taken the place of one since the first rank of the machine told of it, or this rank opened it.
+    StorageError where another save has taken the place of one since the first rank of the machine
+    told of it, or this rank opened it.
     """
-    roots = {found.folders[number].root: number for number in mine}
-    known = {roots[one.storage.root]: one for one in opened.folders if one.storage.root in roots}
-    for one in known.values():
-        has = one.manifest.save_id if one.manifest is not None else None
-        if has != found.save_id or (
-            isinstance(one.storage, LocalStorage) and one.storage.place.is_replaced()
+    roots = {index.folders[number].root: number for number in local}
+    reused = {
+        roots[folder.storage.root]: folder
+        for folder in opened.folders
+        if folder.storage.root in roots
+    }
+    for folder in reused.values():
+        save_id = folder.manifest.save_id if folder.manifest is not None else None
+        if save_id != index.save_id or (
+            isinstance(folder.storage, LocalStorage) and folder.storage.directory.was_replaced()
         ):
             raise StorageError(
-                f"{one.storage.root}: another save took its place while the ranks opened it; needed save {found.save_id}, of which the "
+                f"{folder.storage.root}: another save took its place while the ranks opened it; needed save {index.save_id}, of which the "
                 "first rank of this machine told; load again"
             )
-    return known
+    return reused
 
 
-def _choose(meeting: Meeting, told: Sequence[bytes], what: str) -> bytes:
-    """What rank 0 tells all: the save to read, where every box of it is; or that each machine reads a folder of its own."""
-    if all(words == _PLAIN for words in told):
+def _select_save(collective: Collective, messages: Sequence[bytes], operation: str) -> bytes:
+    """What rank 0 tells all: the save to read, where every box of it is; or that each machine reads
+    a folder of its own.
+    """
+    if all(message == _PLAIN for message in messages):
         return _PLAIN
-    listings: dict[str, Listing] = {}
+    tensor_lists: dict[str, TensorList] = {}
 
-    def listing_of(name: str) -> Listing:
-        if name not in listings:
-            listings[name] = decode_listing(zlib.decompress(meeting.get(f"listing-of/{name}")))
-        return listings[name]
+    def tensor_list_of(name: str) -> TensorList:
+        if name not in tensor_lists:
+            tensor_lists[name] = decode_tensor_list(
+                zlib.decompress(collective.get(f"listing-of/{name}"))
+            )
+        return tensor_lists[name]
 
-    inventories = [decode_inventory(body, listing_of) for words in told for body in _bodies(words)]
-    why = [
-        f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:1] == b"!"
+    inventories = [
+        decode_inventory(body, tensor_list_of)
+        for message in messages
+        for body in _split_inventories(message)
     ]
-    why += [
-        f"machine {m}: has a folder without a manifest"
-        for m, words in enumerate(told)
-        if words == _PLAIN
+    reasons = [
+        f"machine {node}: {message[2:].decode()}"
+        for node, message in enumerate(messages)
+        if message[:1] == b"!"
+    ]
+    reasons += [
+        f"machine {node}: has a folder without a manifest"
+        for node, message in enumerate(messages)
+        if message == _PLAIN
     ]
     if not inventories:
-        raise (NotFoundError if all(words[:2] == b"!-" for words in told) else IncompleteError)(
-            "; ".join(why)
-        )
+        raise (
+            NotFoundError if all(message[:2] == b"!-" for message in messages) else IncompleteError
+        )("; ".join(reasons))
     damaged = [
-        f"machine {m}: {words[2:].decode()}" for m, words in enumerate(told) if words[:2] == b"!+"
+        f"machine {node}: {message[2:].decode()}"
+        for node, message in enumerate(messages)
+        if message[:2] == b"!+"
     ]
-    found = choose(inventories, where=what, damaged=damaged)
-    return replace(found, lost=(*found.lost, *damaged)).encode()
+    index = select_save(inventories, label=operation, damaged=damaged)
+    return replace(index, lost=(*index.lost, *damaged)).encode()
 
 
-def _tell(meeting: Meeting, paths: Sequence[str], opened: Opened, machine: int) -> bytes:
-    """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing there ("!-"), or damage ("!+")."""
+def _describe_folders(
+    collective: Collective, paths: Sequence[str], opened: OpenedFolders, node: int
+) -> bytes:
+    """What the first rank of a machine says: its inventories, "plain", or why it has none: nothing
+    there ("!-"), or damage ("!+").
+    """
     error = opened.error
     if error is not None and not isinstance(error, CheckpointError):
         raise error
-    aside, bad = [folder for path in paths for folder in _aside(path)], list(opened.bad)
-    copies = [folder for path in paths for folder in _copies(path, bad)]
-    copies += [
-        folder for one in aside for folder in _copies(one.storage.root, [])
+    adjacent, problems = (
+        [folder for path in paths for folder in _adjacent_folders(path)],
+        list(opened.problems),
+    )
+    replicas = [folder for path in paths for folder in _replica_folders(path, problems)]
+    replicas += [
+        folder for item in adjacent for folder in _replica_folders(item.storage.root, [])
     ]  # a crash may have cut them off
     try:
         if error is not None:
-            if not aside and not copies:
+            if not adjacent and not replicas:
                 return (b"!-" if isinstance(error, NotFoundError) else b"!+") + str(error).encode()
-            bad += [str(error)] if not isinstance(error, NotFoundError) else []
+            problems += [str(error)] if not isinstance(error, NotFoundError) else []
         elif all(folder.manifest is None for folder in opened.folders):
             return _PLAIN
-        own = (*opened.folders, *aside)
+        node_folders = (*opened.folders, *adjacent)
         inventories = [
-            take_inventory(one, machine=machine, copy=False)
-            for one in own
-            if one.manifest is not None
+            read_inventory(item, node=node, is_replica=False)
+            for item in node_folders
+            if item.manifest is not None
         ]
-        inventories += [take_inventory(one, machine=machine, copy=True) for one in copies]
+        inventories += [read_inventory(item, node=node, is_replica=True) for item in replicas]
     finally:
-        for folder in (*aside, *copies):
+        for folder in (*adjacent, *replicas):
             folder.close()
-    inventories[0] = replace(inventories[0], lost=(*bad, *inventories[0].lost))
-    bodies = [one.encode(listing=_tell_listing(meeting, one.listing)) for one in inventories]
+    inventories[0] = replace(inventories[0], lost=(*problems, *inventories[0].lost))
+    bodies = [
+        item.encode(tensor_list=_publish_tensor_list(collective, item.listing))
+        for item in inventories
+    ]
     return b"=" + b"".join(len(body).to_bytes(8, "little") + body for body in bodies)
 
 
-def _tell_listing(meeting: Meeting, listing: Listing) -> str:
-    """The name by which rank 0 finds it. The first machine to have one tells it: the others' are mostly the same."""
-    body = listing.encode()
-    name = listing_name(body)
-    if meeting.count(f"listing/{name}") == 1:
-        meeting.put(f"listing-of/{name}", zlib.compress(body))
+def _publish_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
+    """The name by which rank 0 finds it. The first machine to have one tells it: the others' are
+    mostly the same.
+    """
+    body = tensor_list.encode()
+    name = tensor_list_name(body)
+    if collective.add(f"listing/{name}") == 1:
+        collective.put(f"listing-of/{name}", zlib.compress(body))
     return name
 
 
-def _aside(path: str) -> list[Folder]:
-    """Folders beside the checkpoint that are complete but for their name, or had it before: of saves that ended between the renames of
-    several machines."""
+def _adjacent_folders(path: str) -> list[Folder]:
+    """Folders beside the checkpoint that are complete but for their name, or had it before: of
+    saves that ended between the renames of several machines.
+    """
     parent, name = os.path.split(path)
-    found = []
+    folders = []
     storage = LocalStorage(parent)
     if storage.kind("") != "folder":
         return []
@@ -264,100 +317,115 @@ def _aside(path: str) -> list[Folder]:
                 folder = open_folder(LocalStorage(storage.path(entry)))
             except CheckpointError:
                 continue  # unfinished: it has no manifest
-            if folder.manifest is not None and folder.manifest.island is not None:
-                found.append(folder)
-    return found
+            if folder.manifest is not None and folder.manifest.node_group is not None:
+                folders.append(folder)
+    return folders
 
 
-def _copies(path: str, bad: list[str]) -> list[Folder]:
-    """What the folder keeps of other machines' folders. `bad`: gets, in sentences, what cannot be read of it."""
-    storage, found = LocalStorage(os.path.join(path, names.REPLICAS)), []
+def _replica_folders(path: str, problems: list[str]) -> list[Folder]:
+    """What the folder keeps of other machines' folders. `problems`: gets, in sentences, what cannot
+    be read of it.
+    """
+    storage, folders = LocalStorage(os.path.join(path, names.REPLICAS)), []
     for entry in storage.names() if storage.kind("") == "folder" else []:
         try:
             folder = open_folder(LocalStorage(storage.path(entry)))
         except CheckpointError as error:
-            bad.append(str(error))
+            problems.append(str(error))
             continue
-        if folder.manifest is not None and folder.manifest.island is not None:
-            found.append(folder)
+        if folder.manifest is not None and folder.manifest.node_group is not None:
+            folders.append(folder)
         else:
-            bad.append(
+            problems.append(
                 f"{folder.storage.root}: has no {names.MANIFEST} of a machine's folder; needed a copy of one"
             )
-    return found
+    return folders
 
 
-def _bodies(words: bytes) -> list[bytes]:
+def _split_inventories(message: bytes) -> list[bytes]:
     """The encoded inventories of a machine."""
-    found, position = [], 1
-    while words[:1] == b"=" and position < len(words):
-        size = int.from_bytes(words[position : position + 8], "little")
-        found.append(words[position + 8 : position + 8 + size])
+    bodies, position = [], 1
+    while message[:1] == b"=" and position < len(message):
+        size = int.from_bytes(message[position : position + 8], "little")
+        bodies.append(message[position + 8 : position + 8 + size])
         position += 8 + size
-    return found
+    return bodies
 
 
-def _servers(
-    meeting: Meeting, address: Address, machines: Sequence[int]
+def _assign_servers(
+    collective: Collective, address: Address, nodes: Sequence[int]
 ) -> list[tuple[int, Address]]:
-    """Collective. Of each machine, the rank that this one is to ask, and where; the ranks of a machine take turns in whom they ask."""
+    """Collective. Of each machine, the rank that this one is to ask, and where; the ranks of a
+    machine take turns in whom they ask.
+    """
     ranks: dict[int, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        ranks.setdefault(machine, []).append(rank)
-    turns = max(map(len, ranks.values()))
-    turn = ranks[machines[meeting.rank]].index(meeting.rank) % turns
-    asked = [
-        [ranks[machine][turn % len(ranks[machine])] for machine in range(len(ranks))]
-        for turn in range(turns)
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    turn_count = max(map(len, ranks.values()))
+    turn = ranks[nodes[collective.rank]].index(collective.rank) % turn_count
+    ranks_by_turn = [
+        [ranks[node][turn % len(ranks[node])] for node in range(len(ranks))]
+        for turn in range(turn_count)
     ]
-    told = meeting.collect("serves", address.encode().encode(), at=0, ranks=range(meeting.world))
-    if meeting.rank == 0:
-        for number, servers in enumerate(asked):
-            meeting.put(
-                f"servers/{number}", zlib.compress(b"\n".join(told[rank] for rank in servers))
+    addresses = collective.collect(
+        "serves", address.encode().encode(), dst=0, ranks=range(collective.world)
+    )
+    if collective.rank == 0:
+        for number, servers in enumerate(ranks_by_turn):
+            collective.put(
+                f"servers/{number}", zlib.compress(b"\n".join(addresses[rank] for rank in servers))
             )
-    texts = zlib.decompress(meeting.get(f"servers/{turn}", of=0)).decode().split("\n")
-    return [(rank, parse_address(text)) for rank, text in zip(asked[turn], texts, strict=True)]
+    texts = zlib.decompress(collective.get(f"servers/{turn}", sender=0)).decode().split("\n")
+    return [
+        (rank, parse_address(text)) for rank, text in zip(ranks_by_turn[turn], texts, strict=True)
+    ]
 
 
-def _pinned(root: str, owned: ExitStack) -> LocalStorage:
+def _pinned_storage(root: str, resources: ExitStack) -> LocalStorage:
     storage = LocalStorage(root)
-    storage.pin()
-    owned.callback(storage.place.close)
+    storage.open_handle()
+    resources.callback(storage.directory.close)
     return storage
 
 
-def _storages(
-    meeting: Meeting,
-    found: Whole,
+def _open_storages(
+    collective: Collective,
+    index: ClusterIndex,
     servers: Sequence[tuple[int, Address]],
-    own: int,
-    known: Mapping[int, Folder],
-    owned: ExitStack,
+    node: int,
+    reused: Mapping[int, Folder],
+    resources: ExitStack,
 ) -> list[Reader]:
-    """Each folder itself on its own machine, else as one of that machine's ranks serves it. StorageError where one of those does not."""
+    """Each folder itself on its own machine, else as one of that machine's ranks serves it.
+    StorageError where one of those does not.
+    """
     storages: list[Reader] = []
-    served: dict[int, int] = {}  # folders so far, by machine
-    for index, one in enumerate(found.folders):
-        number = served.get(one.machine, 0)
-        served[one.machine] = number + 1
-        if one.machine == own:
-            storages.append(known[index].storage if index in known else _pinned(one.root, owned))
+    folders_by_node: dict[int, int] = {}  # folders so far, by machine
+    for folder_number, folder in enumerate(index.folders):
+        number = folders_by_node.get(folder.node, 0)
+        folders_by_node[folder.node] = number + 1
+        if folder.node == node:
+            storages.append(
+                reused[folder_number].storage
+                if folder_number in reused
+                else _pinned_storage(folder.root, resources)
+            )
             continue
-        rank, address = servers[one.machine]
+        rank, address = servers[folder.node]
         storages.append(
             PeerStorage(
                 address,
                 folder=number,
-                root=one.root,
-                rank=meeting.ranks[rank],
-                names=one.files,
-                timeout_seconds=meeting.timeout_seconds,
+                root=folder.root,
+                rank=collective.ranks[rank],
+                names=folder.files,
+                timeout_seconds=collective.timeout_seconds,
             )
         )
-    # A rank opens few of the folders, and when it reads; that there is a way between machines has to be known before the first byte is
+    # A rank opens few of the folders, and when it reads; that there is a way between machines has
+    # to be known before the first byte is
     # written. So each asks one of them.
-    elsewhere = [storage for storage in storages if isinstance(storage, PeerStorage)]
-    if elsewhere:
-        elsewhere[meeting.rank % len(elsewhere)].size(names.MANIFEST)
+    remote = [storage for storage in storages if isinstance(storage, PeerStorage)]
+    if remote:
+        remote[collective.rank % len(remote)].size(names.MANIFEST)
     return storages

@@ -1,4 +1,6 @@
-"""The folders of one save on several machines, each opened when something is first wanted of it: of thousands a rank reads few."""
+"""The folders of one save on several machines, each opened when something is first wanted of it: of
+thousands a rank reads few.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.runtime.storage.storage import Reader
 
-_MOST = 16  # of which all is kept that was parsed
+_MAX_PARSED = 16  # of which all is kept that was parsed
 
 
-class Folders:
-    """By number. Closes the storages. `opened`: those that are another's and open already, with what was read of them. `save_id`: of all,
-    where it matters.
+class FolderCache:
+    """By number. Closes the storages. `opened`: those that are another's and open already, with
+    what was read of them. `save_id`: of all, where it matters.
 
-    What was parsed of one is given up when enough others were wanted since, and read again if it is wanted again.
+    What was parsed of one is given up when enough others were wanted since, and read again if it is
+    wanted again.
     """
 
     def __init__(
@@ -29,39 +32,41 @@ class Folders:
         save_id: str | None = None,
     ) -> None:
         self._storages, self._opened, self._save_id = storages, opened, save_id
-        self._last = OrderedDict(opened)  # wanted last, at the end
+        self._recent = OrderedDict(opened)  # wanted last, at the end
         self._errors: dict[int, CheckpointError] = {}
         self._lock = threading.Lock()
-        self._give_up()
+        self._evict()
 
     def __getitem__(self, number: int) -> Folder:
-        """Raises the error that it met at first, again: nobody waits twice for a machine that does not answer."""
+        """Raises the error that it met at first, again: nobody waits twice for a machine that does
+        not answer.
+        """
         with self._lock:
             if number in self._errors:
                 raise type(self._errors[number])(str(self._errors[number]))
-            if number not in self._last:
+            if number not in self._recent:
                 try:
-                    self._last[number] = self._opened.get(number) or self._open(
+                    self._recent[number] = self._opened.get(number) or self._open(
                         self._storages[number]
                     )
                 except CheckpointError as error:
                     self._errors[number] = error
                     raise
-            self._last.move_to_end(number)
-            self._give_up()
-            return self._last[number]
+            self._recent.move_to_end(number)
+            self._evict()
+            return self._recent[number]
 
-    def _give_up(self) -> None:
-        while len(self._last) > _MOST:
-            _, folder = self._last.popitem(last=False)
-            folder.forget()
+    def _evict(self) -> None:
+        while len(self._recent) > _MAX_PARSED:
+            _, folder = self._recent.popitem(last=False)
+            folder.drop_headers()
 
     def _open(self, storage: Reader) -> Folder:
         folder = open_folder(storage)
-        found = folder.manifest.save_id if folder.manifest is not None else None
-        if self._save_id is not None and found != self._save_id:
+        actual_save_id = folder.manifest.save_id if folder.manifest is not None else None
+        if self._save_id is not None and actual_save_id != self._save_id:
             raise StorageError(
-                f"{storage.root}: holds save {found} by now; needed {self._save_id}, which was there when the load began"
+                f"{storage.root}: holds save {actual_save_id} by now; needed {self._save_id}, which was there when the load began"
             )
         return folder
 

@@ -1,5 +1,6 @@
-"""What one folder holds of a save, as its machine tells rank 0. Small, for most tensors of a model are cut alike: folders that name the
-same tensors share a `Listing`, told once for all of them, and differ in a few numbers.
+"""What one folder holds of a save, as its machine tells rank 0. Small, for most tensors of a model
+are cut alike: folders that name the same tensors share a `TensorList`, told once for all of them,
+and differ in a few numbers.
 
 Does not say where in its files a tensor lies: who reads from a folder reads its headers.
 """
@@ -16,28 +17,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, fragment_name, parse_fragment
-from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_name, shard_name
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.names import MANIFEST
-from unified_ckpt.runtime.comm.topology import file_system
+from unified_ckpt.runtime.comm.topology import file_system_type
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Numbers = npt.NDArray[np.int64]
-Line = tuple[
+TensorEntry = tuple[
     str, str, str, int
 ]  # of a table of tensors: part, fqn, dtype, number of its kind or family
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Tensors of one shape, of which a folder has the same `count` boxes: as fragments, or as tensors that are whole."""
+class LayoutClass:
+    """Tensors of one shape, of which a folder has the same `count` boxes: as fragments, or as
+    tensors that are whole.
+    """
 
     shape: tuple[int, ...]
-    fragments: bool
+    are_shards: bool
     count: int
 
     @property
@@ -47,84 +50,95 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """The tensors that a folder names, sorted, each with its kind. `parts`: also those without tensors."""
+class TensorList:
+    """The tensors that a folder names, sorted, each with its kind. `parts`: also those without
+    tensors.
+    """
 
     parts: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    lines: tuple[Line, ...]
+    layout_classes: tuple[LayoutClass, ...]
+    entries: tuple[TensorEntry, ...]
 
     def encode(self) -> bytes:
-        kinds = [[kind.shape, kind.fragments, kind.count] for kind in self.kinds]
-        return json.dumps([self.parts, kinds, columns(self.lines)], separators=(",", ":")).encode()
+        class_rows = [
+            [layout_class.shape, layout_class.are_shards, layout_class.count]
+            for layout_class in self.layout_classes
+        ]
+        return json.dumps(
+            [self.parts, class_rows, to_columns(self.entries)], separators=(",", ":")
+        ).encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
-    """What one folder holds, as its machine tells it. `spans`: offsets and shape of each box of each kind of the listing, flat.
-    `volume`: the same where machines see one folder, empty where nobody can tell.
+    """What one folder holds, as its machine tells it. `spans`: offsets and shape of each box of
+    each kind of the listing, flat.
+    `folder_id`: the same where machines see one folder, empty where nobody can tell.
 
-    `lost`: what of it is not there or damaged, in sentences. `totals`: tensors and bytes of the whole save, by part. `rank_extras`: how
-    many ranks of the save left one, 0 where this folder has none. `copy`: it is what another machine keeps of a folder.
+    `lost`: what of it is not there or damaged, in sentences. `totals`: tensors and bytes of the
+    whole save, by part. `rank_extras`: how many ranks of the save left one, 0 where this folder has
+    none. `is_replica`: it is what another machine keeps of a folder.
     """
 
     root: str
-    machine: int
-    volume: str
+    node: int
+    folder_id: str
     save_id: str
     created: str
-    count: int
-    number: int
+    group_count: int
+    group_number: int
     ranks: tuple[int, ...]
     files: tuple[str, ...]
-    listing: Listing
+    listing: TensorList
     spans: Numbers
     lost: tuple[str, ...]
     world_size: int
     totals: Mapping[str, Sequence[int]]
     rank_extras: int
-    copy: bool = False
+    is_replica: bool = False
 
-    def encode(self, *, listing: str) -> bytes:
-        """`listing`: the name by which the listing is told."""
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
+    def encode(self, *, tensor_list: str) -> bytes:
+        """`tensor_list`: the name by which the listing is told."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return zlib.compress(
-            json.dumps({**told, "listing": listing, "spans": self.spans.tolist()}).encode(), 1
+            json.dumps({**values, "listing": tensor_list, "spans": self.spans.tolist()}).encode(), 1
         )
 
 
-def decode_inventory(body: bytes, listing_of: Callable[[str], Listing]) -> Inventory:
-    """The inverse. `listing_of`: what is told by a name."""
-    told = json.loads(zlib.decompress(body))
-    told.update({name: tuple(told[name]) for name in ("ranks", "files", "lost")})
+def decode_inventory(body: bytes, tensor_list_of: Callable[[str], TensorList]) -> Inventory:
+    """The inverse. `tensor_list_of`: what is told by a name."""
+    values = json.loads(zlib.decompress(body))
+    values.update({name: tuple(values[name]) for name in ("ranks", "files", "lost")})
     return Inventory(
         **{
-            **told,
-            "listing": listing_of(told["listing"]),
-            "spans": np.array(told["spans"], np.int64),
+            **values,
+            "listing": tensor_list_of(values["listing"]),
+            "spans": np.array(values["spans"], np.int64),
         }
     )
 
 
-def listing_name(body: bytes) -> str:
+def tensor_list_name(body: bytes) -> str:
     """A name that equal listings share."""
     return hashlib.sha256(body).hexdigest()[:32]
 
 
-def decode_listing(body: bytes) -> Listing:
-    parts, kinds, lines = json.loads(body)
-    return Listing(
+def decode_tensor_list(body: bytes) -> TensorList:
+    parts, class_rows, columns = json.loads(body)
+    return TensorList(
         tuple(parts),
-        tuple(Kind(tuple(s), fragments, count) for s, fragments, count in kinds),
-        tuple(lines_of(lines)),
+        tuple(
+            LayoutClass(tuple(shape), are_shards, count) for shape, are_shards, count in class_rows
+        ),
+        tuple(from_columns(columns)),
     )
 
 
-def columns(lines: Iterable[Line]) -> list[Any]:
+def to_columns(entries: Iterable[TensorEntry]) -> list[Any]:
     """Lines for JSON: by part, the names, and of each the number of its dtype and its own."""
     dtypes: dict[str, int] = {}
     by_part: dict[str, tuple[list[str], list[int], list[int]]] = {}
-    for part, fqn, dtype, number in lines:
+    for part, fqn, dtype, number in entries:
         names, dtype_numbers, numbers = by_part.setdefault(part, ([], [], []))
         names.append(fqn)
         dtype_numbers.append(dtypes.setdefault(dtype, len(dtypes)))
@@ -132,9 +146,9 @@ def columns(lines: Iterable[Line]) -> list[Any]:
     return [list(dtypes), by_part]
 
 
-def lines_of(told: Sequence[Any]) -> list[Line]:
-    """The inverse of `columns`, for lines sorted by part."""
-    dtypes, by_part = told
+def from_columns(columns: Sequence[Any]) -> list[TensorEntry]:
+    """The inverse of `to_columns`, for lines sorted by part."""
+    dtypes, by_part = columns
     return [
         (part, fqn, dtypes[dtype], number)
         for part, lists in by_part.items()
@@ -142,97 +156,118 @@ def lines_of(told: Sequence[Any]) -> list[Line]:
     ]
 
 
-def stored_as(key: Key, box: Box, shape: Sequence[int], *, fragment: bool) -> Key:
+def stored_key(key: Key, box: Box, shape: Sequence[int], *, is_shard: bool) -> Key:
     """Part and name by which a folder stores a box of a tensor."""
-    return (key[0] + FRAGMENTS, fragment_name(key[1], box, shape)) if fragment else key
+    return (key[0] + SHARD_SUFFIX, shard_name(key[1], box, shape)) if is_shard else key
 
 
-def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[Listing, Numbers]:
-    """What a folder stores, by its own parts and names, as tensors of the save; and where the boxes of each kind are. Pure."""
-    held: dict[tuple[str, str, str, tuple[int, ...], bool], list[Box]] = {}
+def classify(stored: Mapping[str, Mapping[str, TensorSpec]]) -> tuple[TensorList, Numbers]:
+    """What a folder stores, by its own parts and names, as tensors of the save; and where the boxes
+    of each kind are. Pure.
+    """
+    boxes_by_tensor: dict[tuple[str, str, str, tuple[int, ...], bool], list[Box]] = {}
     for part, tensors in stored.items():
         for name, spec in tensors.items():
-            found = parse_fragment(name) if part.endswith(FRAGMENTS) else None
-            if found is not None and found[1].shape == spec.shape:
-                fqn, box, shape = found
-                held.setdefault(
-                    (part.removesuffix(FRAGMENTS), fqn, spec.dtype, shape, True), []
+            parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+            if parsed is not None and parsed[1].shape == spec.shape:
+                fqn, box, shape = parsed
+                boxes_by_tensor.setdefault(
+                    (part.removesuffix(SHARD_SUFFIX), fqn, spec.dtype, shape, True), []
                 ).append(box)
             else:
-                held[part, name, spec.dtype, spec.shape, False] = [whole(spec.shape)]
+                boxes_by_tensor[part, name, spec.dtype, spec.shape, False] = [full_box(spec.shape)]
     numbers: dict[tuple[tuple[int, ...], bool, tuple[Box, ...]], int] = {}
-    lines = []
-    for (part, fqn, dtype, shape, fragments), boxes in sorted(
-        held.items(), key=lambda item: item[0]
+    entries = []
+    for (part, fqn, dtype, shape, are_shards), boxes in sorted(
+        boxes_by_tensor.items(), key=lambda item: item[0]
     ):
-        cut = shape, fragments, tuple(sorted(boxes, key=lambda box: (box.offsets, box.shape)))
-        lines.append((part, fqn, dtype, numbers.setdefault(cut, len(numbers))))
-    kinds = tuple(Kind(shape, fragments, len(boxes)) for shape, fragments, boxes in numbers)
-    parts = tuple(sorted({part.removesuffix(FRAGMENTS) for part in stored}))
+        class_key = (
+            shape,
+            are_shards,
+            tuple(sorted(boxes, key=lambda box: (box.offsets, box.shape))),
+        )
+        entries.append((part, fqn, dtype, numbers.setdefault(class_key, len(numbers))))
+    layout_classes = tuple(
+        LayoutClass(shape, are_shards, len(boxes)) for shape, are_shards, boxes in numbers
+    )
+    parts = tuple(sorted({part.removesuffix(SHARD_SUFFIX) for part in stored}))
     flat = [
         number for _, _, boxes in numbers for box in boxes for number in (*box.offsets, *box.shape)
     ]
-    return Listing(parts, kinds, tuple(lines)), np.array(flat, np.int64)
+    return TensorList(parts, layout_classes, tuple(entries)), np.array(flat, np.int64)
 
 
-def take_inventory(folder: Folder, *, machine: int, copy: bool) -> Inventory:
-    """Looks at every file's size and header; leaves out, and says, what cannot be read. `copy`: of another machine's folder."""
+def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
+    """Looks at every file's size and header; leaves out, and says, what cannot be read.
+    `is_replica`: of another machine's folder.
+    """
     manifest = folder.manifest
     if manifest is None:
         raise AssertionError("a folder without a manifest is never joined with others")
-    island, record = manifest.island, manifest.rank_extra
-    stored, lost = _sound(folder)
-    listing, spans = classify(stored)
+    node_group, record = manifest.node_group, manifest.rank_extra
+    stored, problems = _readable_tensors(folder)
+    tensor_list, spans = classify(stored)
     return Inventory(
         root=folder.storage.root,
-        machine=machine,
-        volume=_volume(folder),
+        node=node,
+        folder_id=_folder_id(folder),
         save_id=manifest.save_id,
         created=manifest.created,
-        count=island.count if island else 1,
-        number=island.number if island else 0,
-        ranks=tuple(island.ranks) if island else tuple(range(manifest.world_size)),
+        group_count=node_group.count if node_group else 1,
+        group_number=node_group.number if node_group else 0,
+        ranks=tuple(node_group.ranks) if node_group else tuple(range(manifest.world_size)),
         files=(*manifest.files(), MANIFEST),
-        listing=listing,
+        listing=tensor_list,
         spans=spans,
-        lost=tuple(lost),
-        world_size=island.world_size if island else manifest.world_size,
-        totals=island.totals
-        if island
-        else {p: [len(folder.names(p)), manifest.parts[p].total_nbytes] for p in folder.parts},
-        rank_extras=0 if record is None else island.world_size if island else record.world_size,
-        copy=copy,
+        lost=tuple(problems),
+        world_size=node_group.world_size if node_group else manifest.world_size,
+        totals=node_group.totals
+        if node_group
+        else {
+            part: [len(folder.names(part)), manifest.parts[part].total_nbytes]
+            for part in folder.parts
+        },
+        rank_extras=0
+        if record is None
+        else node_group.world_size
+        if node_group
+        else record.world_size,
+        is_replica=is_replica,
     )
 
 
-def _volume(folder: Folder) -> str:
+def _folder_id(folder: Folder) -> str:
     """The kind of the file system, and what tells the folder's manifest from a copy of it."""
-    stamp = folder.storage.stamp(MANIFEST) if isinstance(folder.storage, LocalStorage) else None
+    token = (
+        folder.storage.version_token(MANIFEST) if isinstance(folder.storage, LocalStorage) else None
+    )
     return (
-        f"{file_system(folder.storage.root)} {'-'.join(map(str, stamp))}"
-        if stamp is not None
+        f"{file_system_type(folder.storage.root)} {'-'.join(map(str, token))}"
+        if token is not None
         else ""
     )
 
 
-def _sound(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
-    """The tensors by stored part and name that are there to the last byte; and in sentences, what is not."""
-    lost, bad = [], set[str]()
-    for file in sorted(file for part in folder.parts for file in folder.members(part)):
+def _readable_tensors(folder: Folder) -> tuple[dict[str, dict[str, TensorSpec]], list[str]]:
+    """The tensors by stored part and name that are there to the last byte; and in sentences, what
+    is not.
+    """
+    problems, bad_files = [], set[str]()
+    for file in sorted(file for part in folder.parts for file in folder.tensors_by_file(part)):
         try:
             folder.check_files([file])
         except CheckpointError as error:
-            bad.add(file)
-            lost.append(str(error))
+            bad_files.add(file)
+            problems.append(str(error))
     stored: dict[str, dict[str, TensorSpec]] = {}
     for part in folder.parts:
         if folder.manifest is not None and not folder.manifest.parts[part].files:
             continue  # other folders may have it: who deletes it deletes it there
-        there = [
+        names = [
             name
-            for file, members in folder.members(part).items()
-            if file not in bad
+            for file, members in folder.tensors_by_file(part).items()
+            if file not in bad_files
             for name in members
         ]
-        stored[part] = dict(folder.specs(part, there))
-    return stored, lost
+        stored[part] = dict(folder.specs(part, names))
+    return stored, problems

@@ -1,6 +1,8 @@
-"""Tensors put together out of pieces that lie in several folders, some with more than one copy: read as if they were whole.
+"""Tensors put together out of pieces that lie in several folders, some with more than one copy:
+read as if they were whole.
 
-Knows nothing of machines but which folders are on this one. Every block that is read is compared with its digest, unless told otherwise.
+Knows nothing of machines but which folders are on this one. Every block that is read is compared
+with its digest, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -16,127 +18,146 @@ from typing import Protocol
 
 import numpy as np
 
-from unified_ckpt.core.nodes.node_groups import without
+from unified_ckpt.core.nodes.node_groups import subtract_box
 from unified_ckpt.core.nodes.write_alignment import is_slow
-from unified_ckpt.core.sharding.boxes import Box, intersect, runs, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.nodes.coverage import Family, Whole
-from unified_ckpt.engine.nodes.locations import Places, Stock
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.nodes.coverage import ClusterIndex, ShardLayout
+from unified_ckpt.engine.nodes.locations import LocationTable, ShardFolder
 from unified_ckpt.engine.nodes.tiling import (
     LONG_RUN_NBYTES,
-    Band,
-    Pieces,
     Region,
     Run,
-    band_of,
-    blocks_of,
-    rows_around,
-    whole_rows,
-    widened,
+    ShardCopies,
+    SlabRange,
+    enclosing_rows,
+    slab_range_of,
+    snap_to_edges,
+    split_by_block,
+    split_whole_rows,
 )
-from unified_ckpt.engine.source.protocol import Ledger
+from unified_ckpt.engine.source.protocol import VerificationLog
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # held at a time
-_LOOKS = 16  # at blocks that were held last
+_CACHE_PROBES = 16  # at blocks that were held last
 _ROWS_NBYTES = 4 << 20  # of a piece, read at once to be put in their places
 _MAX_REGIONS = 1 << 16  # remembered
 
 
-class Stocks(Protocol):
+class ShardFolders(Protocol):
     """Folders by number."""
 
-    def __getitem__(self, number: int, /) -> Stock: ...
+    def __getitem__(self, number: int, /) -> ShardFolder: ...
 
 
-def file_of(key: Key) -> str:
-    """The file that `JointStorage` makes believe there is: the tensor's bytes, row-major."""
+def virtual_file(key: Key) -> str:
+    """The file that `ShardedStorage` makes believe there is: the tensor's bytes, row-major."""
     return f"{key[0]}:{key[1]}"
 
 
-class JointStorage:
-    """Reads whole tensors out of the pieces of several folders: this machine's first, then the others in turn; every block compared.
+class ShardedStorage:
+    """Reads whole tensors out of the pieces of several folders: this machine's first, then the
+    others in turn; every block compared.
 
-    Of a block that is damaged or cannot be read the bytes come from any other piece that has them. `proved`: whether it is known that the
-    folders have every element between them.
+    Of a block that is damaged or cannot be read the bytes come from any other piece that has them.
+    `proved`: whether it is known that the folders have every element between them.
     """
 
     def __init__(
-        self, found: Whole, folders: Stocks, *, own: Collection[int], turn: int, proved: bool
+        self,
+        index: ClusterIndex,
+        folders: ShardFolders,
+        *,
+        local: Collection[int],
+        rotation: int,
+        complete: bool,
     ) -> None:
-        self.root, self.ledger = "the machines' folders", Ledger()
-        self._found, self._folders, self._turn, self._proved = found, folders, turn, proved
-        self._keys = {file_of(key): key for key in found.specs}
-        self._own = frozenset(own)
-        self._verifying = True
-        self._places: dict[int, Places] = {}  # by folder
+        self.root, self.verification_log = "the machines' folders", VerificationLog()
+        self._index, self._folders, self._rotation, self._is_complete = (
+            index,
+            folders,
+            rotation,
+            complete,
+        )
+        self._keys = {virtual_file(key): key for key in index.specs}
+        self._local = frozenset(local)
+        self._verify = True
+        self._locations: dict[int, LocationTable] = {}  # by folder
         self._lock = threading.Lock()  # one thread reads ahead while its owner reads, too
         self._edges: dict[int, list[int]] = {}  # by family
         self._tilings: dict[
             tuple[int, Box], list[Region]
         ] = {}  # by family and window: most tensors have many of the same family
-        self._tiled = 0  # regions in them
+        self._region_count = 0  # regions in them
         self._tensor: Key | None = None  # that was read last
-        # Blocks of that tensor that were read for a part of them: a line takes a part of one in each region that it crosses.
-        self._blocks: OrderedDict[tuple[int, bool, Box, int], tuple[bytes, Band | None]] = (
+        # Blocks of that tensor that were read for a part of them: a line takes a part of one in
+        # each region that it crosses.
+        self._blocks: OrderedDict[tuple[int, bool, Box, int], tuple[bytes, SlabRange | None]] = (
             OrderedDict()
         )
-        self._mates: dict[
+        self._co_readers: dict[
             int, list[int]
         ] = {}  # folders that are one and the same, seen by several machines, which read it for each other
 
-    def share(self, *, slow_only: bool) -> None:
-        """From now on each block of a folder that several machines see is read by one of them, and the others get it from there.
+    def enable_shared_reads(self, *, slow_only: bool) -> None:
+        """From now on each block of a folder that several machines see is read by one of them, and
+        the others get it from there.
         `slow_only`: not of file systems that serve many machines at once as fast as one."""
-        by_volume: dict[str, list[int]] = {}
-        for number, one in enumerate(self._found.folders):
-            if one.volume and (not slow_only or is_slow(one.volume.split()[0])):
-                by_volume.setdefault(one.volume, []).append(number)
-        self._mates = {
-            number: mates for mates in by_volume.values() if len(mates) > 1 for number in mates
+        by_folder_id: dict[str, list[int]] = {}
+        for number, folder in enumerate(self._index.folders):
+            if folder.folder_id and (not slow_only or is_slow(folder.folder_id.split()[0])):
+                by_folder_id.setdefault(folder.folder_id, []).append(number)
+        self._co_readers = {
+            number: co_readers
+            for co_readers in by_folder_id.values()
+            if len(co_readers) > 1
+            for number in co_readers
         }
 
-    def trust(self) -> None:
+    def skip_verify(self) -> None:
         """From now on no block is compared with its digest, and no digests are read."""
-        self._verifying = False
+        self._verify = False
 
-    def _in_turn(
-        self, owners: Sequence[tuple[int, bool]], stored: Key, block: int
+    def _read_order(
+        self, holders: Sequence[tuple[int, bool]], stored_key: Key, block: int
     ) -> Sequence[tuple[int, bool]]:
         """The owners, the one in front that reads this block for all."""
-        mates = self._mates.get(owners[0][0], ())
-        sharing = sorted(owner for owner in owners if owner[0] in mates)
+        co_readers = self._co_readers.get(holders[0][0], ())
+        sharing = sorted(holder for holder in holders if holder[0] in co_readers)
         if len(sharing) < 2:
-            return owners
-        first = sharing[zlib.crc32(f"{file_of(stored)}/{block}".encode()) % len(sharing)]
-        return [first, *(owner for owner in owners if owner != first)]
+            return holders
+        first = sharing[zlib.crc32(f"{virtual_file(stored_key)}/{block}".encode()) % len(sharing)]
+        return [first, *(holder for holder in holders if holder != first)]
 
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fills `into` with bytes from `start` of the tensor. IntegrityError where no folder has them undamaged."""
+    def read_at(self, name: str, start: int, buffer: Buffer) -> None:
+        """Fills `buffer` with bytes from `start` of the tensor. IntegrityError where no folder has
+        them undamaged.
+        """
         with self._lock:
             key = self._keys[name]
             if self._tensor != key:
                 self._tensor = key
                 self._blocks.clear()
-            elif len(into) < LONG_RUN_NBYTES and self._fill_from_held(start, into):
+            elif len(buffer) < LONG_RUN_NBYTES and self._read_from_cache(start, buffer):
                 return
-            done = self._fill(key, start, into, frozenset(), [])
-            if done != len(into):
+            filled_nbytes = self._read_tensor(key, start, buffer, frozenset(), [])
+            if filled_nbytes != len(buffer):
                 raise IntegrityError(
-                    f"{name}: {done} of {len(into)} bytes from byte {start} are in the folders; needed all of them"
+                    f"{name}: {filled_nbytes} of {len(buffer)} bytes from byte {start} are in the folders; needed all of them"
                 )
 
     def read(self, name: str) -> bytes:
-        found = bytearray(self.size(name) or 0)
-        self.read_at(name, 0, memoryview(found))
-        return bytes(found)
+        buffer = bytearray(self.size(name) or 0)
+        self.read_at(name, 0, memoryview(buffer))
+        return bytes(buffer)
 
     def size(self, name: str) -> int | None:
-        return self._found.specs[self._keys[name]].nbytes if name in self._keys else None
+        return self._index.specs[self._keys[name]].nbytes if name in self._keys else None
 
     def names(self) -> list[str]:
         return sorted(self._keys)
@@ -144,227 +165,306 @@ class JointStorage:
     def close(self) -> None:
         """The folders are another's."""
 
-    def _regions(self, key: Key, window: Box, spoilt: frozenset[Box]) -> list[Region]:
-        """At least a window of the tensor, as far as the boxes that are not `spoilt` have it, in disjoint regions.
+    def _regions(self, key: Key, window: Box, corrupt: frozenset[Box]) -> list[Region]:
+        """At least a window of the tensor, as far as the boxes that are not `corrupt` have it, in
+        disjoint regions.
 
-        Boxes on this machine come first, then whole copies. Windows between the same edges of boxes share the regions between those.
+        Boxes on this machine come first, then whole copies. Windows between the same edges of boxes
+        share the regions between those.
         """
-        number = self._found.numbers[key]
+        number = self._index.layout_numbers[key]
         if number not in self._edges:
-            self._edges[number] = self._found.family(key).edges()
-        known = number, (window := widened(window, self._edges[number]))
-        if spoilt or known not in self._tilings:
-            tiling = self._tile(self._found.family(key), window, spoilt)
-            if spoilt:
+            self._edges[number] = self._index.layout(key).edges()
+        cached = number, (window := snap_to_edges(window, self._edges[number]))
+        if corrupt or cached not in self._tilings:
+            tiling = self._tile_window(self._index.layout(key), window, corrupt)
+            if corrupt:
                 return tiling
-            self._tiled += len(tiling)
-            if self._tiled > _MAX_REGIONS:
-                self._tilings, self._tiled = {}, len(tiling)
-            self._tilings[known] = tiling
-        return self._tilings[known]
+            self._region_count += len(tiling)
+            if self._region_count > _MAX_REGIONS:
+                self._tilings, self._region_count = {}, len(tiling)
+            self._tilings[cached] = tiling
+        return self._tilings[cached]
 
-    def _tile(self, family: Family, window: Box, spoilt: frozenset[Box]) -> list[Region]:
+    def _tile_window(
+        self, layout: ShardLayout, window: Box, corrupt: frozenset[Box]
+    ) -> list[Region]:
         rows = (window.offsets[0], window.offsets[0] + window.shape[0]) if window.shape else (0, 1)
         by_box: dict[Box, list[tuple[int, bool]]] = {}
-        for box, folder, fragment in family.crossing(*rows):
-            if box not in spoilt:
-                by_box.setdefault(box, []).append((folder, fragment))
-        owners = {box: sorted(held, key=self._rank_of) for box, held in by_box.items()}
-        shares = {box: shared for box in owners if (shared := intersect(box, window)) is not None}
+        for box, folder, is_shard in layout.boxes_in_rows(*rows):
+            if box not in corrupt:
+                by_box.setdefault(box, []).append((folder, is_shard))
+        holders = {
+            box: sorted(box_holders, key=self._preference) for box, box_holders in by_box.items()
+        }
+        overlaps = {
+            box: overlap for box in holders if (overlap := intersect(box, window)) is not None
+        }
         if (
-            self._proved
-            and not spoilt
-            and sum(shared.numel for shared in shares.values()) == window.numel
+            self._is_complete
+            and not corrupt
+            and sum(overlap.numel for overlap in overlaps.values()) == window.numel
         ):  # then no two overlap
-            return [Region(shared, box, owners[box]) for box, shared in shares.items()]
-        regions, left = [], [window]
+            return [Region(overlap, box, holders[box]) for box, overlap in overlaps.items()]
+        regions, remaining = [], [window]
         for box in sorted(
-            shares, key=lambda box: (owners[box][0][0] not in self._own, -box.numel, box.offsets)
+            overlaps,
+            key=lambda box: (holders[box][0][0] not in self._local, -box.numel, box.offsets),
         ):
             regions += [
-                Region(found, box, owners[box])
-                for one in left
-                if (found := intersect(one, box)) is not None
+                Region(overlap_box, box, holders[box])
+                for rest in remaining
+                if (overlap_box := intersect(rest, box)) is not None
             ]
-            left = [piece for one in left for piece in without(one, box)]
-            if not left:
+            remaining = [part_box for rest in remaining for part_box in subtract_box(rest, box)]
+            if not remaining:
                 break
         return regions
 
-    def _rank_of(self, owner: tuple[int, bool]) -> tuple[bool, int]:
-        return owner[0] not in self._own, (owner[0] + self._turn) % len(self._found.folders)
+    def _preference(self, holder: tuple[int, bool]) -> tuple[bool, int]:
+        return holder[0] not in self._local, (holder[0] + self._rotation) % len(self._index.folders)
 
-    def _fill(
-        self, key: Key, start: int, into: Buffer, spoilt: frozenset[Box], why: list[str]
+    def _read_tensor(
+        self, key: Key, start: int, buffer: Buffer, corrupt: frozenset[Box], errors: list[str]
     ) -> int:
-        """Bytes from `start` of a tensor; returns how many the boxes have that are not spoilt. `why`: what was wrong with those."""
-        spec = self._found.specs[key]
-        if not len(into):
+        """Bytes from `start` of a tensor; returns how many the boxes have that are not spoilt.
+        `errors`: what was wrong with those.
+        """
+        spec = self._index.specs[key]
+        if not len(buffer):
             return 0
-        item, stop, done = spec.nbytes // whole(spec.shape).numel, start + len(into), 0
-        window = rows_around(spec, start, stop)
-        regions = self._regions(key, window, spoilt)
+        item_nbytes, stop, filled_nbytes = (
+            spec.nbytes // full_box(spec.shape).numel,
+            start + len(buffer),
+            0,
+        )
+        window = enclosing_rows(spec, start, stop)
+        regions = self._regions(key, window, corrupt)
         for region in regions:
-            shared = intersect(region.box, window)
-            if shared is None:
+            overlap = intersect(region.box, window)
+            if overlap is None:
                 continue
-            pieces = Pieces(key, spec, region, region.of.numel * item)
-            inner, outer = whole_rows(shared, spec, start, stop)
-            if inner is not None and self._fill_rows(
-                pieces, inner, start, into, keep=len(regions) + 1
+            copies = ShardCopies(key, spec, region, region.stored_box.numel * item_nbytes)
+            inner, outer = split_whole_rows(overlap, spec, start, stop)
+            if inner is not None and self._read_rows(
+                copies, inner, start, buffer, max_cached_blocks=len(regions) + 1
             ):
-                done += inner.numel * item
+                filled_nbytes += inner.numel * item_nbytes
             elif inner is not None:
-                outer = [shared]
+                outer = [overlap]
             for box in outer:
                 local = Box(
-                    tuple(a - b for a, b in zip(box.offsets, region.of.offsets, strict=True)),
+                    tuple(
+                        a - b for a, b in zip(box.offsets, region.stored_box.offsets, strict=True)
+                    ),
                     box.shape,
                 )
-                for first, in_piece, count in runs(
-                    box, spec.shape, local=local, local_shape=region.of.shape
+                for first, shard_offset, count in runs(
+                    box, spec.shape, local=local, local_shape=region.stored_box.shape
                 ):
-                    low, high = max(first * item, start), min((first + count) * item, stop)
+                    low, high = (
+                        max(first * item_nbytes, start),
+                        min((first + count) * item_nbytes, stop),
+                    )
                     if low < high:
-                        run = Run(low, (in_piece - first) * item + low, spoilt, why)
-                        self._copy(
-                            pieces, run, into[low - start : high - start], keep=len(regions) + 1
+                        run = Run(low, (shard_offset - first) * item_nbytes + low, corrupt, errors)
+                        self._read_run(
+                            copies,
+                            run,
+                            buffer[low - start : high - start],
+                            max_cached_blocks=len(regions) + 1,
                         )
-                        done += high - low
-        return done
+                        filled_nbytes += high - low
+        return filled_nbytes
 
-    def _fill_rows(self, pieces: Pieces, box: Box, start: int, into: Buffer, *, keep: int) -> bool:
-        """Rows of a box, all of them in `into`: read as they lie in the piece, then put in their place at once. False where a block of
-        them is damaged everywhere."""
-        spec, of = pieces.spec, pieces.region.of
-        item, row = spec.nbytes // whole(spec.shape).numel, spec.nbytes // spec.shape[0]
-        width = pieces.nbytes // of.shape[0]
-        target = np.frombuffer(into, dtype=np.uint8)
-        at_once = max(_ROWS_NBYTES // width, 1)
-        for first in range(box.offsets[0], box.offsets[0] + box.shape[0], at_once):
-            count = min(at_once, box.offsets[0] + box.shape[0] - first)
-            held = np.empty(count * width, dtype=np.uint8)
-            if not self._read_piece(pieces, (first - of.offsets[0]) * width, held.data, keep=keep):
+    def _read_rows(
+        self, copies: ShardCopies, box: Box, start: int, buffer: Buffer, *, max_cached_blocks: int
+    ) -> bool:
+        """Rows of a box, all of them in `buffer`: read as they lie in the piece, then put in their
+        place at once. False where a block of them is damaged everywhere.
+        """
+        spec, stored_box = copies.spec, copies.region.stored_box
+        item_nbytes, row_nbytes = (
+            spec.nbytes // full_box(spec.shape).numel,
+            spec.nbytes // spec.shape[0],
+        )
+        stored_row_nbytes = copies.nbytes // stored_box.shape[0]
+        target = np.frombuffer(buffer, dtype=np.uint8)
+        max_rows = max(_ROWS_NBYTES // stored_row_nbytes, 1)
+        for first in range(box.offsets[0], box.offsets[0] + box.shape[0], max_rows):
+            count = min(max_rows, box.offsets[0] + box.shape[0] - first)
+            stored_rows = np.empty(count * stored_row_nbytes, dtype=np.uint8)
+            if not self._read_shard_range(
+                copies,
+                (first - stored_box.offsets[0]) * stored_row_nbytes,
+                stored_rows.data,
+                max_cached_blocks=max_cached_blocks,
+            ):
                 return False
-            there = target[first * row - start : (first + count) * row - start].reshape(
-                count, *spec.shape[1:], item
-            )
-            here = held.reshape(count, *of.shape[1:], item)
-            dims = list(zip(box.offsets[1:], of.offsets[1:], box.shape[1:], strict=True))
-            into_there = tuple(slice(low, low + n) for low, _, n in dims)
-            there[(slice(None), *into_there)] = here[
+            destination = target[
+                first * row_nbytes - start : (first + count) * row_nbytes - start
+            ].reshape(count, *spec.shape[1:], item_nbytes)
+            source = stored_rows.reshape(count, *stored_box.shape[1:], item_nbytes)
+            dims = list(zip(box.offsets[1:], stored_box.offsets[1:], box.shape[1:], strict=True))
+            destination_slices = tuple(slice(low, low + n) for low, _, n in dims)
+            destination[(slice(None), *destination_slices)] = source[
                 (slice(None), *(slice(low - base, low - base + n) for low, base, n in dims))
             ]
         return True
 
-    def _read_piece(self, pieces: Pieces, start: int, into: Buffer, *, keep: int) -> bool:
+    def _read_shard_range(
+        self, copies: ShardCopies, start: int, buffer: Buffer, *, max_cached_blocks: int
+    ) -> bool:
         """Bytes from `start` of a piece. False where some of them are right on no machine."""
-        for position, target in blocks_of(pieces, start, into):
-            why: list[str] = []
-            fine = self._take(pieces, position, target, why, keep=keep)
-            self._report(why)
-            if not fine:
+        for position, target in split_by_block(copies, start, buffer):
+            errors: list[str] = []
+            is_read = self._read_within_block(
+                copies, position, target, errors, max_cached_blocks=max_cached_blocks
+            )
+            self._report(errors)
+            if not is_read:
                 return False
         return True
 
-    def _copy(self, pieces: Pieces, run: Run, into: Buffer, *, keep: int) -> None:
-        """A run out of a region's box, block by block, each from the first owner whose bytes are right."""
-        for position, target in blocks_of(pieces, run.in_piece, into):
-            why: list[str] = []
-            if not self._take(pieces, position, target, why, keep=keep):
-                self._from_elsewhere(pieces, run, run.low + position - run.in_piece, target, why)
-            self._report(why)
+    def _read_run(
+        self, copies: ShardCopies, run: Run, buffer: Buffer, *, max_cached_blocks: int
+    ) -> None:
+        """A run out of a region's box, block by block, each from the first owner whose bytes are
+        right.
+        """
+        for position, target in split_by_block(copies, run.shard_offset, buffer):
+            errors: list[str] = []
+            if not self._read_within_block(
+                copies, position, target, errors, max_cached_blocks=max_cached_blocks
+            ):
+                self._read_from_overlaps(
+                    copies, run, run.start + position - run.shard_offset, target, errors
+                )
+            self._report(errors)
 
-    def _take(
-        self, pieces: Pieces, position: int, into: Buffer, why: list[str], *, keep: int
+    def _read_within_block(
+        self,
+        copies: ShardCopies,
+        position: int,
+        buffer: Buffer,
+        errors: list[str],
+        *,
+        max_cached_blocks: int,
     ) -> bool:
-        """Bytes of one block of a piece, from the first owner whose bytes are right; False where there is none."""
+        """Bytes of one block of a piece, from the first owner whose bytes are right; False where
+        there is none.
+        """
         block = position // digests.BLOCK_NBYTES
         low, high = (
             block * digests.BLOCK_NBYTES,
-            min((block + 1) * digests.BLOCK_NBYTES, pieces.nbytes),
+            min((block + 1) * digests.BLOCK_NBYTES, copies.nbytes),
         )
-        if (position, position + len(into)) == (low, high):
-            return self._read_block(pieces, block, into, why)
-        held = self._part_of_block(pieces, block, high - low, why, keep=keep)
-        if held is not None:
-            into[:] = held[position - low : position - low + len(into)]
-        return held is not None
+        if (position, position + len(buffer)) == (low, high):
+            return self._read_block(copies, block, buffer, errors)
+        block_bytes = self._cached_block(
+            copies, block, high - low, errors, max_cached_blocks=max_cached_blocks
+        )
+        if block_bytes is not None:
+            buffer[:] = block_bytes[position - low : position - low + len(buffer)]
+        return block_bytes is not None
 
-    def _from_elsewhere(
-        self, pieces: Pieces, run: Run, start: int, into: Buffer, why: list[str]
+    def _read_from_overlaps(
+        self, copies: ShardCopies, run: Run, start: int, buffer: Buffer, errors: list[str]
     ) -> None:
         """Bytes of a block that no copy of its box has undamaged, out of boxes that overlap it."""
-        spoilt, told = run.spoilt | {pieces.region.of}, [*run.why, *why]
-        if self._fill(pieces.key, start, into, spoilt, told) != len(into):
-            raise IntegrityError(listed("no machine has these bytes undamaged", told))
+        corrupt, all_errors = run.corrupt | {copies.region.stored_box}, [*run.errors, *errors]
+        if self._read_tensor(copies.key, start, buffer, corrupt, all_errors) != len(buffer):
+            raise IntegrityError(format_list("no machine has these bytes undamaged", all_errors))
 
-    def _fill_from_held(self, start: int, into: Buffer) -> bool:
-        """Bytes that lie in one of the blocks that were held last: they need no look at who has what."""
-        for name, (held, band) in islice(reversed(self._blocks.items()), _LOOKS):
-            position = band.position(start, len(into)) if band is not None else None
-            at = -1 if position is None else position - name[-1] * digests.BLOCK_NBYTES
-            if 0 <= at <= len(held) - len(into):
-                into[:] = held[at : at + len(into)]
-                self._blocks.move_to_end(name)
+    def _read_from_cache(self, start: int, buffer: Buffer) -> bool:
+        """Bytes that lie in one of the blocks that were held last: they need no look at who has
+        what.
+        """
+        for block_id, (block_bytes, slab_range) in islice(
+            reversed(self._blocks.items()), _CACHE_PROBES
+        ):
+            position = slab_range.position(start, len(buffer)) if slab_range is not None else None
+            offset = -1 if position is None else position - block_id[-1] * digests.BLOCK_NBYTES
+            if 0 <= offset <= len(block_bytes) - len(buffer):
+                buffer[:] = block_bytes[offset : offset + len(buffer)]
+                self._blocks.move_to_end(block_id)
                 return True
         return False
 
-    def _part_of_block(
-        self, pieces: Pieces, block: int, nbytes: int, why: list[str], *, keep: int
+    def _cached_block(
+        self,
+        copies: ShardCopies,
+        block: int,
+        nbytes: int,
+        errors: list[str],
+        *,
+        max_cached_blocks: int,
     ) -> bytes | None:
         """A whole block, of which only a part is wanted now, and more of it soon."""
-        name = (*pieces.region.owners[0], pieces.region.of, block)
-        if name not in self._blocks:
-            held = bytearray(nbytes)
-            if not self._read_block(pieces, block, memoryview(held), why):
+        block_id = (*copies.region.holders[0], copies.region.stored_box, block)
+        if block_id not in self._blocks:
+            buffer = bytearray(nbytes)
+            if not self._read_block(copies, block, memoryview(buffer), errors):
                 return None
-            self._blocks[name] = bytes(held), band_of(pieces.region.of, pieces.spec)
-            while len(self._blocks) > min(keep, _MAX_BLOCKS):
+            self._blocks[block_id] = (
+                bytes(buffer),
+                slab_range_of(copies.region.stored_box, copies.spec),
+            )
+            while len(self._blocks) > min(max_cached_blocks, _MAX_BLOCKS):
                 self._blocks.popitem(last=False)
-        self._blocks.move_to_end(name)
-        return self._blocks[name][0]
+        self._blocks.move_to_end(block_id)
+        return self._blocks[block_id][0]
 
-    def _read_block(self, pieces: Pieces, block: int, into: Buffer, why: list[str]) -> bool:
-        """Whether an owner's bytes are right. `why`: what was wrong with those before."""
-        name = pieces.stored(fragment=pieces.region.owners[0][1])
-        for number, fragment in self._in_turn(pieces.region.owners, name, block):
-            stored = pieces.stored(fragment=fragment)
+    def _read_block(
+        self, copies: ShardCopies, block: int, buffer: Buffer, errors: list[str]
+    ) -> bool:
+        """Whether an owner's bytes are right. `errors`: what was wrong with those before."""
+        first_key = copies.stored_key(is_shard=copies.region.holders[0][1])
+        for number, is_shard in self._read_order(copies.region.holders, first_key, block):
+            stored_key = copies.stored_key(is_shard=is_shard)
             try:
-                places = self._places_in(number)
-                saved = places.digests(stored) if self._verifying else None
-                at = places.location(stored) or places.look_up(
-                    self._folders[number], partial(self._found.stored_in, number), stored
+                locations = self._locations_in(number)
+                saved_digests = locations.digests(stored_key) if self._verify else None
+                location = locations.location(stored_key) or locations.load_locations(
+                    self._folders[number], partial(self._index.keys_in_folder, number), stored_key
                 )
-                places.storage.read_at(at.file, at.start + block * digests.BLOCK_NBYTES, into)
+                locations.storage.read_at(
+                    location.file, location.start + block * digests.BLOCK_NBYTES, buffer
+                )
             except CheckpointError as error:
-                why.append(str(error))
+                errors.append(str(error))
                 continue
-            if saved is None or (block < len(saved) and int(saved[block]) == digests.crc(into)):
-                self.ledger.verified_nbytes += len(into) if saved is not None else 0
+            if saved_digests is None or (
+                block < len(saved_digests) and int(saved_digests[block]) == digests.crc(buffer)
+            ):
+                self.verification_log.verified_nbytes += (
+                    len(buffer) if saved_digests is not None else 0
+                )
                 return True
-            needed = (
-                f"{int(saved[block]):016x}"
-                if block < len(saved)
+            expected = (
+                f"{int(saved_digests[block]):016x}"
+                if block < len(saved_digests)
                 else "one that is not in the digests"
             )
-            where = f"{places.storage.root}/{at.file}: block {block} of {file_of(stored)}"
-            why.append(f"{where} has CRC {digests.crc(into):016x}; needed {needed}")
+            label = f"{locations.storage.root}/{location.file}: block {block} of {virtual_file(stored_key)}"
+            errors.append(f"{label} has CRC {digests.crc(buffer):016x}; needed {expected}")
         return False
 
-    def _report(self, why: Sequence[str]) -> None:
-        for text in why:
-            if text not in self.ledger.damage:
-                self.ledger.damage.append(text)
+    def _report(self, errors: Sequence[str]) -> None:
+        for text in errors:
+            if text not in self.verification_log.damage:
+                self.verification_log.damage.append(text)
                 _LOG.warning("read from another machine: %s", text)
 
-    def _places_in(self, number: int) -> Places:
-        """With its digests, as far as they are wanted. The folder itself may be closed and opened again: see `Folders`."""
-        if number not in self._places:
-            self._places[number] = Places(
-                self._folders[number].storage, self._found.stored_in(number)
+    def _locations_in(self, number: int) -> LocationTable:
+        """With its digests, as far as they are wanted. The folder itself may be closed and opened
+        again: see `Folders`.
+        """
+        if number not in self._locations:
+            self._locations[number] = LocationTable(
+                self._folders[number].storage, self._index.keys_in_folder(number)
             )
-        places = self._places[number]
-        if self._verifying and not places.asked:
-            places.prove(self._folders[number], self._found.stored_in(number))
-        return places
+        locations = self._locations[number]
+        if self._verify and not locations.digests_loaded:
+            locations.load_digests(self._folders[number], self._index.keys_in_folder(number))
+        return locations

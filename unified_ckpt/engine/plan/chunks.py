@@ -11,12 +11,12 @@ CHUNK_NBYTES = (
 )  # of one write: a whole number of digest blocks, small enough to stay in the cache between CRC and copy
 
 
-Digested = list[tuple[int, digests.Piece]]  # (row number in the group, piece)
+BlockCrcs = list[tuple[int, digests.BlockCrc]]  # (row number in the group, piece)
 
 
 def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tuple[int, int]]:
     """[start, stop) cut at multiples of `nbytes`."""
     while start < stop:
-        border = min((start // nbytes + 1) * nbytes, stop)
-        yield start, border
-        start = border
+        boundary = min((start // nbytes + 1) * nbytes, stop)
+        yield start, boundary
+        start = boundary

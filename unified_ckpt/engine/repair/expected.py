@@ -1,7 +1,9 @@
-"""What a damaged folder has to hold, proved: its manifest, and by that its headers, its digests and the files that have one CRC.
+"""What a damaged folder has to hold, proved: its manifest, and by that its headers, its digests and
+the files that have one CRC.
 
-The manifest is the root of the proof: it is taken as it is, or from a copy, by the rules of `settle`. All else is whatever bytes have the
-CRC that the manifest says, wherever they come from. Reads; writes nothing.
+The manifest is the root of the proof: it is taken as it is, or from a copy, by the rules of
+`resolve_manifest`. All else is whatever bytes have the CRC that the manifest says, wherever they
+come from. Reads; writes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, origin, parse_fragment
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, base_key, parse_shard_name
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import (
     CheckpointError,
@@ -32,7 +34,7 @@ from unified_ckpt.format.manifest import (
     is_other_version,
     parse_manifest,
 )
-from unified_ckpt.format.reconstruct import mosaic
+from unified_ckpt.format.reconstruct import reconstruct
 from unified_ckpt.runtime.storage.storage import Reader
 
 _SAVE_ID = re.compile(rb'"save_id": "([A-Za-z0-9_]{1,64})"')
@@ -44,27 +46,30 @@ Spec = tuple[str, tuple[int, ...]]  # dtype and shape, as a header has them
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A folder that may have bytes of the save. `manifest`: None where it has no valid one, and `why`; `body`: its bytes, if it can be
-    read."""
+class FolderCopy:
+    """A folder that may have bytes of the save. `manifest`: None where it has no valid one, and
+    `problem`; `body`: its bytes, if it can be read.
+    """
 
     storage: Reader
     body: bytes | None
     manifest: Manifest | None
-    why: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The manifest of the save, and its bytes. `sure`: whether the folder is known to be that save's, and not only not to be another's."""
+class ResolvedManifest:
+    """The manifest of the save, and its bytes. `proven`: whether the folder is known to be that
+    save's, and not only not to be another's.
+    """
 
     manifest: Manifest
     body: bytes
-    sure: bool
+    proven: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Header:
     """A part file's header: its bytes, and what it says."""
 
     body: bytes
@@ -72,139 +77,156 @@ class Head:
 
 
 @dataclass(slots=True)
-class Truth:
-    """What is proved of the folder. What no copy has right is left out. `blocks`: CRCs by part and name. `singles`: files
-    with one CRC of all their bytes, the parts' indexes among them."""
+class Expected:
+    """What is proved of the folder. What no copy has right is left out. `block_crcs`: CRCs by part
+    and name. `auxiliary_files`: files with one CRC of all their bytes, the parts' indexes among
+    them.
+    """
 
     manifest: Manifest
     parts: list[str]
-    heads: dict[str, Head] = field(default_factory=dict)
-    singles: dict[str, bytes] = field(default_factory=dict)
-    blocks: dict[Key, Sequence[int]] = field(default_factory=dict)
+    headers: dict[str, Header] = field(default_factory=dict)
+    auxiliary_files: dict[str, bytes] = field(default_factory=dict)
+    block_crcs: dict[Key, Sequence[int]] = field(default_factory=dict)
 
 
-def look(storage: Reader) -> Copy:
+def inspect_copy(storage: Reader) -> FolderCopy:
     """FormatError for a manifest of another major version, NotFoundError where there is no folder."""
     file = f"{storage.root}/{names.MANIFEST}"
     try:
         body = storage.read(names.MANIFEST)
     except NotFoundError:
         storage.names()
-        return Copy(storage, None, None, f"{file}: is missing")
+        return FolderCopy(storage, None, None, f"{file}: is missing")
     except CheckpointError as error:
-        return Copy(storage, None, None, str(error))
+        return FolderCopy(storage, None, None, str(error))
     try:
-        return Copy(storage, body, parse_manifest(body, file=file))
+        return FolderCopy(storage, body, parse_manifest(body, file=file))
     except (FormatError, IntegrityError) as error:
         if is_other_version(body):
             raise
-        return Copy(storage, body, None, str(error))
+        return FolderCopy(storage, body, None, str(error))
 
 
-def settle(target: Copy, sources: Sequence[Copy]) -> Settled:
-    """The manifest by which the target is mended: its own, where it has a valid one; else a copy's that the target's files prove.
+def resolve_manifest(target: FolderCopy, sources: Sequence[FolderCopy]) -> ResolvedManifest:
+    """The manifest by which the target is mended: its own, where it has a valid one; else a copy's
+    that the target's files prove.
 
-    MismatchError for a source of another save; IntegrityError where manifests of one save differ, or nothing proves whose save the target
-    is; IncompleteError where nobody has a manifest.
+    MismatchError for a source of another save; IntegrityError where manifests of one save differ,
+    or nothing proves whose save the target is; IncompleteError where nobody has a manifest.
     """
     if target.manifest is not None and target.body is not None:
         for source in sources:
             _check_same(target, target.manifest, source)
-        return Settled(target.manifest, target.body, sure=True)
-    claim = _SAVE_ID.search(target.body or b"")
-    told = [
-        (one.storage.root, one.manifest, one.body)
-        for one in sources
-        if one.manifest is not None and one.body is not None
+        return ResolvedManifest(target.manifest, target.body, proven=True)
+    save_id_match = _SAVE_ID.search(target.body or b"")
+    candidates = [
+        (other.storage.root, other.manifest, other.body)
+        for other in sources
+        if other.manifest is not None and other.body is not None
     ]
-    ids = {manifest.save_id for _, manifest, _ in told} | ({claim[1].decode()} if claim else set())
+    ids = {manifest.save_id for _, manifest, _ in candidates} | (
+        {save_id_match[1].decode()} if save_id_match else set()
+    )
     if len(ids) > 1:
-        found = ", ".join(f"{root} of save {manifest.save_id}" for root, manifest, _ in told)
-        of = f", and what is left of its manifest is of save {claim[1].decode()}" if claim else ""
-        raise MismatchError(f"{target.why}; {found}{of}; needed copies of one save")
-    if not told:
-        asked = "".join(f"; {one.why}" for one in sources)
-        raise IncompleteError(
-            f"{target.why}{asked}; needed a copy of this folder that has its manifest: nothing else can prove a byte of it"
+        listing = ", ".join(
+            f"{root} of save {manifest.save_id}" for root, manifest, _ in candidates
         )
-    fits = [
-        (verdict, manifest, body)
-        for _, manifest, body in told
-        if (verdict := _fits(target.storage, manifest)) is not False
+        claim_text = (
+            f", and what is left of its manifest is of save {save_id_match[1].decode()}"
+            if save_id_match
+            else ""
+        )
+        raise MismatchError(f"{target.problem}; {listing}{claim_text}; needed copies of one save")
+    if not candidates:
+        problems = "".join(f"; {other.problem}" for other in sources)
+        raise IncompleteError(
+            f"{target.problem}{problems}; needed a copy of this folder that has its manifest: nothing else can prove a byte of it"
+        )
+    matches = [
+        (fit, manifest, body)
+        for _, manifest, body in candidates
+        if (fit := _manifest_fits(target.storage, manifest)) is not False
     ]
-    distinct = {json.dumps(json.loads(body), sort_keys=True) for _, _, body in fits}
+    distinct = {json.dumps(json.loads(body), sort_keys=True) for _, _, body in matches}
     if len(distinct) != 1:
-        found = (
+        listing = (
             "two manifests that its files fit"
             if distinct
-            else f"none that its files fit among those of {len(told)} folder(s)"
+            else f"none that its files fit among those of {len(candidates)} folder(s)"
         )
         raise IntegrityError(
-            f"{target.why}; found {found}; needed the manifest of a copy of this very folder, and its digests.safetensors or rank_extra to "
+            f"{target.problem}; found {listing}; needed the manifest of a copy of this very folder, and its digests.safetensors or rank_extra to "
             "prove that; nothing was changed"
         )
-    verdict, manifest, body = fits[0]
-    return Settled(manifest, body, sure=verdict is True)
+    fit, manifest, body = matches[0]
+    return ResolvedManifest(manifest, body, proven=fit is True)
 
 
-def _check_same(target: Copy, manifest: Manifest, source: Copy) -> None:
-    other = source.manifest
-    if other is None or source.body is None or target.body is None:
+def _check_same(target: FolderCopy, manifest: Manifest, source: FolderCopy) -> None:
+    source_manifest = source.manifest
+    if source_manifest is None or source.body is None or target.body is None:
         return
-    where = f"{source.storage.root}: holds save {other.save_id} (step {other.step})"
-    if other.save_id != manifest.save_id:
+    location = (
+        f"{source.storage.root}: holds save {source_manifest.save_id} (step {source_manifest.step})"
+    )
+    if source_manifest.save_id != manifest.save_id:
         raise MismatchError(
-            f"{where}; {target.storage.root} is of save {manifest.save_id} (step {manifest.step}); needed a copy of the same save"
+            f"{location}; {target.storage.root} is of save {manifest.save_id} (step {manifest.step}); needed a copy of the same save"
         )
-    if same_cut(other, manifest):
-        mine, theirs = json.loads(target.body), json.loads(source.body)
-        differ = sorted(
+    if same_files(source_manifest, manifest):
+        target_fields, source_fields = json.loads(target.body), json.loads(source.body)
+        differing = sorted(
             name
-            for name in (mine.keys() | theirs.keys()) - {"crc"}
-            if mine.get(name) != theirs.get(name)
+            for name in (target_fields.keys() | source_fields.keys()) - {"crc"}
+            if target_fields.get(name) != source_fields.get(name)
         )
-        if differ:
+        if differing:
             raise IntegrityError(
-                f"{where}, as {target.storage.root} does, and their manifests differ in {', '.join(differ)}; needed the same ones: "
+                f"{location}, as {target.storage.root} does, and their manifests differ in {', '.join(differing)}; needed the same ones: "
                 f"leave this copy out, or remove the {names.MANIFEST} that is damaged"
             )
 
 
-def same_cut(one: Manifest, other: Manifest) -> bool:
+def same_files(first: Manifest, second: Manifest) -> bool:
     """Whether two folders of one save hold the same files."""
-    return (one.island and one.island.number) == (other.island and other.island.number)
+    return (first.node_group and first.node_group.number) == (
+        second.node_group and second.node_group.number
+    )
 
 
-def _fits(storage: Reader, manifest: Manifest) -> bool | None:
-    """Whether a folder without a manifest is this one's: True where its digests are, False where a small file is not, None if they do not
-    tell.
+def _manifest_fits(storage: Reader, manifest: Manifest) -> bool | None:
+    """Whether a folder without a manifest is this one's: True where its digests are, False where a
+    small file is not, None if they do not tell.
 
     Machines may hold the same tensors; then only what their ranks left tells their folders apart.
     """
-    states = {record.file: state_of(storage, record) for record in manifest.singles()}
-    mine = manifest.rank_extra is not None and states[manifest.rank_extra.file] is True
-    if False in states.values() or (
-        manifest.island is not None and manifest.island.count > 1 and not mine
+    matches = {
+        record.file: matches_record(storage, record) for record in manifest.auxiliary_files()
+    }
+    has_rank_extra = manifest.rank_extra is not None and matches[manifest.rank_extra.file] is True
+    if False in matches.values() or (
+        manifest.node_group is not None and manifest.node_group.count > 1 and not has_rank_extra
     ):
         return False
-    return True if manifest.digests is not None and states[manifest.digests.file] else None
+    return True if manifest.digests is not None and matches[manifest.digests.file] else None
 
 
-def state_of(storage: Reader, record: NamedFile | DigestFile) -> bool | None:
+def matches_record(storage: Reader, record: NamedFile | DigestFile) -> bool | None:
     """Whether the file is right; None where there is none."""
     size = file_nbytes(storage, record.file)
     if size != record.nbytes:
         return None if size is None else False
-    body = lenient(storage, record.file, record.nbytes)
+    body = read_or_zeros(storage, record.file, record.nbytes)
     return None if body is None else f"{digests.crc(body):016x}" == record.crc
 
 
-def lenient(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
+def read_or_zeros(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes | None:
     """Bytes of a file from `start`; zeros where they cannot be read. None where there is no file."""
-    found = bytearray(nbytes)
+    data = bytearray(nbytes)
     try:
-        storage.read_at(file, start, memoryview(found))
-        return bytes(found)
+        storage.read_at(file, start, memoryview(data))
+        return bytes(data)
     except NotFoundError:
         return None
     except CheckpointError:
@@ -217,58 +239,73 @@ def lenient(storage: Reader, file: str, nbytes: int, *, start: int = 0) -> bytes
         return None
     for low in range(start, start + nbytes, _READ_NBYTES):
         high = max(min(low + _READ_NBYTES, size, start + nbytes), low)
-        into = memoryview(found)[low - start : high - start]
+        view = memoryview(data)[low - start : high - start]
         try:
-            storage.read_at(file, low, into)
+            storage.read_at(file, low, view)
         except CheckpointError:
-            into[:] = bytes(len(into))
-    return bytes(found[: max(min(size - start, nbytes), 0)]).ljust(nbytes, b"\0")
+            view[:] = bytes(len(view))
+    return bytes(data[: max(min(size - start, nbytes), 0)]).ljust(nbytes, b"\0")
 
 
-def prove(manifest: Manifest, target: Reader, sources: Sequence[Copy]) -> Truth:
-    """Finds what the manifest proves, in any of the folders. A part of which the target has neither index nor files was deleted."""
-    alike = [
+def collect_expected(manifest: Manifest, target: Reader, sources: Sequence[FolderCopy]) -> Expected:
+    """Finds what the manifest proves, in any of the folders. A part of which the target has neither
+    index nor files was deleted.
+    """
+    same_file_storages = [
         target,
         *(
-            one.storage
-            for one in sources
-            if one.manifest is None or same_cut(one.manifest, manifest)
+            source.storage
+            for source in sources
+            if source.manifest is None or same_files(source.manifest, manifest)
         ),
     ]
-    everybody = [target, *(one.storage for one in sources)]
-    truth = Truth(
-        manifest, [part for part, of in manifest.parts.items() if _is_there(target, part, of.files)]
+    all_storages = [target, *(source.storage for source in sources)]
+    expected = Expected(
+        manifest,
+        [
+            part
+            for part, part_record in manifest.parts.items()
+            if _part_exists(target, part, part_record.files)
+        ],
     )
-    for single in manifest.singles():
-        right = mosaic(_copies(everybody, single.file, single.nbytes), int(single.crc, 16))
-        if right is not None:
-            truth.singles[single.file] = right
+    for auxiliary in manifest.auxiliary_files():
+        body = reconstruct(
+            _read_copies(all_storages, auxiliary.file, auxiliary.nbytes), int(auxiliary.crc, 16)
+        )
+        if body is not None:
+            expected.auxiliary_files[auxiliary.file] = body
     records = [
         (part, file, record)
-        for part in truth.parts
+        for part in expected.parts
         for file, record in manifest.parts[part].files.items()
     ]
     for _, file, record in records:
-        _keep_head(truth, file, record, _heads(alike, file, record))
-        for storage in alike:
+        _add_header(expected, file, record, _header_candidates(same_file_storages, file, record))
+        for storage in same_file_storages:
             storage.close()  # one file is open at a time
-    if len(truth.heads) < len(records):
-        specs = dict(_specs(truth, sources))
+    if len(expected.headers) < len(records):
+        specs = dict(_global_specs(expected, sources))
         for part, file, record in records:
-            if file not in truth.heads:
-                _keep_head(truth, file, record, _made_heads(alike, part, file, specs))
-    for part in truth.parts:
-        _keep_index(truth, part, alike)
-    if manifest.digests is not None and manifest.digests.file in truth.singles:
-        truth.blocks = parse_digests(truth.singles[manifest.digests.file], manifest.digests)
-    return truth
+            if file not in expected.headers:
+                _add_header(
+                    expected, file, record, _rebuilt_headers(same_file_storages, part, file, specs)
+                )
+    for part in expected.parts:
+        _add_index(expected, part, same_file_storages)
+    if manifest.digests is not None and manifest.digests.file in expected.auxiliary_files:
+        expected.block_crcs = parse_digests(
+            expected.auxiliary_files[manifest.digests.file], manifest.digests
+        )
+    return expected
 
 
-def _copies(storages: Sequence[Reader], file: str, nbytes: int) -> list[bytes]:
-    """What the folders have of a small file. Where none has as many bytes no memory is taken: the number itself may be wrong."""
-    if max((file_nbytes(storage, file) or 0 for storage in storages), default=0) < nbytes:
+def _read_copies(readers: Sequence[Reader], file: str, nbytes: int) -> list[bytes]:
+    """What the folders have of a small file. Where none has as many bytes no memory is taken: the
+    number itself may be wrong.
+    """
+    if max((file_nbytes(reader, file) or 0 for reader in readers), default=0) < nbytes:
         return []
-    return [body for storage in storages if (body := lenient(storage, file, nbytes)) is not None]
+    return [body for reader in readers if (body := read_or_zeros(reader, file, nbytes)) is not None]
 
 
 def file_nbytes(storage: Reader, file: str) -> int | None:
@@ -279,7 +316,7 @@ def file_nbytes(storage: Reader, file: str) -> int | None:
         return None
 
 
-def _is_there(storage: Reader, part: str, files: Mapping[str, object]) -> bool:
+def _part_exists(storage: Reader, part: str, files: Mapping[str, object]) -> bool:
     return (
         any(file_nbytes(storage, name) is not None for name in (names.index_name(part), *files))
         if files
@@ -287,104 +324,116 @@ def _is_there(storage: Reader, part: str, files: Mapping[str, object]) -> bool:
     )
 
 
-def _keep_head(truth: Truth, file: str, record: FileRecord, bodies: Iterator[bytes]) -> None:
+def _add_header(expected: Expected, file: str, record: FileRecord, bodies: Iterator[bytes]) -> None:
     for body in bodies:
         if f"{digests.crc(body):016x}" == record.header_crc:
-            truth.heads[file] = Head(
+            expected.headers[file] = Header(
                 body, header.parse_header(body, file_size=record.nbytes, file=file)
             )
             return
 
 
-def _keep_index(truth: Truth, part: str, storages: Sequence[Reader]) -> None:
+def _add_index(expected: Expected, part: str, storages: Sequence[Reader]) -> None:
     """The part's index: a copy of it, or made anew from the headers where all are known."""
-    record, files = truth.manifest.parts[part], truth.manifest.parts[part].files
+    record, files = expected.manifest.parts[part], expected.manifest.parts[part].files
     if record.index is None:
         return
     name = names.index_name(part)
-    bodies = _copies(storages, name, record.index.nbytes)
-    if files.keys() <= truth.heads.keys():
-        weight_map = {fqn: file for file in files for fqn in truth.heads[file].entries}
+    bodies = _read_copies(storages, name, record.index.nbytes)
+    if files.keys() <= expected.headers.keys():
+        weight_map = {fqn: file for file in files for fqn in expected.headers[file].entries}
         bodies.append(index.encode_index(total_size=record.total_nbytes, weight_map=weight_map))
-    right = mosaic(bodies, int(record.index.crc, 16))
-    if right is not None:
-        truth.singles[name] = right
+    body = reconstruct(bodies, int(record.index.crc, 16))
+    if body is not None:
+        expected.auxiliary_files[name] = body
 
 
-def _heads(storages: Sequence[Reader], file: str, record: FileRecord) -> Iterator[bytes]:
-    """What may be the file's header: of each length that a copy claims, one that several copies make between them."""
+def _header_candidates(
+    storages: Sequence[Reader], file: str, record: FileRecord
+) -> Iterator[bytes]:
+    """What may be the file's header: of each length that a copy claims, one that several copies
+    make between them.
+    """
     lengths = set[int]()
     for storage in storages:
-        first = lenient(storage, file, header.PREFIX_NBYTES)
+        prefix = read_or_zeros(storage, file, header.PREFIX_NBYTES)
         try:
             lengths |= (
-                {header.header_nbytes(first, file_size=record.nbytes, file=file)}
-                if first is not None
+                {header.header_nbytes(prefix, file_size=record.nbytes, file=file)}
+                if prefix is not None
                 else set()
             )
         except FormatError:
             continue
     for length in lengths:
         bodies = [
-            body for storage in storages if (body := lenient(storage, file, length)) is not None
+            body
+            for storage in storages
+            if (body := read_or_zeros(storage, file, length)) is not None
         ]
-        right = mosaic(bodies, int(record.header_crc, 16))
-        if right is not None:
-            yield right
+        combined = reconstruct(bodies, int(record.header_crc, 16))
+        if combined is not None:
+            yield combined
 
 
-def _made_heads(
+def _rebuilt_headers(
     storages: Sequence[Reader], part: str, file: str, specs: Mapping[Key, Spec]
 ) -> Iterator[bytes]:
-    """The header as the writer makes it, from the names that an index says and what other folders say of the tensors."""
+    """The header as the writer makes it, from the names that an index says and what other folders
+    say of the tensors.
+    """
     for storage in storages:
         try:
             weight_map = index.parse_index(
                 storage.read(names.index_name(part)), file=file
             ).weight_map
             items = [
-                (name, *_spec(part, name, specs)) for name, at in weight_map.items() if at == file
+                (name, *_stored_spec(part, name, specs))
+                for name, located_file in weight_map.items()
+                if located_file == file
             ]
             yield header.encode_header(header.file_order(items))[0]
         except (CheckpointError, KeyError):
             continue
 
 
-def _spec(part: str, name: str, specs: Mapping[Key, Spec]) -> Spec:
-    parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
-    dtype, shape = specs[origin((part, name))]
+def _stored_spec(part: str, name: str, specs: Mapping[Key, Spec]) -> Spec:
+    parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+    dtype, shape = specs[base_key((part, name))]
     return (dtype, shape) if parsed is None else (dtype, parsed[1].shape)
 
 
-def _specs(truth: Truth, sources: Sequence[Copy]) -> Iterator[tuple[Key, Spec]]:
+def _global_specs(expected: Expected, sources: Sequence[FolderCopy]) -> Iterator[tuple[Key, Spec]]:
     """Dtype and shape of whole tensors, as this folder's headers and those of others say."""
-    for part in truth.parts:
-        for file in truth.manifest.parts[part].files:
-            if file in truth.heads:
-                yield from _specs_of(part, truth.heads[file].entries)
+    for part in expected.parts:
+        for file in expected.manifest.parts[part].files:
+            if file in expected.headers:
+                yield from _specs_in(part, expected.headers[file].entries)
     for source in sources:
-        for part, of in source.manifest.parts.items() if source.manifest is not None else ():
-            for file, record in of.files.items():
-                for body in _heads([source.storage], file, record):
-                    yield from _specs_of(
+        for part, part_record in (
+            source.manifest.parts.items() if source.manifest is not None else ()
+        ):
+            for file, record in part_record.files.items():
+                for body in _header_candidates([source.storage], file, record):
+                    yield from _specs_in(
                         part, header.parse_header(body, file_size=record.nbytes, file=file)
                     )
 
 
-def _specs_of(part: str, entries: Mapping[str, Entry]) -> Iterator[tuple[Key, Spec]]:
+def _specs_in(part: str, entries: Mapping[str, Entry]) -> Iterator[tuple[Key, Spec]]:
     for name, entry in entries.items():
-        parsed = parse_fragment(name) if part.endswith(FRAGMENTS) else None
-        yield origin((part, name)), (entry.dtype, entry.shape if parsed is None else parsed[2])
+        parsed = parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None
+        yield base_key((part, name)), (entry.dtype, entry.shape if parsed is None else parsed[2])
 
 
 def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
     """CRCs of blocks by part and name; none where they are of another kind than ours."""
-    if not record.is_known:
+    if not record.is_supported:
         return {}
-    found: dict[Key, Sequence[int]] = {}
+    crcs: dict[Key, Sequence[int]] = {}
     for name, entry in header.parse_header(body, file_size=len(body), file=record.file).items():
         part, _, fqn = name.partition(":")
-        found[part, fqn] = struct.unpack_from(
+        crcs[part, fqn] = struct.unpack_from(
             f"<{(entry.stop - entry.start) // 8}Q", body, entry.start
         )
-    return found
+    return crcs

@@ -1,4 +1,5 @@
-"""Proved blocks of a damaged folder's tensors: each from the first folder that has it right, or out of slices, or out of damaged copies.
+"""Proved blocks of a damaged folder's tensors: each from the first folder that has it right, or out
+of slices, or out of damaged copies.
 
 Nothing leaves here that does not have the digest which the damaged folder's own manifest leads to.
 """
@@ -10,201 +11,229 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, parse_fragment
-from unified_ckpt.core.sharding.boxes import Box, runs, whole
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_name
+from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import packed
+from unified_ckpt.core.sharding.dtypes import memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import Member, join
+from unified_ckpt.engine.nodes.coverage import NodeFolder, merge_tensor_lists
 from unified_ckpt.engine.nodes.inventory import classify
-from unified_ckpt.engine.nodes.storage import JointStorage, file_of
-from unified_ckpt.engine.repair.expected import Copy, Truth, lenient, parse_digests, prove, same_cut
+from unified_ckpt.engine.nodes.storage import ShardedStorage, virtual_file
+from unified_ckpt.engine.repair.expected import (
+    Expected,
+    FolderCopy,
+    collect_expected,
+    parse_digests,
+    read_or_zeros,
+    same_files,
+)
 from unified_ckpt.engine.source.protocol import Catalog, Location
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import DigestFile
-from unified_ckpt.format.reconstruct import mosaic
+from unified_ckpt.format.reconstruct import reconstruct
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
 _BLOCK = digests.BLOCK_NBYTES
 
 
-class Goods:
+class BlockRecovery:
     """Where the good bytes are. `damage`: what of the sources was wrong, in sentences."""
 
-    def __init__(self, truth: Truth, target: Copy, sources: Sequence[Copy]) -> None:
-        self._truth, self._target, self._sources = truth, target, sources
-        alike = [
-            one.storage
-            for one in sources
-            if one.manifest is None or same_cut(one.manifest, truth.manifest)
+    def __init__(
+        self, expected: Expected, target: FolderCopy, sources: Sequence[FolderCopy]
+    ) -> None:
+        self._expected, self._target, self._sources = expected, target, sources
+        same_file_sources = [
+            source.storage
+            for source in sources
+            if source.manifest is None or same_files(source.manifest, expected.manifest)
         ]
-        self._copies = [
+        self._same_file_storages = [
             target.storage,
-            *alike,
+            *same_file_sources,
         ]  # of the same files: a block lies at the same place in all of them
         self.damage: list[str] = []
 
     def block(self, part: str, name: str, file: str, block: int) -> bytes | None:
         """A block of a tensor; None where no folder has it right."""
-        entry, needed = self._truth.heads[file].entries[name], self._truth.blocks[part, name][block]
+        entry, expected_crc = (
+            self._expected.headers[file].entries[name],
+            self._expected.block_crcs[part, name][block],
+        )
         start = block * _BLOCK
         nbytes = min(_BLOCK, entry.stop - entry.start - start)
-        bad: list[bytes] = []
-        for found in self._found(part, name, file, entry, start, nbytes):
-            if digests.crc(found) == needed:
-                return found
-            bad.append(found)
-        return mosaic(bad, needed)
+        damaged: list[bytes] = []
+        for candidate in self._candidates(part, name, file, entry, start, nbytes):
+            if digests.crc(candidate) == expected_crc:
+                return candidate
+            damaged.append(candidate)
+        return reconstruct(damaged, expected_crc)
 
     def close(self) -> None:
         """Lets go of the sources' files, of which there may be many, until the next is read."""
-        for one in self._sources:
-            one.storage.close()
+        for source in self._sources:
+            source.storage.close()
 
-    def redigest(self) -> None:
-        """The digest file, where no copy of it is right, out of the tensors: if it then has its CRC, so have all of them.
+    def rebuild_digests(self) -> None:
+        """The digest file, where no copy of it is right, out of the tensors: if it then has its
+        CRC, so have all of them.
 
         Of each block the folders may say different things; of all those the CRC proves one.
         """
-        record = self._truth.manifest.digests
+        record = self._expected.manifest.digests
         if (
             record is None
-            or record.file in self._truth.singles
+            or record.file in self._expected.auxiliary_files
             or record.algorithm != digests.ALGORITHM
         ):
             return
-        claims: dict[
+        candidate_crcs: dict[
             str, list[list[int]]
         ] = {}  # by name in the digest file: of each block, what its CRC may be
-        for part in self._truth.parts:
-            for file, name, entry in _entries(self._truth, part):
-                claims[f"{part}:{name}"] = [
+        for part in self._expected.parts:
+            for file, name, entry in _entries(self._expected, part):
+                candidate_crcs[f"{part}:{name}"] = [
                     list(
                         dict.fromkeys(
                             map(
                                 digests.crc,
-                                self._found(
+                                self._candidates(
                                     part,
                                     name,
                                     file,
                                     entry,
-                                    low,
-                                    min(_BLOCK, entry.stop - entry.start - low),
+                                    offset,
+                                    min(_BLOCK, entry.stop - entry.start - offset),
                                 ),
                             )
                         )
                     )
-                    for low in range(0, entry.stop - entry.start, _BLOCK)
+                    for offset in range(0, entry.stop - entry.start, _BLOCK)
                 ]
-        if record.nbytes > header.MAX_HEADER_NBYTES + 8 * (1 + sum(map(len, claims.values()))):
+        if record.nbytes > header.MAX_HEADER_NBYTES + 8 * (
+            1 + sum(map(len, candidate_crcs.values()))
+        ):
             return  # no such file can be
-        kept = [
+        stored_bodies = [
             body
-            for storage in self._copies
-            if (body := lenient(storage, record.file, record.nbytes)) is not None
+            for storage in self._same_file_storages
+            if (body := read_or_zeros(storage, record.file, record.nbytes)) is not None
         ]
-        made = [
+        built_bodies = [
             body
-            for order in (*_orders(kept, record), sorted(claims))
-            for body in _digest_files(claims, order)
+            for order in (*_name_orders(stored_bodies, record), sorted(candidate_crcs))
+            for body in _digest_file_candidates(candidate_crcs, order)
             if len(body) == record.nbytes
         ]
-        right = mosaic([*made, *kept], int(record.crc, 16))
-        if right is not None:
-            self._truth.singles[record.file] = right
-            self._truth.blocks = parse_digests(right, record)
+        body_found = reconstruct([*built_bodies, *stored_bodies], int(record.crc, 16))
+        if body_found is not None:
+            self._expected.auxiliary_files[record.file] = body_found
+            self._expected.block_crcs = parse_digests(body_found, record)
 
-    def _found(
+    def _candidates(
         self, part: str, name: str, file: str, entry: Entry, start: int, nbytes: int
     ) -> Iterator[bytes]:
         """What the folders say these bytes are."""
-        needed = self._truth.blocks.get((part, name))
-        for number, storage in enumerate(self._copies):
-            held = lenient(storage, file, nbytes, start=entry.start + start)
-            if held is None:
+        expected_crcs = self._expected.block_crcs.get((part, name))
+        for number, storage in enumerate(self._same_file_storages):
+            data = read_or_zeros(storage, file, nbytes, start=entry.start + start)
+            if data is None:
                 continue
-            if number and needed is not None and digests.crc(held) != needed[start // _BLOCK]:
-                self._tell(
+            if (
+                number
+                and expected_crcs is not None
+                and digests.crc(data) != expected_crcs[start // _BLOCK]
+            ):
+                self._record_damage(
                     f"{storage.root}/{file}: block {start // _BLOCK} of {part}:{name} is damaged there too"
                 )
-            yield held
-        for joint in self._joints:
+            yield data
+        for sharded in self._sharded_storages:
             body = bytearray(nbytes)
             try:
-                _read_slices(joint, part, name, entry, start, memoryview(body))
+                _read_slices(sharded, part, name, entry, start, memoryview(body))
             except CheckpointError as error:
-                self._tell(str(error))
+                self._record_damage(str(error))
                 continue
-            for text in joint.ledger.damage:
-                self._tell(text)
+            for message in sharded.verification_log.damage:
+                self._record_damage(message)
             yield bytes(body)
 
-    def _tell(self, text: str) -> None:
-        if text not in self.damage:
-            self.damage.append(text)
+    def _record_damage(self, message: str) -> None:
+        if message not in self.damage:
+            self.damage.append(message)
 
     @cached_property
-    def _joints(self) -> list[JointStorage]:
-        """The other machines' tensors, put together: by digests that are proved, and without, in each order, for what those cannot tell.
+    def _sharded_storages(self) -> list[ShardedStorage]:
+        """The other machines' tensors, put together: by digests that are proved, and without, in
+        each order, for what those cannot tell.
 
         They may have a tensor in part: nobody has proved that they have all of it.
         """
-        shelves: list[_Shelf] = []
-        held: list[dict[str, dict[str, TensorSpec]]] = []
+        folders: list[_VerifiedFolder] = []
+        specs: list[dict[str, dict[str, TensorSpec]]] = []
         for source in self._sources:
-            if source.manifest is None or same_cut(source.manifest, self._truth.manifest):
+            if source.manifest is None or same_files(source.manifest, self._expected.manifest):
                 continue  # read already, as far as it has the bytes at all
-            others = [self._target, *(one for one in self._sources if one is not source)]
-            truth = prove(source.manifest, source.storage, others)
-            shelves.append(_Shelf(source.storage, truth.blocks, _locations(truth)))
-            held.append({part: dict(_specs(truth, part)) for part in truth.parts})
-        if not shelves:
+            others = [self._target, *(other for other in self._sources if other is not source)]
+            expected = collect_expected(source.manifest, source.storage, others)
+            folders.append(
+                _VerifiedFolder(source.storage, expected.block_crcs, _locations(expected))
+            )
+            specs.append({part: dict(_specs(expected, part)) for part in expected.parts})
+        if not folders:
             return []
         members = [
-            Member(shelf.storage.root, number, "", (), ()) for number, shelf in enumerate(shelves)
+            NodeFolder(folder.storage.root, number, "", (), ())
+            for number, folder in enumerate(folders)
         ]
-        found = join(members, [classify(stored) for stored in held])
-        bare = [_Shelf(_Lenient(shelf.storage), {}, shelf.locations) for shelf in shelves]
+        index = merge_tensor_lists(members, [classify(stored) for stored in specs])
+        unverified = [
+            _VerifiedFolder(_ZeroFilledReader(folder.storage), {}, folder.locations)
+            for folder in folders
+        ]
         return [
-            JointStorage(found, shelves, own=(), turn=0, proved=False),
+            ShardedStorage(index, folders, local=(), rotation=0, complete=False),
             *(
-                JointStorage(found, bare, own=(), turn=turn, proved=False)
-                for turn in range(len(shelves))
+                ShardedStorage(index, unverified, local=(), rotation=turn, complete=False)
+                for turn in range(len(folders))
             ),
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Shelf:
+class _VerifiedFolder:
     """A source's files, and what is proved of them: digests, and where its tensors lie."""
 
     storage: Reader
-    blocks: Mapping[Key, Sequence[int]]
+    block_crcs: Mapping[Key, Sequence[int]]
     locations: Mapping[Key, Location]
 
     def file_of(self, part: str, name: str) -> str:
         return self.locations[part, name].file
 
-    def catalog(self, wanted: Collection[Key]) -> Catalog:
-        return Catalog(self.storage, {key: self.locations[key] for key in wanted})
+    def catalog(self, keys: Collection[Key]) -> Catalog:
+        return Catalog(self.storage, {key: self.locations[key] for key in keys})
 
-    def block_digests(self, wanted: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
-        return {key: self.blocks.get(key) for key in wanted}
+    def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
+        return {key: self.block_crcs.get(key) for key in keys}
 
 
-class _Lenient:
-    """A folder whose bytes are zeros where they cannot be read: what is left of them may be what others lack."""
+class _ZeroFilledReader:
+    """A folder whose bytes are zeros where they cannot be read: what is left of them may be what
+    others lack.
+    """
 
     def __init__(self, storage: Reader) -> None:
         self.root, self._storage = storage.root, storage
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        found = lenient(self._storage, name, len(into), start=start)
-        if found is None:
+        data = read_or_zeros(self._storage, name, len(into), start=start)
+        if data is None:
             raise NotFoundError(f"{self.root}/{name}: is missing")
-        into[:] = found
+        into[:] = data
 
     def read(self, name: str) -> bytes:
         return self._storage.read(name)
@@ -219,83 +248,90 @@ class _Lenient:
         self._storage.close()
 
 
-def _entries(truth: Truth, part: str) -> Iterator[tuple[str, str, Entry]]:
+def _entries(expected: Expected, part: str) -> Iterator[tuple[str, str, Entry]]:
     """(file, name, entry) of a part's tensors, as far as headers are known."""
-    for file in truth.manifest.parts[part].files:
-        for name, entry in truth.heads[file].entries.items() if file in truth.heads else ():
+    for file in expected.manifest.parts[part].files:
+        for name, entry in (
+            expected.headers[file].entries.items() if file in expected.headers else ()
+        ):
             yield file, name, entry
 
 
-def _specs(truth: Truth, part: str) -> Iterator[tuple[str, TensorSpec]]:
-    for _, name, entry in _entries(truth, part):
-        yield name, TensorSpec(entry.dtype, packed(entry.dtype, entry.shape))
+def _specs(expected: Expected, part: str) -> Iterator[tuple[str, TensorSpec]]:
+    for _, name, entry in _entries(expected, part):
+        yield name, TensorSpec(entry.dtype, memory_shape(entry.dtype, entry.shape))
 
 
-def _locations(truth: Truth) -> dict[Key, Location]:
+def _locations(expected: Expected) -> dict[Key, Location]:
     return {
         (part, name): Location(file, entry.start)
-        for part in truth.parts
-        for file, name, entry in _entries(truth, part)
+        for part in expected.parts
+        for file, name, entry in _entries(expected, part)
     }
 
 
-def _place(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
+def _locate(part: str, name: str, entry: Entry) -> tuple[Key, Box, tuple[int, ...]]:
     """Of a stored tensor: the whole one that it belongs to, where in it, and that one's shape."""
     parsed, shape = (
-        parse_fragment(name) if part.endswith(FRAGMENTS) else None,
-        packed(entry.dtype, entry.shape),
+        parse_shard_name(name) if part.endswith(SHARD_SUFFIX) else None,
+        memory_shape(entry.dtype, entry.shape),
     )
     if parsed is not None and parsed[1].shape == shape:
-        return (part.removesuffix(FRAGMENTS), parsed[0]), parsed[1], parsed[2]
-    return (part, name), whole(shape), shape
+        return (part.removesuffix(SHARD_SUFFIX), parsed[0]), parsed[1], parsed[2]
+    return (part, name), full_box(shape), shape
 
 
-def _orders(kept: Sequence[bytes], record: DigestFile) -> Iterator[list[str]]:
-    for body in kept:
+def _name_orders(bodies: Sequence[bytes], record: DigestFile) -> Iterator[list[str]]:
+    for body in bodies:
         try:
             yield list(header.parse_header(body, file_size=record.nbytes, file=record.file))
         except CheckpointError:
             continue
 
 
-def _digest_files(
-    claims: Mapping[str, Sequence[Sequence[int]]], order: Sequence[str]
+def _digest_file_candidates(
+    candidate_crcs: Mapping[str, Sequence[Sequence[int]]], order: Sequence[str]
 ) -> Iterator[bytes]:
-    """As the writer makes it, with the first claim of each block, with the second … None for names that nobody has."""
-    if not claims.keys() >= set(order):
+    """As the writer makes it, with the first claim of each block, with the second … None for names
+    that nobody has.
+    """
+    if not candidate_crcs.keys() >= set(order):
         return
-    head, _ = header.encode_header((key, "U64", (len(claims[key]),)) for key in order)
-    blocks = [of or [0] for key in order for of in claims[key]]
+    header_bytes, _ = header.encode_header(
+        (key, "U64", (len(candidate_crcs[key]),)) for key in order
+    )
+    blocks = [crcs or [0] for key in order for crcs in candidate_crcs[key]]
     for number in range(max(map(len, blocks), default=1)):
-        yield head + struct.pack(
-            f"<{len(blocks)}Q", *(of[min(number, len(of) - 1)] for of in blocks)
+        yield header_bytes + struct.pack(
+            f"<{len(blocks)}Q", *(crcs[min(number, len(crcs) - 1)] for crcs in blocks)
         )
 
 
 def _read_slices(
-    joint: JointStorage, part: str, name: str, entry: Entry, start: int, into: memoryview
+    sharded: ShardedStorage, part: str, name: str, entry: Entry, start: int, into: memoryview
 ) -> None:
-    """Fills `into` with bytes from `start` of a tensor or a fragment, out of the whole tensors that the sources make. Same errors as
+    """Fills `into` with bytes from `start` of a tensor or a fragment, out of the whole tensors that
+    the sources make. Same errors as
     `JointStorage.read_at`, for a tensor that no source has too."""
-    key, box, shape = _place(part, name, entry)
+    key, box, shape = _locate(part, name, entry)
     local_shape = box.shape
-    item = (entry.stop - entry.start) // box.numel
-    if joint.size(file_of(key)) != item * whole(shape).numel:
+    itemsize = (entry.stop - entry.start) // box.numel
+    if sharded.size(virtual_file(key)) != itemsize * full_box(shape).numel:
         raise CheckpointError(f"{key[0]}:{key[1]}: no source has anything of it")
     low, high = 0, box.shape[0] if box.shape else 1  # rows of the fragment
     if box.shape:
-        row = (entry.stop - entry.start) // box.shape[0]
-        low, high = start // row, -(-(start + len(into)) // row)
+        row_nbytes = (entry.stop - entry.start) // box.shape[0]
+        low, high = start // row_nbytes, -(-(start + len(into)) // row_nbytes)
         box = Box((box.offsets[0] + low, *box.offsets[1:]), (high - low, *box.shape[1:]))
-    local = Box((low, *(0,) * (len(box.shape) - 1)), box.shape) if box.shape else whole(())
+    local = Box((low, *(0,) * (len(box.shape) - 1)), box.shape) if box.shape else full_box(())
     for first, in_local, count in runs(box, shape, local=local, local_shape=local_shape):
         lower, upper = (
-            max(in_local * item, start),
-            min((in_local + count) * item, start + len(into)),
+            max(in_local * itemsize, start),
+            min((in_local + count) * itemsize, start + len(into)),
         )
         if lower < upper:
-            joint.read_at(
-                file_of(key),
-                first * item + lower - in_local * item,
+            sharded.read_at(
+                virtual_file(key),
+                first * itemsize + lower - in_local * itemsize,
                 into[lower - start : upper - start],
             )

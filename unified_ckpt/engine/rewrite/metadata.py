@@ -1,4 +1,5 @@
-"""What a checkpoint that is made of another one holds beside tensors, said anew: extra state, each rank's own, digests, indexes.
+"""What a checkpoint that is made of another one holds beside tensors, said anew: extra state, each
+rank's own, digests, indexes.
 
 Runs on the one rank that leads. All of it comes from what is rewritten: nothing is made up.
 """
@@ -11,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import short
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.engine.folder import commit, extra_state
-from unified_ckpt.engine.folder.copy import Copy
-from unified_ckpt.engine.nodes.source import Joint
-from unified_ckpt.engine.rewrite.tensors import Output, Written
+from unified_ckpt.engine.folder.copy import FolderCopier
+from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.rewrite.tensors import Output, WrittenFiles
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, header, index, names
@@ -30,66 +31,74 @@ from unified_ckpt.format.manifest import (
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-def world_of(manifest: Manifest) -> int:
+def full_world_size(manifest: Manifest) -> int:
     """The ranks of the whole save."""
-    return manifest.island.world_size if manifest.island is not None else manifest.world_size
+    return (
+        manifest.node_group.world_size if manifest.node_group is not None else manifest.world_size
+    )
 
 
-def reseal(
-    joint: Joint,
+def write_merged_metadata(
+    source: ClusterSource,
     storage: LocalStorage,
     folder: str,
     output: Output,
-    written: Written,
+    written: WrittenFiles,
     *,
     fsync: bool,
 ) -> Manifest:
     """Of folders that are merged: writes all but tensors and the manifest, which it returns."""
-    manifests, notes = joint.manifests, joint.storage.ledger.damage
-    first = manifests[0]
-    ours = {
+    manifests, notes = source.manifests, source.storage.verification_log.damage
+    first_manifest = manifests[0]
+    engine_files = {
         names.MANIFEST,
-        commit.PROBE,
+        commit.MARKER,
         names.DIGESTS,
         names.EXTRA,
         names.RANK_EXTRA,
         names.REPLICAS,
     }
-    ours |= {file for one in manifests for file in one.files()}
-    ours |= {
-        file for part, files in written.records.items() for file in (*files, names.index_name(part))
+    engine_files |= {file for manifest in manifests for file in manifest.files()}
+    engine_files |= {
+        file
+        for part, files in written.file_records.items()
+        for file in (*files, names.index_name(part))
     }
     # What `attach` added: it was called for each folder, with the same result.
-    Copy(joint.here[0], storage, folder, fsync=fsync, beat=output.beat).others("", ours)
-    world = 0
-    if any(one.rank_extra is not None for one in manifests):
-        world = world_of(first)
+    FolderCopier(
+        source.local_folders[0], storage, folder, fsync=fsync, on_progress=output.on_progress
+    ).copy_extra_files("", engine_files)
+    world_size = 0
+    if any(manifest.rank_extra is not None for manifest in manifests):
+        world_size = full_world_size(first_manifest)
         try:
-            _check_all_here(joint, world=world)
+            _check_all_ranks_present(source, world_size=world_size)
         except IncompleteError as error:
-            notes.append(_without_rank_extra(world, error))
-            world = 0
-    fields = seal_anew(
-        joint,
+            notes.append(_no_rank_extra_note(world_size, error))
+            world_size = 0
+    manifest_fields = write_metadata(
+        source,
         storage,
         folder,
         output,
         written,
-        has_optimizer=first.optimizer is not None,
+        has_optimizer=first_manifest.optimizer is not None,
         empty_parts=_empty_parts(manifests),
-        rank_extras=world,
+        rank_extras=world_size,
         notes=notes,
         fsync=fsync,
     )
-    return first.model_copy(update={**fields, "world_size": world_of(first), "island": None})
+    return first_manifest.model_copy(
+        update={**manifest_fields, "world_size": full_world_size(first_manifest), "island": None}
+    )
 
 
-def seal_anew(
+def write_metadata(
     source: Source,
     storage: LocalStorage,
     folder: str,
     output: Output,
-    written: Written,
+    written: WrittenFiles,
     *,
     has_optimizer: bool,
     empty_parts: Collection[str],
@@ -97,152 +106,178 @@ def seal_anew(
     notes: list[str],
     fsync: bool,
 ) -> dict[str, Any]:
-    """Writes extra state, digests and indexes; the fields of the manifest that speak of them and of the parts.
+    """Writes extra state, digests and indexes; the fields of the manifest that speak of them and of
+    the parts.
 
-    `empty_parts`: named with no files. `rank_extras`: of how many ranks the source has one; where one is lost, there is none, and `notes`
-    says so.
+    `empty_parts`: named with no files. `rank_extras`: of how many ranks the source has one; where
+    one is lost, there is none, and `notes` says so.
     """
-    said = source.said()
-    names_of = {part: source.names(part) for part in source.parts}
+    metadata = source.metadata()
+    names_by_part = {part: source.names(part) for part in source.parts}
     part_nbytes = {
-        part: sum(spec.nbytes for spec in source.specs(part, of).values())
-        for part, of in names_of.items()
+        part: sum(spec.nbytes for spec in source.specs(part, part_names).values())
+        for part, part_names in names_by_part.items()
     }
     indexes = write_indexes(written, output, part_nbytes)
     parts = {
         part: Part(
-            files=dict(written.records.get(part, {})),
+            files=dict(written.file_records.get(part, {})),
             index=indexes.get(part),
             total_nbytes=part_nbytes.get(part, 0),
             aliases=dict(source.aliases(part)),
         )
         for part in sorted({*source.parts, *empty_parts})
     }
-    told = extra_state.Told(
-        modules=dict(said.modules),
-        groups=[dict(group) for group in said.groups],
-        scalars={fqn: dict(state) for fqn, state in said.scalars.items()},
+    non_tensor_state = extra_state.NonTensorState(
+        modules=dict(metadata.modules),
+        groups=[dict(group) for group in metadata.groups],
+        scalars={fqn: dict(state) for fqn, state in metadata.scalars.items()},
         has_optimizer=has_optimizer,
     )
-    extra = extra_state.write_extra(storage, folder, said.extra, told)
+    extra = extra_state.write_extra(storage, folder, metadata.extra, non_tensor_state)
     if fsync and extra.file is not None:
         storage.sync(f"{folder}/{extra.file.file}")
-    rank_extra = _write_rank_extra(source, output, world=rank_extras, notes=notes)
-    proof = _write_digests(written.blocks, output)
+    rank_extra = _write_rank_extra(source, output, world_size=rank_extras, notes=notes)
+    digest_file = _write_digests(written.block_crcs, output)
     output.flush()
-    of_files = {
+    file_fields = {
         "format_version": FORMAT_VERSION,
         "parts": parts,
-        "digests": proof,
+        "digests": digest_file,
         "extra_file": extra.file,
         "rank_extra": rank_extra,
     }
-    of_tree = {"modules": extra.modules, "extra": extra.extra, "objects": list(said.objects)}
-    return {**of_files, **of_tree, "optimizer": extra.optimizer}
+    state_fields = {
+        "modules": extra.modules,
+        "extra": extra.extra,
+        "objects": list(metadata.objects),
+    }
+    return {**file_fields, **state_fields, "optimizer": extra.optimizer}
 
 
 def write_indexes(
-    written: Written, output: Output, part_nbytes: Mapping[str, int]
+    written: WrittenFiles, output: Output, part_nbytes: Mapping[str, int]
 ) -> dict[str, IndexFile]:
     """One index for each part that has tensors; the records by part."""
     records = {}
     for part, weight_map in written.weight_maps.items():
         body = index.encode_index(total_size=part_nbytes[part], weight_map=weight_map)
         output.write_at(names.index_name(part), 0, [memoryview(body)])
-        records[part] = IndexFile.of(body)
+        records[part] = IndexFile.from_bytes(body)
     return records
 
 
 def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
-    """Parts that were asked for and have no tensor anywhere. One that was deleted from all folders is none of them."""
-    named = {part for one in manifests for part, record in one.parts.items() if not record.files}
+    """Parts that were asked for and have no tensor anywhere. One that was deleted from all folders
+    is none of them.
+    """
+    candidates = {
+        part
+        for manifest in manifests
+        for part, record in manifest.parts.items()
+        if not record.files
+    }
     return {
         part
-        for part in named
-        if not any(one.island is not None and part in one.island.totals for one in manifests)
+        for part in candidates
+        if not any(
+            manifest.node_group is not None and part in manifest.node_group.totals
+            for manifest in manifests
+        )
     }
 
 
 def _write_rank_extra(
-    source: Source, output: Output, *, world: int, notes: list[str]
+    source: Source, output: Output, *, world_size: int, notes: list[str]
 ) -> RankExtraFile | None:
     """Each rank's value at its place in one file. Reads each twice, to hold one at a time.
 
-    None, with a word of it, where that of any rank is lost: some ranks would go on from their own state, and others from none.
+    None, with a word of it, where that of any rank is lost: some ranks would go on from their own
+    state, and others from none.
     """
     sizes: list[tuple[int, int]] = []
-    ledger = source.catalog(()).ledger
-    damage = list(ledger.damage) if ledger is not None else []
+    log = source.catalog(()).verification_log
+    damage_before = list(log.damage) if log is not None else []
     try:
-        for rank in range(world):
-            packed = _packed(source, rank)
-            if not packed and ledger is not None and len(ledger.damage) > len(damage):
-                raise IncompleteError(ledger.damage[-1])
-            sizes.append((len(packed), digests.crc(packed)))
-            output.beat(0)
+        for rank in range(world_size):
+            encoded = _encode_rank_extra(source, rank)
+            if not encoded and log is not None and len(log.damage) > len(damage_before):
+                raise IncompleteError(log.damage[-1])
+            sizes.append((len(encoded), digests.crc(encoded)))
+            output.on_progress(0)
     except (IncompleteError, IntegrityError) as error:
-        notes.append(_without_rank_extra(world, error))
+        notes.append(_no_rank_extra_note(world_size, error))
         return None
     total = sum(nbytes for nbytes, _ in sizes)
     if not total:
         return None
-    words = [("crcs", "U64", (world,)), ("offsets", "U64", (world + 1,)), ("blobs", "U8", (total,))]
-    head, _ = header.encode_header(words)
+    arrays = [
+        ("crcs", "U64", (world_size,)),
+        ("offsets", "U64", (world_size + 1,)),
+        ("blobs", "U8", (total,)),
+    ]
+    header_bytes, _ = header.encode_header(arrays)
     offsets = [0]
     for nbytes, _ in sizes:
         offsets.append(offsets[-1] + nbytes)
-    front = head + struct.pack(f"<{world + len(offsets)}Q", *(crc for _, crc in sizes), *offsets)
-    output.write_at(names.RANK_EXTRA, 0, [memoryview(front)])
-    for rank in range(world):
+    prefix = header_bytes + struct.pack(
+        f"<{world_size + len(offsets)}Q", *(crc for _, crc in sizes), *offsets
+    )
+    output.write_at(names.RANK_EXTRA, 0, [memoryview(prefix)])
+    for rank in range(world_size):
         if sizes[rank][0]:
             output.write_at(
-                names.RANK_EXTRA, len(front) + offsets[rank], [memoryview(_packed(source, rank))]
+                names.RANK_EXTRA,
+                len(prefix) + offsets[rank],
+                [memoryview(_encode_rank_extra(source, rank))],
             )
-    crc, nbytes = digests.combine_stream(
-        [(digests.crc(front), len(front)), *((crc, nbytes) for nbytes, crc in sizes)]
+    crc, nbytes = digests.combine_all(
+        [(digests.crc(prefix), len(prefix)), *((crc, nbytes) for nbytes, crc in sizes)]
     )
     return RankExtraFile(
         file=names.RANK_EXTRA,
         nbytes=nbytes,
-        header_crc=f"{digests.crc(head):016x}",
+        header_crc=f"{digests.crc(header_bytes):016x}",
         crc=f"{crc:016x}",
-        world_size=world,
-        table_crc=f"{digests.crc(front):016x}",
+        world_size=world_size,
+        table_crc=f"{digests.crc(prefix):016x}",
     )
 
 
-def _without_rank_extra(world: int, error: Exception) -> str:
-    return f"without rank_extra, that of all {world} ranks: {error}"
+def _no_rank_extra_note(world_size: int, error: Exception) -> str:
+    return f"without rank_extra, that of all {world_size} ranks: {error}"
 
 
-def _check_all_here(joint: Joint, *, world: int) -> None:
-    here = {
+def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
+    present = {
         rank
-        for one in joint.manifests
-        for rank in (one.island.ranks if one.island else range(one.world_size))
+        for manifest in source.manifests
+        for rank in (
+            manifest.node_group.ranks if manifest.node_group else range(manifest.world_size)
+        )
     }
-    away = sorted(set(range(world)) - here)
-    if away:
+    missing = sorted(set(range(world_size)) - present)
+    if missing:
         raise IncompleteError(
-            f"that of rank(s) {short(away)} is in a folder that is on no machine here"
+            f"that of rank(s) {format_ranks(missing)} is in a folder that is on no machine here"
         )
 
 
-def _packed(source: Source, rank: int) -> bytes:
-    found = source.rank_extra(rank)
-    return b"" if found is None else codec.pack(found, "rank_extra")
+def _encode_rank_extra(source: Source, rank: int) -> bytes:
+    value = source.rank_extra(rank)
+    return b"" if value is None else codec.pack(value, "rank_extra")
 
 
 def _write_digests(blocks: Mapping[Key, array[int]], output: Output) -> DigestFile:
-    head, _ = header.encode_header(
+    header_bytes, _ = header.encode_header(
         [(f"{part}:{name}", "U64", (len(crcs),)) for (part, name), crcs in blocks.items()]
     )
     views = [
-        memoryview(head),
+        memoryview(header_bytes),
         *(memoryview(struct.pack(f"<{len(crcs)}Q", *crcs)) for crcs in blocks.values()),
     ]
     output.write_at(names.DIGESTS, 0, views)
-    crc, nbytes = digests.combine_stream((digests.crc(view), len(view)) for view in views)
+    crc, nbytes = digests.combine_all((digests.crc(view), len(view)) for view in views)
     return DigestFile(
         file=names.DIGESTS,
         algorithm=digests.ALGORITHM,

@@ -1,4 +1,6 @@
-"""What a checkpoint holds beside the parts: what is said of modules and optimizers, the caller's `extra`, and each rank's own."""
+"""What a checkpoint holds beside the parts: what is said of modules and optimizers, the caller's
+`extra`, and each rank's own.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +10,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.engine.folder.extra_state import Told
-from unified_ckpt.engine.source.stateful import objects_in, with_states
+from unified_ckpt.engine.folder.extra_state import NonTensorState
+from unified_ckpt.engine.source.stateful import replace_with_states, stateful_objects
 from unified_ckpt.format import codec, digests, header, names
 from unified_ckpt.format.manifest import RankExtraFile
-from unified_ckpt.runtime.comm.collective import Meeting
-from unified_ckpt.runtime.exchange.shared_files import Files
-from unified_ckpt.runtime.torch_state.flatten import State
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What the caller gave beside tensors. `rank_extra`: packed, or empty. `objects`: the labels of this rank's objects."""
+class ExtraState:
+    """What the caller gave beside tensors. `rank_extra`: packed, or empty. `objects`: the labels of
+    this rank's objects.
+    """
 
     extra: Any
     rank_extra: bytes
     objects: tuple[str, ...] = ()
 
 
-def words_of(extra: Any, rank_extra: Any, *, first: bool, freeze: bool) -> Words:
-    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`: copy what the caller may change.
+def encode_extra(extra: Any, rank_extra: Any, *, is_first: bool, freeze: bool) -> ExtraState:
+    """FormatError naming the path, before anything is written, for what cannot be stored. `freeze`:
+    copy what the caller may change.
 
-    Objects give their state on every rank, for their own calls may be collective; of `extra` only the `first` rank's is kept.
+    Objects give their state on every rank, for their own calls may be collective; of `extra` only
+    the `is_first` rank's is kept.
     """
     objects = tuple(
-        one.label for one in (*objects_in(extra, "extra"), *objects_in(rank_extra, "rank_extra"))
+        named.label
+        for named in (
+            *stateful_objects(extra, "extra"),
+            *stateful_objects(rank_extra, "rank_extra"),
+        )
     )
-    extra, rank_extra = with_states(extra, "extra"), with_states(rank_extra, "rank_extra")
-    if not first:
+    extra, rank_extra = (
+        replace_with_states(extra, "extra"),
+        replace_with_states(rank_extra, "rank_extra"),
+    )
+    if not is_first:
         extra = None
     elif freeze:
         extra = codec.unpack(codec.pack(extra, "extra"), "extra")
     else:
         codec.encode(extra, "extra")
-    return Words(
+    return ExtraState(
         extra, b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"), objects
     )
 
 
-def tell(state: State, *, with_optimizer: bool) -> bytes:
-    """What this rank says for all ranks that hold the same tensors. `with_optimizer`: whether the optimizer is stored at all."""
+def collect_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
+    """What this rank says for all ranks that hold the same tensors. `with_optimizer`: whether the
+    optimizer is stored at all.
+    """
     optimizer = state.optimizer if with_optimizer else FlatOptimizer()
     return codec.pack(
         {
@@ -62,79 +77,91 @@ def tell(state: State, *, with_optimizer: bool) -> bytes:
     )
 
 
-def put_together(said: Sequence[bytes]) -> Told:
-    """Joins what the speakers said: groups with equal options become one, in the order in which they were first named."""
-    told = Told()
+def merge_non_tensor_state(states: Sequence[bytes]) -> NonTensorState:
+    """Joins what the speakers said: groups with equal options become one, in the order in which
+    they were first named.
+    """
+    merged = NonTensorState()
     by_options: dict[bytes, dict[str, Any]] = {}
-    for text in said:
-        one = codec.unpack(text, "state")
-        for part, aliases in one["aliases"].items():
-            told.aliases.setdefault(part, {}).update(aliases)
-        told.modules.update(one["modules"])
-        told.scalars.update(one["scalars"])
-        told.has_optimizer |= one["optimizer"]
-        own: dict[bytes, dict[str, Any]] = {}
-        for i, group in enumerate(one["groups"]):
+    for encoded in states:
+        state = codec.unpack(encoded, "state")
+        for part, aliases in state["aliases"].items():
+            merged.aliases.setdefault(part, {}).update(aliases)
+        merged.modules.update(state["modules"])
+        merged.scalars.update(state["scalars"])
+        merged.has_optimizer |= state["optimizer"]
+        groups_of_rank: dict[bytes, dict[str, Any]] = {}
+        for index, group in enumerate(state["groups"]):
             # Groups of one rank stay apart even where their options are equal now.
             kinds = {kind: group.get(kind) for kind in ("optimizer", "masters")}
             key = codec.pack(
                 [
                     group["options"],
                     kinds,
-                    sum(g["options"] == group["options"] for g in one["groups"][:i]),
+                    sum(
+                        earlier["options"] == group["options"]
+                        for earlier in state["groups"][:index]
+                    ),
                 ],
                 "options",
             )
-            own[key] = group
-        for key, group in own.items():
-            known = by_options.setdefault(key, {**group, "names": []})
-            there = set(known["names"])
-            known["names"].extend(fqn for fqn in group["names"] if fqn not in there)
-    told.groups = list(by_options.values())
-    return told
+            groups_of_rank[key] = group
+        for key, group in groups_of_rank.items():
+            joined = by_options.setdefault(key, {**group, "names": []})
+            joined_names = set(joined["names"])
+            joined["names"].extend(fqn for fqn in group["names"] if fqn not in joined_names)
+    merged.groups = list(by_options.values())
+    return merged
 
 
-def write_rank_extra(meeting: Meeting, files: Files, packed: bytes) -> RankExtraFile | None:
-    """Collective. Each rank's value to its place in one file; returns its record on rank 0, None where no rank has one."""
-    told = meeting.collect(
+def write_rank_extra(
+    collective: Collective, file_writer: FileWriter, packed: bytes
+) -> RankExtraFile | None:
+    """Collective. Each rank's value to its place in one file; returns its record on rank 0, None
+    where no rank has one.
+    """
+    entries = collective.collect(
         "rank-extra",
         json.dumps([len(packed), digests.crc(packed)]).encode(),
-        at=0,
-        ranks=range(meeting.world),
+        dst=0,
+        ranks=range(collective.world),
     )
     record = None
-    if meeting.rank == 0:
-        sizes = [json.loads(text) for text in told]
+    if collective.rank == 0:
+        sizes = [json.loads(entry) for entry in entries]
         total = sum(nbytes for nbytes, _ in sizes)
-        words = [("crcs", "U64", (meeting.world,)), ("offsets", "U64", (meeting.world + 1,))]
-        head, _ = header.encode_header([*words, ("blobs", "U8", (total,))])
+        sections = [
+            ("crcs", "U64", (collective.world,)),
+            ("offsets", "U64", (collective.world + 1,)),
+        ]
+        header_bytes, _ = header.encode_header([*sections, ("blobs", "U8", (total,))])
         offsets = [0]
         for nbytes, _ in sizes:
             offsets.append(offsets[-1] + nbytes)
         table = struct.pack(
-            f"<{meeting.world + len(offsets)}Q", *(crc for _, crc in sizes), *offsets
+            f"<{collective.world + len(offsets)}Q", *(crc for _, crc in sizes), *offsets
         )
-        for rank in range(meeting.world):
-            meeting.put(
+        for rank in range(collective.world):
+            collective.put(
                 f"rank-extra-at/{rank}",
-                str(len(head) + len(table) + offsets[rank] if total else -1).encode(),
+                str(len(header_bytes) + len(table) + offsets[rank] if total else -1).encode(),
             )
         if total:
-            files.write_at(names.RANK_EXTRA, 0, [memoryview(head), memoryview(table)])
+            file_writer.write_at(names.RANK_EXTRA, 0, [memoryview(header_bytes), memoryview(table)])
             streams = [
-                (digests.crc(head + table), len(head) + len(table)),
+                (digests.crc(header_bytes + table), len(header_bytes) + len(table)),
                 *((crc, nbytes) for nbytes, crc in sizes),
             ]
-            crc, nbytes = digests.combine_stream(streams)
+            crc, nbytes = digests.combine_all(streams)
             record = RankExtraFile(
                 file=names.RANK_EXTRA,
                 nbytes=nbytes,
-                header_crc=f"{digests.crc(head):016x}",
+                header_crc=f"{digests.crc(header_bytes):016x}",
                 crc=f"{crc:016x}",
-                world_size=meeting.world,
-                table_crc=f"{digests.crc(head + table):016x}",
+                world_size=collective.world,
+                table_crc=f"{digests.crc(header_bytes + table):016x}",
             )
-    start = int(meeting.get(f"rank-extra-at/{meeting.rank}"))
+    start = int(collective.get(f"rank-extra-at/{collective.rank}"))
     if packed and start >= 0:
-        files.write_at(names.RANK_EXTRA, start, [memoryview(packed)])
+        file_writer.write_at(names.RANK_EXTRA, start, [memoryview(packed)])
     return record

@@ -1,4 +1,6 @@
-"""The proof: block digests joined from all writers, the indexes, and the manifest, which is written last."""
+"""The proof: block digests joined from all writers, the indexes, and the manifest, which is written
+last.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +9,73 @@ import struct
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from unified_ckpt.engine.folder.extra_state import Extra, Told
+from unified_ckpt.engine.folder.extra_state import EncodedExtra, NonTensorState
 from unified_ckpt.engine.folder.manifest import versions
-from unified_ckpt.engine.plan.chunks import Digested
-from unified_ckpt.engine.plan.save_plan import Book, GroupPlan
+from unified_ckpt.engine.plan.chunks import BlockCrcs
+from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import (
     DigestFile,
     IndexFile,
-    IslandRecord,
     Manifest,
+    NodeGroupRecord,
     Part,
     RankExtraFile,
 )
-from unified_ckpt.runtime.comm.collective import Meeting
-from unified_ckpt.runtime.exchange.shared_files import Files
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.exchange.shared_files import FileWriter
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def write_digests(
-    meeting: Meeting,
-    files: Files,
+    collective: Collective,
+    file_writer: FileWriter,
     groups: Sequence[GroupPlan],
-    found: Sequence[Digested],
-    book: Book | None,
+    crcs_by_group: Sequence[BlockCrcs],
+    global_plan: GlobalPlan | None,
 ) -> DigestFile | None:
-    """Collective. Each group's lead joins what its members digested and writes it at its place; returns the record on rank 0."""
-    for group, own in zip(groups, found, strict=True):
-        if group.lead != meeting.rank:
-            meeting.collect(
+    """Collective. Each group's lead joins what its members digested and writes it at its place;
+    returns the record on rank 0.
+    """
+    for group, local_crcs in zip(groups, crcs_by_group, strict=True):
+        if group.leader != collective.rank:
+            collective.collect(
                 f"digests/{group.index}",
-                b"." + digests.pack(own),
-                at=group.lead,
+                b"." + digests.serialize(local_crcs),
+                dst=group.leader,
                 ranks=group.holders,
             )
-    for group, own in zip(groups, found, strict=True):
-        if group.lead == meeting.rank:
-            told = meeting.collect(
-                f"digests/{group.index}", b".", at=group.lead, ranks=group.holders
+    for group, local_crcs in zip(groups, crcs_by_group, strict=True):
+        if group.leader == collective.rank:
+            packed_crcs = collective.collect(
+                f"digests/{group.index}", b".", dst=group.leader, ranks=group.holders
             )
-            theirs = [packed[1:] for packed in told]
-            section = _join(
-                group, [*own, *(piece for packed in theirs for piece in digests.unpack(packed))]
+            remote_packed = [packed[1:] for packed in packed_crcs]
+            section = _combine_blocks(
+                group,
+                [
+                    *local_crcs,
+                    *(
+                        block_crc
+                        for packed in remote_packed
+                        for block_crc in digests.deserialize(packed)
+                    ),
+                ],
             )
-            files.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
-            meeting.put(
+            file_writer.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
+            collective.put(
                 f"section/{group.index}", json.dumps([digests.crc(section), len(section)]).encode()
             )
-    if book is None:
+    if global_plan is None:
         return None
-    files.write_at(names.DIGESTS, 0, [memoryview(book.digest_head)])
-    sections = [json.loads(meeting.get(f"section/{i}")) for i in range(len(book.sections))]
-    crc, nbytes = digests.combine_stream(
-        [(digests.crc(book.digest_head), len(book.digest_head)), *sections]
+    file_writer.write_at(names.DIGESTS, 0, [memoryview(global_plan.digest_header)])
+    sections = [
+        json.loads(collective.get(f"section/{index}"))
+        for index in range(len(global_plan.digest_sections))
+    ]
+    crc, nbytes = digests.combine_all(
+        [(digests.crc(global_plan.digest_header), len(global_plan.digest_header)), *sections]
     )
     return DigestFile(
         file=names.DIGESTS,
@@ -71,30 +86,38 @@ def write_digests(
     )
 
 
-def _join(group: GroupPlan, found: Digested) -> bytes:
-    """The digests of all blocks of the group's tensors, row by row. IntegrityError where a byte was digested twice or never."""
-    by_row: dict[int, list[digests.Piece]] = {}
-    for n, piece in found:
-        by_row.setdefault(n, []).append(piece)
+def _combine_blocks(group: GroupPlan, block_crcs: BlockCrcs) -> bytes:
+    """The digests of all blocks of the group's tensors, row by row. IntegrityError where a byte was
+    digested twice or never.
+    """
+    crcs_by_decl: dict[int, list[digests.BlockCrc]] = {}
+    for n, block_crc in block_crcs:
+        crcs_by_decl.setdefault(n, []).append(block_crc)
     blocks: list[int] = []
-    for number, row in enumerate(group.rows):
-        whole, partial = digests.join(by_row.get(number, ()), nbytes=row.spec.nbytes)
-        count = digests.block_count(row.spec.nbytes)
-        if partial or len(whole) != count:
+    for number, decl in enumerate(group.decls):
+        complete, partial = digests.combine_blocks(
+            crcs_by_decl.get(number, ()), nbytes=decl.spec.nbytes
+        )
+        count = digests.block_count(decl.spec.nbytes)
+        if partial or len(complete) != count:
             raise IntegrityError(
-                f"{row.part}:{row.fqn}: {count - len(whole)} of {count} blocks were not written whole; this is a bug"
+                f"{decl.part}:{decl.fqn}: {count - len(complete)} of {count} blocks were not written whole; this is a bug"
             )
-        blocks.extend(whole[i] for i in range(count))
+        blocks.extend(complete[index] for index in range(count))
     return struct.pack(f"<{len(blocks)}Q", *blocks)
 
 
-def write_indexes(storage: LocalStorage, folder: str, book: Book) -> dict[str, IndexFile]:
+def write_indexes(
+    storage: LocalStorage, folder: str, global_plan: GlobalPlan
+) -> dict[str, IndexFile]:
     """One index for each part, also for a part of one file; the records by part."""
     records = {}
-    for part, weight_map in book.weight_maps.items():
-        body = index.encode_index(total_size=book.part_nbytes[part], weight_map=weight_map)
-        storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
-        records[part] = IndexFile.of(body)
+    for part, weight_map in global_plan.weight_maps.items():
+        encoded = index.encode_index(
+            total_size=global_plan.part_nbytes[part], weight_map=weight_map
+        )
+        storage.put(f"{folder}/{names.index_name(part)}", encoded, fsync=False)
+        records[part] = IndexFile.from_bytes(encoded)
     return records
 
 
@@ -106,26 +129,26 @@ def make_manifest(
     metrics: Mapping[str, float],
     world_size: int,
     mesh: Mapping[str, object],
-    asked: Sequence[str],
+    part_names: Sequence[str],
     omitted: Sequence[str],
-    book: Book,
+    global_plan: GlobalPlan,
     indexes: Mapping[str, IndexFile],
-    told: Told,
-    extra: Extra,
+    non_tensor_state: NonTensorState,
+    extra: EncodedExtra,
     objects: Sequence[str],
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
-    island: IslandRecord | None,
+    node_group: NodeGroupRecord | None,
 ) -> Manifest:
     """The commit record. A part that was asked for and holds no tensor is named with no files."""
     parts = {
         part: Part(
-            files=dict(book.records.get(part, {})),
+            files=dict(global_plan.records.get(part, {})),
             index=indexes.get(part),
-            total_nbytes=book.part_nbytes.get(part, 0),
-            aliases=told.aliases.get(part, {}),
+            total_nbytes=global_plan.part_nbytes.get(part, 0),
+            aliases=non_tensor_state.aliases.get(part, {}),
         )
-        for part in asked
+        for part in part_names
     }
     return Manifest(
         save_id=save_id,
@@ -141,7 +164,7 @@ def make_manifest(
         digests=digest_file,
         extra_file=extra.file,
         rank_extra=rank_extra,
-        island=island,
+        node_group=node_group,
         optimizer=extra.optimizer,
         modules=extra.modules,
         extra=extra.extra,

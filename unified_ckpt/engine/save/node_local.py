@@ -1,7 +1,9 @@
-"""A save by machines that do not see each other's folder: every island writes what it holds, and all commit together.
+"""A save by machines that do not see each other's folder: every island writes what it holds, and
+all commit together.
 
-How data could be lost: an island gives its new checkpoint the name while another has none, and the older one is gone. So nothing gets
-its name before all islands have all on their disks, and what it replaces is removed only after all have theirs.
+How data could be lost: an island gives its new checkpoint the name while another has none, and the
+older one is gone. So nothing gets its name before all islands have all on their disks, and what it
+replaces is removed only after all have theirs.
 """
 
 from __future__ import annotations
@@ -12,158 +14,200 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS, Island, fragment_name, island_rule
-from unified_ckpt.core.sharding.declarations import Key, Row, group_tables
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tables
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
-from unified_ckpt.engine.plan.holders import announce, check_rules, memberships, publish
+from unified_ckpt.engine.plan.holders import (
+    check_layout_rules,
+    gather_declarations,
+    publish,
+    read_memberships,
+)
 from unified_ckpt.engine.plan.save_plan import checked_groups
-from unified_ckpt.engine.save.extra_state import Words
+from unified_ckpt.engine.save.extra_state import ExtraState
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
-Rules = Mapping[
+LocalShardings = Mapping[
     Key, Sharding | None
 ]  # by world row: the rule within the island, None for a tensor that is stored in fragments
-Totals = Mapping[str, list[int]]  # part -> tensors and bytes of all islands
+GlobalTotals = Mapping[str, list[int]]  # part -> tensors and bytes of all islands
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """What all islands of a save do together. `meeting`: of all ranks."""
+class CommitGroup:
+    """What all islands of a save do together. `collective`: of all ranks."""
 
-    meeting: Meeting
-    island: Island
+    collective: Collective
+    node_group: NodeGroup
     save_id: str
 
-    def together(self, name: str) -> AbstractContextManager[None]:
+    def step(self, name: str) -> AbstractContextManager[None]:
         """A step that every island gets through, or none."""
-        return self.meeting.phase(name)
+        return self.collective.step(name)
 
-    def wait(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         """Returns once every island has come here; raises the error of one that has not."""
-        with self.together(name):
+        with self.step(name):
             pass
 
-    def share(self, key: str, value: bytes) -> list[bytes]:
-        """For one rank of each island, inside a phase of the island: what each of them says, by number."""
+    def all_gather(self, key: str, value: bytes) -> list[bytes]:
+        """For one rank of each island, inside a phase of the island: what each of them says, by
+        number.
+        """
         try:
-            self.meeting.put(f"{key}/{self.island.number}", b"." + value)
-            return [self.meeting.get(f"{key}/{number}")[1:] for number in range(self.island.count)]
+            self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
+            return [
+                self.collective.get(f"{key}/{number}")[1:]
+                for number in range(self.node_group.count)
+            ]
         except CheckpointError as error:
             error.agreed = False  # among the islands, not yet among the ranks of this one
             raise
 
 
 @contextmanager
-def telling(gate: Gate | None) -> Iterator[None]:
+def propagating_errors(commit_group: CommitGroup | None) -> Iterator[None]:
     """An error inside is told to all islands, and raised on all of them."""
     try:
         yield
     except BaseException as error:
-        if gate is None:
+        if commit_group is None:
             raise
-        if not gate.meeting.has("failed"):
-            gate.meeting.agree("island", error)
-        raise gate.meeting.failure(error) from error
+        if not commit_group.collective.has("failed"):
+            commit_group.collective.finish_step("island", error)
+        raise commit_group.collective.failure(error) from error
 
 
-def open_gate(meeting: Meeting, island: Island) -> Gate:
+def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
     """Collective over all ranks. They agree on one save id."""
-    save_id = meeting.broadcast(
-        "save-id", secrets.token_hex(8).encode() if meeting.rank == 0 else None
+    save_id = collective.broadcast(
+        "save-id", secrets.token_hex(8).encode() if collective.rank == 0 else None
     )
-    return Gate(meeting, island, save_id.decode())
+    return CommitGroup(collective, node_group, save_id.decode())
 
 
-def spread_extra(gate: Gate, words: Words) -> Words:
-    """Collective over all ranks. The `extra` of rank 0 for the first rank of each island, whose folder may be the one that is left."""
-    meeting, island = gate.meeting, gate.island
-    if meeting.rank == 0:
-        meeting.put("extra", codec.pack(words.extra, "extra"))
-    if meeting.rank != island.ranks[0]:
-        return words
-    return replace(words, extra=codec.unpack(meeting.get("extra"), "extra"))
+def broadcast_extra(commit_group: CommitGroup, extra_state: ExtraState) -> ExtraState:
+    """Collective over all ranks. The `extra` of rank 0 for the first rank of each island, whose
+    folder may be the one that is left.
+    """
+    collective, node_group = commit_group.collective, commit_group.node_group
+    if collective.rank == 0:
+        collective.put("extra", codec.pack(extra_state.extra, "extra"))
+    if collective.rank != node_group.ranks[0]:
+        return extra_state
+    return replace(extra_state, extra=codec.unpack(collective.get("extra"), "extra"))
 
 
-def check_world(
-    meeting: Meeting, parts: Sequence[Part], *, layout: Layout | None, matched: set[str]
-) -> Totals:
-    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up; else what they hold between them."""
-    with meeting.phase("world"):
-        check_rules(meeting, layout, matched)
-        _, census = announce(meeting, [part.row for part in parts])
-        if census is not None:
-            specs = {row.key: row.spec for group in checked_groups(census) for row in group.rows}
+def check_global(
+    collective: Collective,
+    parts: Sequence[LocalTensor],
+    *,
+    layout: Layout | None,
+    matched_rules: set[str],
+) -> GlobalTotals:
+    """Collective over all ranks. LayoutError or MismatchError where their claims do not add up;
+    else what they hold between them.
+    """
+    with collective.step("world"):
+        check_layout_rules(collective, layout, matched_rules)
+        _, declarations = gather_declarations(collective, [part.decl for part in parts])
+        if declarations is not None:
+            specs = {
+                decl.key: decl.spec
+                for group in checked_groups(declarations)
+                for decl in group.decls
+            }
             totals: dict[str, list[int]] = {}
             for (part, _), spec in specs.items():
                 count, nbytes = totals.get(part, [0, 0])
                 totals[part] = [count + 1, nbytes + spec.nbytes]
-            meeting.put("totals", json.dumps(totals).encode())
-    found: Totals = json.loads(meeting.get("totals"))
-    return found
+            collective.put("totals", json.dumps(totals).encode())
+    totals_by_part: GlobalTotals = json.loads(collective.get("totals"))
+    return totals_by_part
 
 
-def island_rules(gate: Gate, comm: Comm, parts: Sequence[Part]) -> Rules:
-    """Collective over the island, whose ranks `comm` has. What of their tensors it holds whole, and by which rule."""
-    rows, island = [part.row for part in parts], gate.island
-    meeting = comm.meet(
-        "island", same=False, timeout_seconds=gate.meeting.timeout_seconds, within=gate.meeting
+def local_shardings(
+    commit_group: CommitGroup, comm: Comm, parts: Sequence[LocalTensor]
+) -> LocalShardings:
+    """Collective over the island, whose ranks `comm` has. What of their tensors it holds whole, and
+    by which rule.
+    """
+    decls, node_group = [part.decl for part in parts], commit_group.node_group
+    collective = comm.begin_collective(
+        "island",
+        cached=False,
+        timeout_seconds=commit_group.collective.timeout_seconds,
+        parent=commit_group.collective,
     )
-    with meeting.phase("island"):
-        table, census = announce(meeting, rows)
-        if census is not None:
-            groups = group_tables(census.tables, census.roll)
-            publish(meeting, census, groups, [{} for _ in groups])
-        members, _ = memberships(meeting, table, rows)
-    rules: dict[Key, Sharding | None] = {}
-    for member in members:
-        world = [island.ranks[i] for i in member.holders]
-        rules.update(
-            {row.key: island_rule(row.sharding, world, island.ranks) for row in member.rows}
+    with collective.step("island"):
+        table_id, declarations = gather_declarations(collective, decls)
+        if declarations is not None:
+            groups = group_tables(declarations.tables, declarations.ranks_by_table)
+            publish(collective, declarations, groups, [{} for _ in groups])
+        members, _ = read_memberships(collective, table_id, decls)
+    shardings: dict[Key, Sharding | None] = {}
+    for membership in members:
+        global_ranks = [node_group.ranks[index] for index in membership.holders]
+        shardings.update(
+            {
+                decl.key: group_sharding(decl.sharding, global_ranks, node_group.ranks)
+                for decl in membership.decls
+            }
         )
-    return rules
+    return shardings
 
 
-def on_island(parts: Sequence[Part], rules: Rules, island: Island, *, index: int) -> list[Part]:
-    """A rank's parts as its island stores them: whole tensors by the island's rule, of the others a fragment for each box."""
-    found: list[Part] = []
+def localize(
+    parts: Sequence[LocalTensor],
+    shardings: LocalShardings,
+    node_group: NodeGroup,
+    *,
+    group_rank: int,
+) -> list[LocalTensor]:
+    """A rank's parts as its island stores them: whole tensors by the island's rule, of the others a
+    fragment for each box.
+    """
+    localized: list[LocalTensor] = []
     for part in parts:
-        row, rule = part.row, rules[part.row.key]
-        if rule is not None:
+        decl, sharding = part.decl, shardings[part.decl.key]
+        if sharding is not None:
             if (
-                rule.position(index) is not None
+                sharding.position(group_rank) is not None
             ):  # else it has a piece of a copy that the island does not hold whole
-                found.append(Part(Row(row.part, row.fqn, row.spec, rule), part.local))
-        elif row.spec.nbytes == 0:
-            found.append(
-                Part(
-                    Row(row.part, row.fqn, row.spec, Sharding()),
-                    part.local.new_empty(row.spec.shape),
+                localized.append(
+                    LocalTensor(TensorDecl(decl.part, decl.fqn, decl.spec, sharding), part.local)
+                )
+        elif decl.spec.nbytes == 0:
+            localized.append(
+                LocalTensor(
+                    TensorDecl(decl.part, decl.fqn, decl.spec, Sharding()),
+                    part.local.new_empty(decl.spec.shape),
                 )
             )
         else:
-            for box, local in row.sharding.boxes(island.ranks[index], row.spec.shape):
-                piece = part.local[
+            for box, local in decl.sharding.boxes(node_group.ranks[group_rank], decl.spec.shape):
+                shard = part.local[
                     tuple(
-                        slice(low, low + n)
-                        for low, n in zip(local.offsets, local.shape, strict=True)
+                        slice(start, start + size)
+                        for start, size in zip(local.offsets, local.shape, strict=True)
                     )
                 ]
                 if box.numel:
-                    spec = TensorSpec(row.spec.dtype, box.shape)
-                    found.append(
-                        Part(
-                            Row(
-                                row.part + FRAGMENTS,
-                                fragment_name(row.fqn, box, row.spec.shape),
+                    spec = TensorSpec(decl.spec.dtype, box.shape)
+                    localized.append(
+                        LocalTensor(
+                            TensorDecl(
+                                decl.part + SHARD_SUFFIX,
+                                shard_name(decl.fqn, box, decl.spec.shape),
                                 spec,
                                 Sharding(),
                             ),
-                            piece,
+                            shard,
                         )
                     )
-    return sorted(found, key=lambda part: part.row.key)
+    return sorted(localized, key=lambda part: part.decl.key)

@@ -1,8 +1,10 @@
-"""Before the first save to a folder: which ranks see it, which of them share a machine, and how they talk to each other.
+"""Before the first save to a folder: which ranks see it, which of them share a machine, and how
+they talk to each other.
 
-How data could be lost: a folder that several machines see is taken for each one's own, and they write over each other; one that they do
-not share is taken for shared. So every machine leaves a fresh file there, and looks for those of the others by name: a list of a folder
-may be an old one, a name that nobody has asked for is looked up anew.
+How data could be lost: a folder that several machines see is taken for each one's own, and they
+write over each other; one that they do not share is taken for shared. So every machine leaves a
+fresh file there, and looks for those of the others by name: a list of a folder may be an old one, a
+name that nobody has asked for is looked up anew.
 """
 
 from __future__ import annotations
@@ -12,141 +14,175 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from unified_ckpt.core.nodes.node_groups import Island
-from unified_ckpt.core.nodes.write_alignment import Volume, block_nbytes_of
-from unified_ckpt.core.text import short
+from unified_ckpt.core.nodes.node_groups import NodeGroup
+from unified_ckpt.core.nodes.write_alignment import WriteAlignment, alignment_nbytes
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.topology import everybody, file_system, first_ranks, numbered
+from unified_ckpt.runtime.comm.topology import (
+    all_gather,
+    file_system_type,
+    first_ranks,
+    node_numbers,
+)
 from unified_ckpt.runtime.exchange.tcp import parse_address
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
-_PROBE = ".unified-probe-"
+_PROBE_PREFIX = ".unified-probe-"
 
 
 @dataclass(frozen=True, slots=True)
-class Land:
-    """The ranks that see this rank's folder. `comm`: their own way to talk; `island`: None where they are all ranks; `post`: None where
-    they are on one machine."""
+class Topology:
+    """The ranks that see this rank's folder. `comm`: their own way to talk; `node_group`: None
+    where they are all ranks; `transport`: None where they are on one machine.
+    """
 
     comm: Comm
-    island: Island | None
-    post: Post | None
+    node_group: NodeGroup | None
+    transport: PeerTransport | None
 
     def close(self) -> None:
-        if self.island is not None:
-            self.comm.leave()
-        if self.post is not None:
-            self.post.close()
+        if self.node_group is not None:
+            self.comm.detach()
+        if self.transport is not None:
+            self.transport.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """`island`: this rank's; `machines`: of its ranks; `block_nbytes`: of the folder, see `Volume`."""
+class ProbeResult:
+    """`node_group`: this rank's; `nodes`: of its ranks; `block_nbytes`: of the folder, see
+    `Volume`.
+    """
 
-    island: Island
-    machines: tuple[int, ...]
+    node_group: NodeGroup
+    nodes: tuple[int, ...]
     block_nbytes: int
 
 
-def find_land(comm: Comm, found: Found, *, timeout_seconds: float) -> Land | None:
+def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) -> Topology | None:
     """Collective over all ranks, inside a phase of theirs. None where all are on one machine."""
-    island, several = found.island, len(set(found.machines)) > 1
-    if island.count == 1 and not several:
+    node_group, spans_nodes = probe.node_group, len(set(probe.nodes)) > 1
+    if node_group.count == 1 and not spans_nodes:
         return None
-    own = comm if island.count == 1 else comm.among(f"island/{island.number}", island.ranks)
-    if not several:
-        return Land(own, island, None)
-    keys, meeting, post = (
-        own.keys("post"),
-        own.meet("connections", same=False, timeout_seconds=timeout_seconds),
+    group_comm = (
+        comm
+        if node_group.count == 1
+        else comm.subgroup(f"island/{node_group.number}", node_group.ranks)
+    )
+    if not spans_nodes:
+        return Topology(group_comm, node_group, None)
+    keys, collective, transport = (
+        group_comm.key_store("post"),
+        group_comm.begin_collective("connections", cached=False, timeout_seconds=timeout_seconds),
         None,
     )
     try:
-        with meeting.phase("listen"):
-            post = Post(
-                Volume(found.machines, found.block_nbytes),
+        with collective.step("listen"):
+            transport = PeerTransport(
+                WriteAlignment(probe.nodes, probe.block_nbytes),
                 lambda rank: parse_address(keys.get(str(rank)).decode()),
-                rank=own.rank,
-                ranks=own.ranks,
+                rank=group_comm.rank,
+                ranks=group_comm.ranks,
                 timeout_seconds=timeout_seconds,
             )
-            keys.set(str(own.rank), post.address.encode())
+            keys.set(str(group_comm.rank), transport.address.encode())
     except CheckpointError as error:
-        if post is not None:
-            post.close()
+        if transport is not None:
+            transport.close()
         error.agreed = False  # among these ranks, not yet among all
         raise
-    return Land(own, island if island.count > 1 else None, post)
+    return Topology(group_comm, node_group if node_group.count > 1 else None, transport)
 
 
 def look(
-    meeting: Meeting, storage: LocalStorage, machine: str, *, block_nbytes: int | None
-) -> Found:
-    """Collective. Which ranks see this rank's folder. `block_nbytes`: None to go by the kind of file system.
+    collective: Collective, storage: LocalStorage, node: str, *, block_nbytes: int | None
+) -> ProbeResult:
+    """Collective. Which ranks see this rank's folder. `block_nbytes`: None to go by the kind of
+    file system.
 
-    StorageError where ranks of one machine see different folders, or a machine sees another's and not the reverse.
+    StorageError where ranks of one machine see different folders, or a machine sees another's and
+    not the reverse.
     """
-    told = everybody(meeting, "machine", [machine, file_system(storage.root), block_nbytes])
-    machines = numbered([name for name, _, _ in told])
-    if max(machines) == 0:
-        return Found(Island(0, 1, tuple(range(meeting.world)), meeting.world), tuple(machines), 1)
-    seen = _probe(meeting, storage, machines)
-    islands = {first: i for i, first in enumerate(sorted(set(seen)))}
-    ranks = tuple(rank for rank, first in enumerate(seen) if first == seen[meeting.rank])
-    island = Island(islands[seen[meeting.rank]], len(islands), ranks, meeting.world)
-    wanted = [told[rank][2] for rank in ranks if told[rank][2] is not None]
-    kinds = [told[rank][1] for rank in ranks]
-    return Found(
-        island,
-        tuple(machines[rank] for rank in ranks),
-        _strictest(wanted) if wanted else block_nbytes_of(kinds),
+    node_infos = all_gather(
+        collective, "machine", [node, file_system_type(storage.root), block_nbytes]
+    )
+    nodes = node_numbers([name for name, _, _ in node_infos])
+    if max(nodes) == 0:
+        return ProbeResult(
+            NodeGroup(0, 1, tuple(range(collective.world)), collective.world), tuple(nodes), 1
+        )
+    first_visible = _probe_folders(collective, storage, nodes)
+    group_numbers = {
+        leader_node: index for index, leader_node in enumerate(sorted(set(first_visible)))
+    }
+    ranks = tuple(
+        rank
+        for rank, leader_node in enumerate(first_visible)
+        if leader_node == first_visible[collective.rank]
+    )
+    node_group = NodeGroup(
+        group_numbers[first_visible[collective.rank]], len(group_numbers), ranks, collective.world
+    )
+    requested_blocks = [node_infos[rank][2] for rank in ranks if node_infos[rank][2] is not None]
+    filesystems = [node_infos[rank][1] for rank in ranks]
+    return ProbeResult(
+        node_group,
+        tuple(nodes[rank] for rank in ranks),
+        _strictest_block(requested_blocks) if requested_blocks else alignment_nbytes(filesystems),
     )
 
 
-def _strictest(blocks: Sequence[int]) -> int:
+def _strictest_block(blocks: Sequence[int]) -> int:
     return 0 if 0 in blocks else max(blocks)
 
 
-def _probe(meeting: Meeting, storage: LocalStorage, machines: Sequence[int]) -> list[int]:
+def _probe_folders(
+    collective: Collective, storage: LocalStorage, nodes: Sequence[int]
+) -> list[int]:
     """For each rank the first machine whose file it sees in its folder."""
-    own, leads = machines[meeting.rank], first_ranks(machines)
-    token = meeting.broadcast(
-        "token", secrets.token_hex(8).encode() if meeting.rank == 0 else None
+    local_node, leaders = nodes[collective.rank], first_ranks(nodes)
+    token = collective.broadcast(
+        "token", secrets.token_hex(8).encode() if collective.rank == 0 else None
     ).decode()
 
-    def there(machine: int) -> bool:
-        return storage.size(f"{_PROBE}{token}-{machine}") is not None
+    def is_visible(node: int) -> bool:
+        return storage.size(f"{_PROBE_PREFIX}{token}-{node}") is not None
 
     try:
-        with meeting.phase("probe"):
-            if meeting.rank == leads[own]:
-                storage.put(f"{_PROBE}{token}-{own}", b"probe", fsync=True)
-        with meeting.phase("look"):
-            if not there(own):
+        with collective.step("probe"):
+            if collective.rank == leaders[local_node]:
+                storage.put(f"{_PROBE_PREFIX}{token}-{local_node}", b"probe", fsync=True)
+        with collective.step("look"):
+            if not is_visible(local_node):
                 raise StorageError(
-                    f"{storage.root}: this rank does not see the folder that rank {leads[own]} of its machine sees"
+                    f"{storage.root}: this rank does not see the folder that rank {leaders[local_node]} of its machine sees"
                 )
-            first = next(machine for machine in range(len(leads)) if there(machine))
-            seen = [int(text) for text in everybody(meeting, "seen", first)]
-            if meeting.rank == leads[own]:
-                mates = (
-                    {machines[rank] for rank, one in enumerate(seen) if one == first}
-                    if first == own
-                    else {first}
+            first_node = next(node for node in range(len(leaders)) if is_visible(node))
+            first_visible = [int(encoded) for encoded in all_gather(collective, "seen", first_node)]
+            if collective.rank == leaders[local_node]:
+                peer_nodes = (
+                    {
+                        nodes[rank]
+                        for rank, rank_first in enumerate(first_visible)
+                        if rank_first == first_node
+                    }
+                    if first_node == local_node
+                    else {first_node}
                 )
-                if seen[leads[first]] != first or not all(there(machine) for machine in mates):
-                    blind = [leads[machine] for machine in sorted(mates) if not there(machine)] or [
-                        leads[first]
-                    ]
+                if first_visible[leaders[first_node]] != first_node or not all(
+                    is_visible(node) for node in peer_nodes
+                ):
+                    blind_ranks = [
+                        leaders[node] for node in sorted(peer_nodes) if not is_visible(node)
+                    ] or [leaders[first_node]]
                     raise StorageError(
-                        f"{storage.root}: rank(s) {short(blind)} and rank {meeting.rank} are on different machines, and only one side sees "
+                        f"{storage.root}: rank(s) {format_ranks(blind_ranks)} and rank {collective.rank} are on different machines, and only one side sees "
                         "the other's files; needed one folder for both, or one for each"
                     )
-        return seen
+        return first_visible
     finally:
-        if meeting.rank == leads[own]:
+        if collective.rank == leaders[local_node]:
             with suppress(NotFoundError):
-                storage.remove_file(f"{_PROBE}{token}-{own}")
+                storage.remove_file(f"{_PROBE_PREFIX}{token}-{local_node}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SaveOptions
@@ -17,19 +17,19 @@ from unified_ckpt.runtime.torch_state.flatten import (
     MODEL,
     OPTIMIZER,
     WITHOUT_MASTERS,
-    State,
+    FlatState,
     flatten_state,
     stored_without_master,
 )
-from unified_ckpt.runtime.torch_state.masters import MasterCheck, check_masters
+from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
 from unified_ckpt.runtime.torch_state.modules import Model
 from unified_ckpt.runtime.torch_state.optimizers import Optimizers
-from unified_ckpt.runtime.torch_state.placements import _placer, mesh_for_people
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.placements import _resolver, describe_meshes
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
-class What:
+class SaveArguments:
     """What a save is asked to hold; the arguments of `Checkpointer.save`."""
 
     model: Model | None = None
@@ -44,60 +44,64 @@ class What:
     attach: Callable[[str], object] | None = None
 
 
-def save_request(comm: Comm, what: What, options: SaveOptions) -> SaveRequest:
-    step = what.step
+def save_request(comm: Comm, arguments: SaveArguments, options: SaveOptions) -> SaveRequest:
+    step = arguments.step
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise FormatError(f"step is {step!r}; needed an int of 0 or more")
-    for part in what.parts or ():
+    for part in arguments.parts or ():
         if isinstance(part, str) and part.endswith(
-            FRAGMENTS
+            SHARD_SUFFIX
         ):  # its tensors would be taken for pieces of another part's
             raise FormatError(
-                f"part name {part!r} ends like those of fragments, {FRAGMENTS}; choose another name"
+                f"part name {part!r} ends like those of fragments, {SHARD_SUFFIX}; choose another name"
             )
-    placer = _placer(comm, what.layout)
+    resolver = _resolver(comm, arguments.layout)
     state = flatten_state(
-        placer,
-        model=what.model,
-        optimizer=what.optimizer,
-        master_weights=what.master_weights,
-        further=what.parts,
+        resolver,
+        model=arguments.model,
+        optimizer=arguments.optimizer,
+        master_weights=arguments.master_weights,
+        extra_parts=arguments.parts,
         model_dtype=options.model_dtype,
     )
-    followed = state.followed()
-    state.parts = [part for part in state.parts if part.row.key not in followed]
-    measured, mesh = _metrics(what.metrics), mesh_for_people(placer)
+    rank0_buffers = state.rank0_buffers()
+    state.tensors = [part for part in state.tensors if part.decl.key not in rank0_buffers]
+    finite_metrics, mesh = _metrics(arguments.metrics), describe_meshes(resolver)
     request = SaveRequest(
         state,
-        what.extra,
-        what.rank_extra,
-        what.layout,
-        placer.matched,
+        arguments.extra,
+        arguments.rank_extra,
+        arguments.layout,
+        resolver.matched_patterns,
         mesh,
         step,
-        measured,
-        what.attach,
+        finite_metrics,
+        arguments.attach,
         options,
     )
     return (
-        replace(request, masters=check_masters(state, rank=comm.rank))
-        if request.model_left_out
+        replace(request, master_check=compare_masters(state, rank=comm.rank))
+        if request.omitted_model
         else request
     )
 
 
 def _metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    found = {str(name): float(value) for name, value in (metrics or {}).items()}
-    wrong = [name for name, value in found.items() if not math.isfinite(value)]
-    if wrong:
-        raise FormatError(f"metrics[{wrong[0]!r}] is {found[wrong[0]]}; needed a finite number")
-    return found
+    finite_metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
+    non_finite = [name for name, value in finite_metrics.items() if not math.isfinite(value)]
+    if non_finite:
+        raise FormatError(
+            f"metrics[{non_finite[0]!r}] is {finite_metrics[non_finite[0]]}; needed a finite number"
+        )
+    return finite_metrics
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """What all ranks agree on. `omitted`: parts of the state that are not stored. `without_masters`: model tensors of this rank that no
-    stored master stands for, which are stored although the model is not."""
+    """What all ranks agree on. `omitted`: parts of the state that are not stored.
+    `without_masters`: model tensors of this rank that no stored master stands for, which are stored
+    although the model is not.
+    """
 
     omitted: tuple[str, ...] = ()
     without_masters: frozenset[str] = frozenset()
@@ -105,74 +109,83 @@ class StoredParts:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What a rank wants saved. `matched`: the Layout rules that applied here; `mesh`: for people. `masters`: where the model is left out,
-    whether masters stand for it here; `agreed`: what all ranks store. `step_name`: a manager or a trainer chose the checkpoint's name."""
+    """What a rank wants saved. `matched_rules`: the Layout rules that applied here; `mesh`: for
+    people.
+    `master_check`: where the model is left out, whether masters stand for it here; `agreed`: what
+    all ranks store. `is_step_path`: a manager or a trainer chose the checkpoint's name.
+    """
 
-    state: State
+    state: FlatState
     extra: Any
     rank_extra: Any
     layout: Layout | None
-    matched: set[str]
+    matched_rules: set[str]
     mesh: Mapping[str, object]
     step: int | None
     metrics: Mapping[str, float]
     attach: Callable[[str], object] | None
     options: SaveOptions
-    masters: MasterCheck = field(default_factory=MasterCheck)
+    master_check: MasterComparison = field(default_factory=MasterComparison)
     agreed: StoredParts = field(default_factory=StoredParts)
-    step_name: bool = False
+    is_step_path: bool = False
 
     @property
-    def model_left_out(self) -> list[Part]:
+    def omitted_model(self) -> list[LocalTensor]:
         """The model's tensors, where `SaveOptions.parts` leaves it out."""
         if self.options.parts is None or MODEL in self.options.parts:
             return []
-        return [part for part in self.state.parts if part.row.part == MODEL]
+        return [part for part in self.state.tensors if part.decl.part == MODEL]
 
     @property
-    def trained(self) -> set[str]:
-        """Further parts with parameters that are in the optimizer, or have masters, where these are stored."""
+    def trained_parts(self) -> set[str]:
+        """Further parts with parameters that are in the optimizer, or have masters, where these are
+        stored.
+        """
         state = self.state
         stored = [
-            part.row
-            for part in state.parts
-            if part.row.part in (MASTER, OPTIMIZER) and self.stores(part.row.part)
+            part.decl
+            for part in state.tensors
+            if part.decl.part in (MASTER, OPTIMIZER) and self.stores(part.decl.part)
         ]
-        owners = {row.fqn if row.part == MASTER else row.fqn.rpartition("/")[0] for row in stored}
+        owner_names = {
+            decl.fqn if decl.part == MASTER else decl.fqn.rpartition("/")[0] for decl in stored
+        }
         if self.stores(OPTIMIZER):
-            owners |= {name for group in state.optimizer.groups for name in group["names"]}
-        owners -= state.model.tensors.keys()  # a part may be a module of the model
+            owner_names |= {name for group in state.optimizer.groups for name in group["names"]}
+        owner_names -= state.model.tensors.keys()  # a part may be a module of the model
         return {
             part
-            for part, flat in state.further.items()
-            if not owners.isdisjoint(f"{part}.{fqn}" for fqn in flat.tensors)
+            for part, flat in state.extra_parts.items()
+            if not owner_names.isdisjoint(f"{part}.{fqn}" for fqn in flat.tensors)
         }
 
-    def beside(self, rank: int) -> bool:
+    def has_extra(self, rank: int) -> bool:
         """Whether something is stored that is no part."""
         return (self.extra is not None and rank == 0) or self.rank_extra is not None
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[LocalTensor]:
         """What is stored, in the order of tables."""
-        stored = [part for part in self.state.parts if self.stores(part.row.part)]
+        stored = [part for part in self.state.tensors if self.stores(part.decl.part)]
         stored += [
             stored_without_master(part)
-            for part in self.model_left_out
-            if part.row.fqn in self.agreed.without_masters
+            for part in self.omitted_model
+            if part.decl.fqn in self.agreed.without_masters
         ]
-        return sorted(stored, key=lambda part: part.row.key)
+        return sorted(stored, key=lambda part: part.decl.key)
 
     def stores(self, part: str) -> bool:
         return self.options.parts is None or part in self.options.parts
 
-    def asked(self) -> list[str]:
-        return sorted(filter(self.stores, self.state.asked))
+    def stored_part_names(self) -> list[str]:
+        return sorted(filter(self.stores, self.state.requested))
 
-    def storing(self, agreed: StoredParts) -> SaveRequest:
+    def with_stored_parts(self, stored_parts: StoredParts) -> SaveRequest:
         """This request with what all ranks agree on."""
-        if agreed.without_masters:
+        if stored_parts.without_masters:
             aliases = self.state.aliases
             aliases[WITHOUT_MASTERS] = {
-                a: b for a, b in aliases[MODEL].items() if b in agreed.without_masters
+                alias: fqn
+                for alias, fqn in aliases[MODEL].items()
+                if fqn in stored_parts.without_masters
             }
-        return replace(self, agreed=agreed)
+        return replace(self, agreed=stored_parts)

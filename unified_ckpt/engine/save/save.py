@@ -1,4 +1,6 @@
-"""A save, from state to a job that all ranks agree on: arrive, plan, compare replicas; then built at once, or beside the training."""
+"""A save, from state to a job that all ranks agree on: arrive, plan, compare replicas; then built
+at once, or beside the training.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +9,45 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from unified_ckpt.core.nodes.node_groups import origin
+from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.folder import commit
-from unified_ckpt.engine.plan.save_plan import Fingerprint, SavePlan, fingerprint, make_plan
+from unified_ckpt.engine.plan.save_plan import PlanKey, SavePlan, make_plan, make_plan_key
 from unified_ckpt.engine.save import extra_state
-from unified_ckpt.engine.save.job import Job, Kept, SaveReport, finish, tell
-from unified_ckpt.engine.save.node_local import (
-    Gate,
-    check_world,
-    island_rules,
-    on_island,
-    open_gate,
-    spread_extra,
-    telling,
+from unified_ckpt.engine.save.job import (
+    PlannedSave,
+    SaveCache,
+    SaveReport,
+    collect_non_tensor_state,
+    write_and_commit,
 )
-from unified_ckpt.engine.save.node_replicas import check_copies, plan_copies
-from unified_ckpt.engine.save.probe_topology import Land
+from unified_ckpt.engine.save.node_local import (
+    CommitGroup,
+    broadcast_extra,
+    check_global,
+    join_commit_group,
+    local_shardings,
+    localize,
+    propagating_errors,
+)
+from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
+from unified_ckpt.engine.save.probe_topology import Topology
 from unified_ckpt.engine.save.replica_check import check_replicas
 from unified_ckpt.engine.save.request import SaveRequest
-from unified_ckpt.engine.save.resumable_parts import agree_parts
-from unified_ckpt.engine.save.snapshot import Snapshot, copy, enqueued, prepare, wait_for
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.engine.save.resumable_parts import agree_on_parts
+from unified_ckpt.engine.save.snapshot import (
+    Snapshot,
+    copy_tensors,
+    prepare_snapshot,
+    record_events,
+    wait_events,
+)
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import steady_keys
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.flatten import step_only_keys
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def save(
@@ -41,28 +55,31 @@ def save(
     storage: LocalStorage,
     name: str,
     request: SaveRequest | Exception,
-    kept: Kept,
+    cache: SaveCache,
     *,
     timeout_seconds: float,
-    land: Land | None = None,
+    topology: Topology | None = None,
 ) -> SaveReport:
-    """Collective. Writes the checkpoint `name` under the storage's root, or raises the same error on every rank.
+    """Collective. Writes the checkpoint `name` under the storage's root, or raises the same error
+    on every rank.
 
     `request` may be the error that this rank met while it made one: every rank raises it then.
     """
     started = time.monotonic()
-    meeting, mark = _meet(
+    collective, plan_key = _begin(
         comm,
         storage.path(name),
         request,
-        kept,
-        land,
+        cache,
+        topology,
         timeout_seconds=timeout_seconds,
         background=False,
     )
-    with meeting.telling():
-        job = _arrive(meeting, land, storage, name, request, kept, mark, started, background=False)
-        return finish(job, kept, None)
+    with collective.propagating_errors():
+        planned = _plan_save(
+            collective, topology, storage, name, request, cache, plan_key, started, background=False
+        )
+        return write_and_commit(planned, cache, None)
 
 
 def begin_save(
@@ -70,57 +87,84 @@ def begin_save(
     storage: LocalStorage,
     name: str,
     request: SaveRequest | Exception,
-    kept: Kept,
+    cache: SaveCache,
     *,
     timeout_seconds: float,
     lazy: bool,
-    land: Land | None = None,
-) -> Staged:
-    """Collective. `save` up to where the tensors may change again; the rest is the result's `finish`.
+    topology: Topology | None = None,
+) -> StagedSave:
+    """Collective. `save` up to where the tensors may change again; the rest is the result's
+    `finish`.
 
-    With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does the rest.
+    With `lazy` only what other code than the optimizer may change is copied yet: `Staged.copy` does
+    the rest.
     """
     started = time.monotonic()
-    meeting, mark = _meet(
+    collective, plan_key = _begin(
         comm,
         storage.path(name),
         request,
-        kept,
-        land,
+        cache,
+        topology,
         timeout_seconds=timeout_seconds,
         background=True,
     )
-    meeting.to_background()
-    job: Job | None = None
+    collective.move_to_background()
+    planned: PlannedSave | None = None
     try:
-        with meeting.phase("stage"):
-            job = _arrive(
-                meeting, land, storage, name, request, kept, mark, started, background=True
+        with collective.step("stage"):
+            planned = _plan_save(
+                collective,
+                topology,
+                storage,
+                name,
+                request,
+                cache,
+                plan_key,
+                started,
+                background=True,
             )
-            with telling(job.gate):
-                snapshot = prepare(job.meeting, job.plan.groups, job.held, kept.buffers)
-                job = replace(job, told=tell(job))
-                steady = steady_keys(job.request.state) if lazy else frozenset()
-                keys = {part.row.key for parts in job.held for part in parts}
-                later = {key for key in keys if origin(key) in steady}
-                copy(snapshot, keys - later)
+            with propagating_errors(planned.commit_group):
+                snapshot = prepare_snapshot(
+                    planned.collective,
+                    planned.plan.groups,
+                    planned.parts_by_group,
+                    cache.snapshot_memory,
+                )
+                planned = replace(planned, non_tensor_state=collect_non_tensor_state(planned))
+                step_only = step_only_keys(planned.request.state) if lazy else frozenset()
+                keys = {part.decl.key for parts in planned.parts_by_group for part in parts}
+                deferred_keys = {key for key in keys if base_key(key) in step_only}
+                copy_tensors(snapshot, keys - deferred_keys)
     except BaseException:
-        meeting.leave()
-        if job is not None and job.meeting is not meeting:
-            job.meeting.leave()
+        collective.finish()
+        if planned is not None and planned.collective is not collective:
+            planned.collective.finish()
         raise
-    return Staged(comm, job, snapshot, kept, later)
+    return StagedSave(comm, planned, snapshot, cache, deferred_keys)
 
 
-class Staged:
-    """A save of which this rank's bytes are copied, or are about to be. Its calls may come from another thread, in this order."""
+class StagedSave:
+    """A save of which this rank's bytes are copied, or are about to be. Its calls may come from
+    another thread, in this order.
+    """
 
     def __init__(
-        self, comm: Comm, job: Job, snapshot: Snapshot, kept: Kept, later: Collection[Key]
+        self,
+        comm: Comm,
+        planned: PlannedSave,
+        snapshot: Snapshot,
+        cache: SaveCache,
+        deferred_keys: Collection[Key],
     ) -> None:
         self._comm = comm
-        self._job, self._snapshot, self._kept, self._later = job, snapshot, kept, later
-        self._enqueued = enqueued(snapshot)
+        self._planned, self._snapshot, self._cache, self._deferred_keys = (
+            planned,
+            snapshot,
+            cache,
+            deferred_keys,
+        )
+        self._events = record_events(snapshot)
         self._error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -130,62 +174,70 @@ class Staged:
     def copy(self) -> None:
         """Returns once the tensors may change. An error is told by `finish`, on every rank."""
         try:
-            wait_for(self._enqueued)
-            copy(self._snapshot, self._later)
+            wait_events(self._events)
+            copy_tensors(self._snapshot, self._deferred_keys)
         except Exception as error:
             self.fail(error)
 
     def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
-        """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is one of all ranks."""
+        """Collective. Writes, makes durable, publishes; then calls `after_commit`, whose error is
+        one of all ranks.
+        """
         try:
-            with telling(self._job.gate), self._job.meeting.telling():
-                with self._job.meeting.phase("copy"):
+            with (
+                propagating_errors(self._planned.commit_group),
+                self._planned.collective.propagating_errors(),
+            ):
+                with self._planned.collective.step("copy"):
                     if self._error is not None:
                         raise self._error
-                    self._comm.tidy()
-                report = finish(self._job, self._kept, self._snapshot)
-                with (self._job.gate or self._job).meeting.phase("after"):
+                    self._comm.delete_stale_keys()
+                report = write_and_commit(self._planned, self._cache, self._snapshot)
+                with (self._planned.commit_group or self._planned).collective.step("after"):
                     if after_commit is not None:
                         after_commit(report)
             return report
         finally:
-            self._job.meeting.leave()
-            if self._job.gate is not None:
-                self._job.gate.meeting.leave()
+            self._planned.collective.finish()
+            if self._planned.commit_group is not None:
+                self._planned.commit_group.collective.finish()
 
 
-def _meet(
+def _begin(
     comm: Comm,
     path: str,
     request: SaveRequest | Exception,
-    kept: Kept,
-    land: Land | None,
+    cache: SaveCache,
+    topology: Topology | None,
     *,
     timeout_seconds: float,
     background: bool,
-) -> tuple[Meeting, Fingerprint]:
+) -> tuple[Collective, PlanKey]:
     """Collective. Everybody is here; and the fingerprint of what this rank saves."""
-    mark: Fingerprint = ()
-    same, terms = False, None
-    kept.move_to(land)
+    plan_key: PlanKey = ()
+    cached, terms = False, None
+    cache.reset_for(topology)
     if isinstance(request, SaveRequest):
-        rows = [*request.parts(), *request.model_left_out]
-        mark = fingerprint(
-            rows, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes
+        decls = [*request.parts(), *request.omitted_model]
+        plan_key = make_plan_key(
+            decls, rank=comm.rank, world=comm.world, max_file_bytes=request.options.max_file_bytes
         )
-        mark = (
-            *mark,
-            request.options.machine_copies,
+        plan_key = (
+            *plan_key,
+            request.options.node_copies,
             request.options.parts,
-            frozenset(request.state.asked),
+            frozenset(request.state.requested),
         )
-        mark = (*mark, request.beside(comm.rank), request.masters)
-        same = kept.plan is not None and kept.plan.fingerprint == mark
-        # A save that failed may have got further on one rank than on another; a step is left out only where all have done it.
-        same = same and (kept.orders is not None or land is None or land.island is None)
-        same = same and (
-            kept.plan is None
-            or kept.plan.replicas_checked
+        plan_key = (*plan_key, request.has_extra(comm.rank), request.master_check)
+        cached = cache.plan is not None and cache.plan.plan_key == plan_key
+        # A save that failed may have got further on one rank than on another; a step is left out
+        # only where all have done it.
+        cached = cached and (
+            cache.copy_plan is not None or topology is None or topology.node_group is None
+        )
+        cached = cached and (
+            cache.plan is None
+            or cache.plan.replicas_checked
             or request.options.check_replicas != "first"
         )
         terms = {
@@ -193,150 +245,185 @@ def _meet(
             "step": request.step,
             **request.options.model_dump(mode="json"),
         }
-    what = f"save to {path}"
-    return comm.meet(
-        what, same=same, timeout_seconds=timeout_seconds, tidy=not background, terms=terms
-    ), mark
+    title = f"save to {path}"
+    return comm.begin_collective(
+        title,
+        cached=cached,
+        timeout_seconds=timeout_seconds,
+        delete_stale=not background,
+        arguments=terms,
+    ), plan_key
 
 
-def _arrive(
-    meeting: Meeting,
-    land: Land | None,
+def _plan_save(
+    collective: Collective,
+    topology: Topology | None,
     storage: LocalStorage,
     name: str,
     request: SaveRequest | Exception,
-    kept: Kept,
-    mark: Fingerprint,
+    cache: SaveCache,
+    plan_key: PlanKey,
     started: float,
     *,
     background: bool,
-) -> Job:
+) -> PlannedSave:
     """Collective. A plan, kept where every rank saves what it saved last; claims checked.
 
-    `background`: keep nothing of the caller's but tensors, for it will change, and do not wait for storage.
+    `background`: keep nothing of the caller's but tensors, for it will change, and do not wait for
+    storage.
     """
-    same = meeting.all_same and kept.plan is not None
+    cached = collective.all_cached and cache.plan is not None
     # A save in the background whose layout is known agrees once, when all is copied.
-    with nullcontext() if background and meeting.all_same else meeting.phase("state"):
+    with nullcontext() if background and collective.all_cached else collective.step("state"):
         if isinstance(request, Exception):
             raise request
-        words = extra_state.words_of(
-            request.extra, request.rank_extra, first=meeting.rank == 0, freeze=background
+        encoded_extra = extra_state.encode_extra(
+            request.extra, request.rank_extra, is_first=collective.rank == 0, freeze=background
         )
-        present, island = frozenset[str](), land.island if land is not None else None
-        if meeting.rank == (island.ranks[0] if island is not None else 0):
-            target = commit.Target(name, request.options.if_exists, step_name=request.step_name)
-            present = commit.check_way(storage, target)
-            if (
-                island is None and not background
-            ):  # again when it begins; here before any work is done
-                commit.check_target(storage, target)
-        if not same:
-            kept.parts = agree_parts(meeting, request)
-        request = request.storing(kept.parts)
-    post = land.post if land is not None else None
-    if land is None or land.island is None:
-        with meeting.phase("plan") if not same else nullcontext():
-            plan = _plan(
-                meeting, request.parts(), request, kept, mark, same=same, layout=request.layout
+        existing_entries, node_group = (
+            frozenset[str](),
+            topology.node_group if topology is not None else None,
+        )
+        if collective.rank == (node_group.ranks[0] if node_group is not None else 0):
+            target = commit.PublishTarget(
+                name, request.options.if_exists, is_step_path=request.is_step_path
             )
-        held = _held(plan, request.parts())
-        return _checked(
-            Job(
-                meeting,
+            existing_entries = commit.check_existing_entries(storage, target)
+            if (
+                node_group is None and not background
+            ):  # again when it begins; here before any work is done
+                commit.resolve_if_exists(storage, target)
+        if not cached:
+            cache.stored_parts = agree_on_parts(collective, request)
+        request = request.with_stored_parts(cache.stored_parts)
+    transport = topology.transport if topology is not None else None
+    if topology is None or topology.node_group is None:
+        with collective.step("plan") if not cached else nullcontext():
+            plan = _cached_plan(
+                collective,
+                request.parts(),
+                request,
+                cache,
+                plan_key,
+                cached=cached,
+                layout=request.layout,
+            )
+        parts_by_group = _parts_by_group(plan, request.parts())
+        return _verify_replicas(
+            PlannedSave(
+                collective,
                 storage,
                 name,
                 request,
                 plan,
-                held,
-                words,
+                parts_by_group,
+                encoded_extra,
                 started,
-                post=post,
-                present=present,
+                transport=transport,
+                existing_entries=existing_entries,
             )
         )
-    gate = open_gate(meeting, land.island)
-    with telling(gate):
-        parts, words = _landed(gate, land.comm, request, kept, same=same), spread_extra(gate, words)
-        own = land.comm.meet(
-            "save of an island", same=same, timeout_seconds=meeting.timeout_seconds, within=meeting
+    commit_group = join_commit_group(collective, topology.node_group)
+    with propagating_errors(commit_group):
+        parts, encoded_extra = (
+            _to_node_local(commit_group, topology.comm, request, cache, cached=cached),
+            broadcast_extra(commit_group, encoded_extra),
+        )
+        group_collective = topology.comm.begin_collective(
+            "save of an island",
+            cached=cached,
+            timeout_seconds=collective.timeout_seconds,
+            parent=collective,
         )
         if background:
-            own.to_background()
+            group_collective.move_to_background()
         try:
-            with own.phase("plan") if not same else nullcontext():
-                plan = _plan(own, parts, request, kept, mark, same=same, layout=None)
-            if not same or kept.orders is None:
-                kept.orders = plan_copies(gate, plan.book, copies=request.options.machine_copies)
-            held = _held(plan, parts)
-            return _checked(
-                Job(
-                    own,
+            with group_collective.step("plan") if not cached else nullcontext():
+                plan = _cached_plan(
+                    group_collective, parts, request, cache, plan_key, cached=cached, layout=None
+                )
+            if not cached or cache.copy_plan is None:
+                cache.copy_plan = plan_copies(
+                    commit_group, plan.global_plan, copies=request.options.node_copies
+                )
+            parts_by_group = _parts_by_group(plan, parts)
+            return _verify_replicas(
+                PlannedSave(
+                    group_collective,
                     storage,
                     name,
                     request,
                     plan,
-                    held,
-                    words,
+                    parts_by_group,
+                    encoded_extra,
                     started,
-                    gate=gate,
-                    post=post,
-                    present=present,
+                    commit_group=commit_group,
+                    transport=transport,
+                    existing_entries=existing_entries,
                 )
             )
         except BaseException:
-            own.leave()
+            group_collective.finish()
             raise
 
 
-def _landed(gate: Gate, comm: Comm, request: SaveRequest, kept: Kept, *, same: bool) -> list[Part]:
-    """Collective over all islands. What this rank's island stores of its parts; the claims of all ranks checked."""
+def _to_node_local(
+    commit_group: CommitGroup, comm: Comm, request: SaveRequest, cache: SaveCache, *, cached: bool
+) -> list[LocalTensor]:
+    """Collective over all islands. What this rank's island stores of its parts; the claims of all
+    ranks checked.
+    """
     parts = request.parts()
-    if not same or kept.rules is None:
-        kept.orders = None
-        check_copies(gate, request.options.machine_copies)
-        kept.totals = check_world(
-            gate.meeting, parts, layout=request.layout, matched=request.matched
+    if not cached or cache.local_shardings is None:
+        cache.copy_plan = None
+        check_copy_count(commit_group, request.options.node_copies)
+        cache.global_totals = check_global(
+            commit_group.collective,
+            parts,
+            layout=request.layout,
+            matched_rules=request.matched_rules,
         )
-        kept.rules = island_rules(gate, comm, parts)
-    return on_island(parts, kept.rules, gate.island, index=comm.rank)
+        cache.local_shardings = local_shardings(commit_group, comm, parts)
+    return localize(parts, cache.local_shardings, commit_group.node_group, group_rank=comm.rank)
 
 
-def _plan(
-    meeting: Meeting,
-    parts: Sequence[Part],
+def _cached_plan(
+    collective: Collective,
+    parts: Sequence[LocalTensor],
     request: SaveRequest,
-    kept: Kept,
-    mark: Fingerprint,
+    cache: SaveCache,
+    plan_key: PlanKey,
     *,
-    same: bool,
+    cached: bool,
     layout: Layout | None,
 ) -> SavePlan:
     """Collective. The plan of the last save, or a new one."""
-    if not same or kept.plan is None:
-        kept.plan = None
-        matched = request.matched if layout is not None else set[str]()
-        kept.plan = make_plan(
-            meeting,
+    if not cached or cache.plan is None:
+        cache.plan = None
+        matched_rules = request.matched_rules if layout is not None else set[str]()
+        cache.plan = make_plan(
+            collective,
             parts,
             layout=layout,
-            matched=matched,
+            matched_rules=matched_rules,
             max_file_bytes=request.options.max_file_bytes,
-            mark=mark,
+            plan_key=plan_key,
         )
-    return kept.plan
+    return cache.plan
 
 
-def _held(plan: SavePlan, parts: Sequence[Part]) -> list[list[Part]]:
-    by_key = {part.row.key: part for part in parts}
-    return [[by_key[row.key] for row in group.rows] for group in plan.groups]
+def _parts_by_group(plan: SavePlan, parts: Sequence[LocalTensor]) -> list[list[LocalTensor]]:
+    by_key = {part.decl.key: part for part in parts}
+    return [[by_key[decl.key] for decl in group.decls] for group in plan.groups]
 
 
-def _checked(job: Job) -> Job:
+def _verify_replicas(planned: PlannedSave) -> PlannedSave:
     """Collective. Compares what replicas hold, where the options ask for it now."""
-    how, plan = job.request.options.check_replicas, job.plan
-    if how == "always" or (how == "first" and not plan.replicas_checked):
-        with job.meeting.phase("check"):
-            check_replicas(job.meeting, plan.groups, job.held)
+    check_replicas_option, plan = planned.request.options.check_replicas, planned.plan
+    if check_replicas_option == "always" or (
+        check_replicas_option == "first" and not plan.replicas_checked
+    ):
+        with planned.collective.step("check"):
+            check_replicas(planned.collective, plan.groups, planned.parts_by_group)
         plan.replicas_checked = True
-    return job
+    return planned

@@ -1,113 +1,126 @@
-"""What each rank writes of the parts of a checkpoint, from its tensors or from a snapshot of them; then all of it on the disk."""
+"""What each rank writes of the parts of a checkpoint, from its tensors or from a snapshot of them;
+then all of it on the disk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unified_ckpt.engine.plan.chunks import Digested
+from unified_ckpt.engine.plan.chunks import BlockCrcs
 from unified_ckpt.engine.plan.save_plan import SavePlan
-from unified_ckpt.engine.save.extents import Writer, write_extents, write_headers
-from unified_ckpt.engine.save.snapshot import Snapshot, parts_of, write_copied
+from unified_ckpt.engine.save.extents import QueuedWriter, write_extents, write_headers
+from unified_ckpt.engine.save.snapshot import Snapshot, copied_parts, write_snapshot
 from unified_ckpt.engine.save.tiles import write_tiles
-from unified_ckpt.runtime.comm.collective import Meeting
-from unified_ckpt.runtime.exchange.shared_files import Files
-from unified_ckpt.runtime.exchange.shared_memory import Wait, giving_up
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
-from unified_ckpt.runtime.exchange.windows import Windows, exchange_number
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.exchange.shared_files import FileWriter
+from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
+from unified_ckpt.runtime.exchange.windows import TileBuffers, exchange_number
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.tensors import Part
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def write_parts(
-    meeting: Meeting,
+    collective: Collective,
     plan: SavePlan,
-    held: Sequence[Sequence[Part]],
-    files: Files,
-    windows: Windows,
+    parts_by_group: Sequence[Sequence[LocalTensor]],
+    file_writer: FileWriter,
+    tile_buffers: TileBuffers,
     snapshot: Snapshot | None,
     *,
-    post: Post | None,
+    transport: PeerTransport | None,
     fsync: bool,
-    beat: Callable[[], None],
-) -> list[Digested]:
-    """What this rank writes of every group: first what others wait for. `held`: by group of the plan; `beat`: called with each write."""
+    on_progress: Callable[[], None],
+) -> list[BlockCrcs]:
+    """What this rank writes of every group: first what others wait for. `parts_by_group`: by group
+    of the plan; `on_progress`: called with each write.
+    """
     # Beside the training nobody waits for the disk, and each rank's training has a core already.
-    behind = snapshot is not None
+    in_background = snapshot is not None
     ranks = (
-        meeting.world
-        if post is None
-        else sum(post.volume.near(meeting.rank, rank) for rank in range(meeting.world))
+        collective.world
+        if transport is None
+        else sum(
+            transport.alignment.same_node(collective.rank, rank) for rank in range(collective.world)
+        )
     )
-    writer = Writer(
-        files, hurry=fsync and not behind, ranks=ranks * (2 if behind else 1), beat=beat
+    writer = QueuedWriter(
+        file_writer,
+        writeback_early=fsync and not in_background,
+        busy_ranks=ranks * (2 if in_background else 1),
+        on_progress=on_progress,
     )
     try:
-        opened = windows.ready(
-            meeting,
+        local_buffers = tile_buffers.prepare(
+            collective,
             tile_nbytes=max(
-                (group.tile_nbytes for group in plan.groups if group.moves.mine), default=0
+                (group.tile_nbytes for group in plan.groups if group.rank_io.io_tiles), default=0
             ),
-            partners={rank for group in plan.groups for rank in group.moves.partners(meeting.rank)},
-            post=post,
+            partners={
+                rank for group in plan.groups for rank in group.rank_io.partners(collective.rank)
+            },
+            transport=transport,
         )
-        wait = Wait(
-            timeout_seconds=meeting.timeout_seconds,
-            windows={**opened, **windows.far},
-            heed=meeting.heed,
-            signs=meeting.signs,
+        wait = PeerWait(
+            timeout_seconds=collective.timeout_seconds,
+            tile_buffers={**local_buffers, **tile_buffers.remote},
+            raise_if_failed=collective.raise_if_failed,
+            progress=collective.progress,
         )
-        found: list[Digested] = []
-        with giving_up(opened.get(meeting.rank)):
-            for i, (group, parts) in enumerate(zip(plan.groups, held, strict=True)):
-                number = exchange_number(meeting, group.index)
-                write_headers(group, writer, rank=meeting.rank)
-                given = (
+        block_crcs: list[BlockCrcs] = []
+        with marking_failed(local_buffers.get(collective.rank)):
+            for index, (group, parts) in enumerate(zip(plan.groups, parts_by_group, strict=True)):
+                exchange = exchange_number(collective, group.index)
+                write_headers(group, writer, rank=collective.rank)
+                tile_source = (
                     (group, parts)
                     if snapshot is None
-                    else (snapshot.copies[i].plan, parts_of(snapshot, i))
+                    else (snapshot.copies[index].plan, copied_parts(snapshot, index))
                 )
-                tiles = write_tiles(
-                    *given,
+                tile_crcs = write_tiles(
+                    *tile_source,
                     writer,
-                    opened,
+                    local_buffers,
                     wait,
-                    far=windows.far,
-                    post=post,
-                    rank=meeting.rank,
-                    exchange=number,
+                    remote_buffers=tile_buffers.remote,
+                    transport=transport,
+                    rank=collective.rank,
+                    exchange=exchange,
                 )
-                alone = (
-                    write_extents(group, parts, writer, rank=meeting.rank)
+                extent_crcs = (
+                    write_extents(group, parts, writer, rank=collective.rank)
                     if snapshot is None
-                    else write_copied(snapshot, i, writer)
+                    else write_snapshot(snapshot, index, writer)
                 )
-                found.append(tiles + alone)
+                block_crcs.append(tile_crcs + extent_crcs)
             writer.drain()
-            if post is not None:
-                post.handed_in(wait)
-        return found
+            if transport is not None:
+                transport.flush_tiles(wait)
+        return block_crcs
     finally:
         writer.close()
 
 
 def sync_parts(
-    meeting: Meeting,
+    collective: Collective,
     storage: LocalStorage,
     folder: str,
     plan: SavePlan,
     *,
     shared: bool,
-    beat: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> None:
-    """Each file is synced once, the work spread over its group; where ranks of several machines share the folder, by each rank that has
-    written to it, for a machine knows only of its own bytes."""
+    """Each file is synced once, the work spread over its group; where ranks of several machines
+    share the folder, by each rank that has written to it, for a machine knows only of its own
+    bytes.
+    """
     if shared:
-        for name in storage.written():
+        for name in storage.unsynced_files():
             storage.sync(name)
-            beat()
+            on_progress()
         return
     for group in plan.groups:
-        for i, file in enumerate(group.files):
-            if group.holders[i % len(group.holders)] == meeting.rank:
+        for index, file in enumerate(group.files):
+            if group.holders[index % len(group.holders)] == collective.rank:
                 storage.sync(f"{folder}/{file.name}")
-                beat()
+                on_progress()

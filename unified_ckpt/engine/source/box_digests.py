@@ -1,17 +1,19 @@
-"""Digests of a stored tensor against a box of it, as it is read: the one rule for slices of a checkpoint and for what views make of it.
+"""Digests of a stored tensor against a box of it, as it is read: the one rule for slices of a
+checkpoint and for what views make of it.
 
-Blocks that lie whole in the box are compared. Of a block that is read in part nothing is known; a load with verify="read" does the same.
+Blocks that lie whole in the box are compared. Of a block that is read in part nothing is known; a
+load with verify="read" does the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unified_ckpt.core.sharding.boxes import Box, runs, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format.digests import BLOCK_NBYTES, block_count, crc
 
@@ -22,29 +24,44 @@ def has_whole_blocks(spec: TensorSpec, box: Box) -> bool:
 
 
 def check_blocks(
-    key: Key, spec: TensorSpec, box: Box, body: memoryview, saved: Sequence[int], *, where: str = ""
+    key: Key,
+    spec: TensorSpec,
+    box: Box,
+    body: memoryview,
+    saved_digests: Sequence[int],
+    *,
+    location: str = "",
 ) -> None:
-    """`body`: the box's bytes, row-major; `saved`: the digests of the tensor's blocks. IntegrityError naming the tensor and its blocks."""
-    if len(saved) != block_count(spec.nbytes):
+    """`body`: the box's bytes, row-major; `saved_digests`: the digests of the tensor's blocks.
+    IntegrityError naming the tensor and its blocks.
+    """
+    if len(saved_digests) != block_count(spec.nbytes):
         raise IntegrityError(
-            f"{key[0]}:{key[1]}: has {len(saved)} digests; needed {block_count(spec.nbytes)}"
+            f"{key[0]}:{key[1]}: has {len(saved_digests)} digests; needed {block_count(spec.nbytes)}"
         )
-    wrong = [
-        f"block {block} (from byte {block * BLOCK_NBYTES} of the tensor{where}) has CRC {crc(held):016x}; needed {saved[block]:016x}"
-        for block, held in _whole_blocks(spec, box, body)
-        if crc(held) != saved[block]
+    mismatches = [
+        f"block {block} (from byte {block * BLOCK_NBYTES} of the tensor{location}) has CRC {crc(block_bytes):016x}; needed {saved_digests[block]:016x}"
+        for block, block_bytes in _whole_blocks(spec, box, body)
+        if crc(block_bytes) != saved_digests[block]
     ]
-    if wrong:
+    if mismatches:
         raise IntegrityError(
-            listed(f"{key[0]}:{key[1]}: bytes read are not the bytes that were saved", wrong)
+            format_list(
+                f"{key[0]}:{key[1]}: bytes read are not the bytes that were saved", mismatches
+            )
         )
 
 
 def _whole_blocks(spec: TensorSpec, box: Box, body: memoryview) -> Iterator[tuple[int, memoryview]]:
-    item = itemsize(spec.dtype)
-    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
-        start, stop = first * item, (first + count) * item
+    item_nbytes = itemsize(spec.dtype)
+    for first, local, count in runs(
+        box, spec.shape, local=full_box(box.shape), local_shape=box.shape
+    ):
+        start, stop = first * item_nbytes, (first + count) * item_nbytes
         for block in range(-(-start // BLOCK_NBYTES), -(-stop // BLOCK_NBYTES)):
             low, high = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, spec.nbytes)
             if high <= stop:
-                yield block, body[local * item + low - start : local * item + high - start]
+                yield (
+                    block,
+                    body[local * item_nbytes + low - start : local * item_nbytes + high - start],
+                )

@@ -1,4 +1,6 @@
-"""Source: the one protocol for reading. Anything that slices of named tensors can be read from; no torch."""
+"""Source: the one protocol for reading. Anything that slices of named tensors can be read from; no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from unified_ckpt.core.sharding.boxes import Box, runs, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.runtime.storage.storage import Reader
@@ -21,8 +23,10 @@ class Location:
 
 
 @dataclass(slots=True)
-class Ledger:
-    """Of a storage that compares digests: bytes of blocks that were right, and what was wrong and read from elsewhere, in sentences."""
+class VerificationLog:
+    """Of a storage that compares digests: bytes of blocks that were right, and what was wrong and
+    read from elsewhere, in sentences.
+    """
 
     verified_nbytes: int = 0
     damage: list[str] = field(default_factory=list)
@@ -30,40 +34,44 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them. `ledger`: where it compares digests
-    itself, what came of that. `near`: of tensors that cost less where they are read one after another, a word that they share.
+    """Byte ranges of tensors, for sources whose tensors lie whole in files. `storage` reads them.
+    `verification_log`: where it compares digests itself, what came of that. `locality`: of tensors
+    that cost less where they are read one after another, a word that they share.
     """
 
     storage: Reader
     locations: Mapping[tuple[str, str], Location]  # (part, fqn)
-    ledger: Ledger | None = None
-    near: Mapping[tuple[str, str], str] | None = None
+    verification_log: VerificationLog | None = None
+    locality: Mapping[tuple[str, str], str] | None = None
 
 
 def read_box(storage: Reader, location: Location, spec: TensorSpec, box: Box) -> bytes:
     """The box's bytes, row-major, of a tensor that lies whole in a file."""
-    found = bytearray(box.numel * itemsize(spec.dtype))
-    fill_box(storage, location, spec, box, memoryview(found))
-    return bytes(found)
+    buffer = bytearray(box.numel * itemsize(spec.dtype))
+    read_box_into(storage, location, spec, box, memoryview(buffer))
+    return bytes(buffer)
 
 
-def fill_box(
-    storage: Reader, location: Location, spec: TensorSpec, box: Box, into: memoryview
+def read_box_into(
+    storage: Reader, location: Location, spec: TensorSpec, box: Box, buffer: memoryview
 ) -> None:
     """`read_box`, into memory of the box's size."""
-    item = itemsize(spec.dtype)
-    for first, local, count in runs(box, spec.shape, local=whole(box.shape), local_shape=box.shape):
+    item_nbytes = itemsize(spec.dtype)
+    for first, local, count in runs(
+        box, spec.shape, local=full_box(box.shape), local_shape=box.shape
+    ):
         storage.read_at(
             location.file,
-            location.start + first * item,
-            into[local * item : (local + count) * item],
+            location.start + first * item_nbytes,
+            buffer[local * item_nbytes : (local + count) * item_nbytes],
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a source holds beside tensors. `groups`: param groups as {"names", "options"}; `scalars`: fqn -> optimizer state that is
-    not one tensor; `rank_extras`: how many ranks left one; `has_digests`: whether there are any of its tensors; `objects`: where
+class SourceMetadata:
+    """What a source holds beside tensors. `groups`: param groups as {"names", "options"};
+    `scalars`: fqn -> optimizer state that is not one tensor; `rank_extras`: how many ranks left
+    one; `has_digests`: whether there are any of its tensors; `objects`: where
     `extra` and `rank_extra` hold the state of an object, as "extra:scheduler". `pads`: tensors that
     may be read into larger ones -> the dims along which those may be larger."""
 
@@ -97,20 +105,24 @@ class Source(Protocol):
         """Other names of tied tensors -> stored names."""
 
     def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
-        """Dtype and shape of some tensors of a part. IncompleteError or IntegrityError where their bytes are not there."""
+        """Dtype and shape of some tensors of a part. IncompleteError or IntegrityError where their
+        bytes are not there.
+        """
 
     def read(self, part: str, name: str, box: Box) -> bytes:
         """The box's bytes, row-major."""
 
-    def catalog(self, wanted: Collection[tuple[str, str]]) -> Catalog:
+    def catalog(self, keys: Collection[tuple[str, str]]) -> Catalog:
         """Where the wanted tensors lie. Same errors as `specs`."""
 
     def block_digests(
-        self, wanted: Collection[tuple[str, str]]
+        self, keys: Collection[tuple[str, str]]
     ) -> Mapping[tuple[str, str], Sequence[int] | None]:
-        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has none. FormatError for others."""
+        """CRC64NVME of each 1 MiB block of some tensors, by (part, name); None where the source has
+        none. FormatError for others.
+        """
 
-    def said(self) -> Said:
+    def metadata(self) -> SourceMetadata:
         """What it holds beside tensors. IntegrityError or FormatError where that is damaged."""
 
     def rank_extra(self, rank: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
@@ -19,9 +19,11 @@ Index = int | slice | EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A stored tensor. Indexing reads what is asked for, into new CPU memory: ints, slices of step 1, an ellipsis.
+    """A stored tensor. Indexing reads what is asked for, into new CPU memory: ints, slices of step
+    1, an ellipsis.
 
-    IntegrityError where a 1 MiB block that lies whole in what is read has not its digest; a tensor of less is one block.
+    IntegrityError where a 1 MiB block that lies whole in what is read has not its digest; a tensor
+    of less is one block.
     """
 
     _source: Source
@@ -31,49 +33,53 @@ class TensorView:
     dtype: torch.dtype
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        wanted = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in wanted:
-            at = wanted.index(Ellipsis)
-            wanted = (
-                *wanted[:at],
-                *[slice(None)] * (len(self.shape) - len(wanted) + 1),
-                *wanted[at + 1 :],
+        indices = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in indices:
+            ellipsis = indices.index(Ellipsis)
+            indices = (
+                *indices[:ellipsis],
+                *[slice(None)] * (len(self.shape) - len(indices) + 1),
+                *indices[ellipsis + 1 :],
             )
-        if len(wanted) > len(self.shape):
+        if len(indices) > len(self.shape):
             raise IndexError(
-                f"{self.part}:{self.name}: {len(wanted)} indices for {len(self.shape)} dims"
+                f"{self.part}:{self.name}: {len(indices)} indices for {len(self.shape)} dims"
             )
-        offsets, sizes, kept = [], [], []
-        for one, size in zip(
-            (*wanted, *[slice(None)] * (len(self.shape) - len(wanted))), self.shape, strict=True
+        offsets, sizes, out_shape = [], [], []
+        for item, size in zip(
+            (*indices, *[slice(None)] * (len(self.shape) - len(indices))), self.shape, strict=True
         ):
-            low, high, keep = _range(one, size, f"{self.part}:{self.name}")
+            low, high, keeps_dim = _index_range(item, size, f"{self.part}:{self.name}")
             offsets.append(low)
             sizes.append(high - low)
-            kept.extend([high - low] if keep else [])
-        stored = self._source.read(self.part, self.name, Box(tuple(offsets), tuple(sizes)))
-        if not stored:
-            return torch.empty(kept, dtype=self.dtype, device="cpu")
-        return torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(self.dtype).reshape(kept)
+            out_shape.extend([high - low] if keeps_dim else [])
+        body = self._source.read(self.part, self.name, Box(tuple(offsets), tuple(sizes)))
+        if not body:
+            return torch.empty(out_shape, dtype=self.dtype, device="cpu")
+        return (
+            torch.frombuffer(bytearray(body), dtype=torch.uint8).view(self.dtype).reshape(out_shape)
+        )
 
 
-def _range(index: object, size: int, where: str) -> tuple[int, int, bool]:
+def _index_range(index: object, size: int, label: str) -> tuple[int, int, bool]:
     """Half-open range in one dim, and whether the dim stays."""
     if isinstance(index, int):
         if not -size <= index < size:
-            raise IndexError(f"{where}: index {index} is out of range for a dim of {size}")
+            raise IndexError(f"{label}: index {index} is out of range for a dim of {size}")
         return index % size, index % size + 1, False
     if isinstance(index, slice):
         low, high, step = index.indices(size)
         if step != 1:
-            raise IndexError(f"{where}: slice step {step}; needed 1")
+            raise IndexError(f"{label}: slice step {step}; needed 1")
         return low, max(low, high), True
-    raise IndexError(f"{where}: index {index!r}; needed an int, a slice or an ellipsis")
+    raise IndexError(f"{label}: index {index!r}; needed an int, a slice or an ellipsis")
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is not there yet: `load` gives it, of this dtype and shape, whenever it is read. For a `conversion_fn`."""
+    """A tensor that is not there yet: `load` gives it, of this dtype and shape, whenever it is
+    read. For a `conversion_fn`.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -88,15 +94,17 @@ class PartView(Mapping[str, TensorView]):
     part: str
 
     def __getitem__(self, name: str) -> TensorView:
-        stored = (
+        stored_name = (
             name
             if name in self._source.names(self.part)
             else self._source.aliases(self.part).get(name, name)
         )
-        if stored not in self._source.names(self.part):
+        if stored_name not in self._source.names(self.part):
             raise KeyError(f"{self.part}:{name}")
-        spec = self._source.specs(self.part, [stored])[stored]
-        return TensorView(self._source, self.part, stored, spec.shape, TORCH_DTYPES[spec.dtype])
+        spec = self._source.specs(self.part, [stored_name])[stored_name]
+        return TensorView(
+            self._source, self.part, stored_name, spec.shape, TORCH_DTYPES[spec.dtype]
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._source.names(self.part)))
@@ -124,11 +132,13 @@ class RankExtras(Sequence[Any]):
 
 
 class SourceView:
-    """An open checkpoint: `src["model"]["lm_head.weight"][0:1024]`. A context manager; reading after `close` is an error."""
+    """An open checkpoint: `src["model"]["lm_head.weight"][0:1024]`. A context manager; reading
+    after `close` is an error.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._said: Said | None = None
+        self._metadata: SourceMetadata | None = None
 
     def __enter__(self) -> SourceView:
         return self
@@ -163,20 +173,20 @@ class SourceView:
 
     @property
     def step(self) -> int | None:
-        return self._told().step
+        return self._cached_metadata().step
 
     @property
     def extra(self) -> Any:
-        return self._told().extra
+        return self._cached_metadata().extra
 
     @property
     def rank_extra(self) -> RankExtras:
-        return RankExtras(self._source, self._told().rank_extras)
+        return RankExtras(self._source, self._cached_metadata().rank_extras)
 
     def close(self) -> None:
         self._source.close()
 
-    def _told(self) -> Said:
-        if self._said is None:
-            self._said = self._source.said()
-        return self._said
+    def _cached_metadata(self) -> SourceMetadata:
+        if self._metadata is None:
+            self._metadata = self._source.metadata()
+        return self._metadata

@@ -1,4 +1,6 @@
-"""Saves and loads of Accelerate through `unified_ckpt`. Knows Accelerate's objects; decides nothing about files."""
+"""Saves and loads of Accelerate through `unified_ckpt`. Knows Accelerate's objects; decides nothing
+about files.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Accelerate's checkpoints through the engine: `save_state(accelerator, path)`, `load_state(accelerator, path)`, one call each.
+"""Accelerate's checkpoints through the engine: `save_state(accelerator, path)`,
+`load_state(accelerator, path)`, one call each.
 
-All that the accelerator has prepared or registered goes into one unified folder. `attach(accelerator)` puts the two in place of
+All that the accelerator has prepared or registered goes into one unified folder.
+`attach(accelerator)` puts the two in place of
 `accelerator.save_state` and `accelerator.load_state`, for scripts that are not ours.
 
-How state could be lost: an older checkpoint goes before the newer one is there (here after the commit); one that is not whole counts as the
-newest; a folder with other files in it is taken for the checkpoint's; something that the accelerator holds is not in the checkpoint and
-keeps its fresh value unsaid.
+How state could be lost: an older checkpoint goes before the newer one is there (here after the
+commit); one that is not whole counts as the newest; a folder with other files in it is taken for
+the checkpoint's; something that the accelerator holds is not in the checkpoint and keeps its fresh
+value unsaid.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
-from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.runtime.comm.collective import Collective
 
 __all__ = ["attach", "load_state", "save_state", "save_state_async"]
 
 _LOG = logging.getLogger("unified_ckpt")
 _Path = str | os.PathLike[str]
-_OWN = (
+_CHECKPOINTER_ATTR = (
     "_unified_checkpointer"  # an accelerator's attribute: plan and buffers stay from save to save
 )
-_ATTACHED = "_unified_attached"
+_ATTACHED_ATTR = "_unified_attached"
 
 
 def save_state(
@@ -56,11 +59,12 @@ def save_state(
 ) -> SaveReport:
     """Saves all that the accelerator has prepared or registered. Every process calls.
 
-    Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, and `total_limit` holds after the commit; its step is
-    n. The other arguments are those of `uc.save`. Raises LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
+    Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, and `total_limit`
+    holds after the commit; its step is n. The other arguments are those of `uc.save`. Raises
+    LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
     """
-    path, number, what = _begin_save(accelerator, path, step, attach, options)
-    report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **what)
+    path, number, arguments = _begin_save(accelerator, path, step, attach, options)
+    report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **arguments)
     accelerator.project_configuration.iteration += 1
     folders.rotate_project(accelerator, os.fspath(path), number)
     return report
@@ -75,14 +79,16 @@ def save_state_async(
     attach: Callable[[str], object] | None = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
-    """`save_state` that returns once this process's bytes are copied. The next save or load waits for it, and raises its error."""
-    path, number, what = _begin_save(accelerator, path, step, attach, options)
+    """`save_state` that returns once this process's bytes are copied. The next save or load waits
+    for it, and raises its error.
+    """
+    path, number, arguments = _begin_save(accelerator, path, step, attach, options)
 
-    def after(_: SaveReport) -> None:
+    def rotate(_: SaveReport) -> None:
         folders.rotate_project(accelerator, os.fspath(path), number)
 
     pending = _checkpointer(accelerator).save_async(
-        path, metrics=metrics, options=options, after_commit=after, **what
+        path, metrics=metrics, options=options, after_commit=rotate, **arguments
     )
     accelerator.project_configuration.iteration += 1
     return pending
@@ -95,43 +101,47 @@ def load_state(
     strict: bool = True,
     options: LoadOptions | None = None,
 ) -> LoadReport:
-    """Puts everything back, on any number of processes and any layout. Every process calls, after `accelerator.prepare`.
+    """Puts everything back, on any number of processes and any layout. Every process calls, after
+    `accelerator.prepare`.
 
-    Without a path it takes the project's newest good checkpoint, and says in one warning which newer ones it passed over. MismatchError,
-    before anything is changed, for what the accelerator has and the checkpoint lacks; `strict=False` loads what fits. What only the
-    checkpoint has is told in a warning. NotFoundError for what is no unified checkpoint.
+    Without a path it takes the project's newest good checkpoint, and says in one warning which
+    newer ones it passed over. MismatchError, before anything is changed, for what the accelerator
+    has and the checkpoint lacks; `strict=False` loads what fits. What only the checkpoint has is
+    told in a warning. NotFoundError for what is no unified checkpoint.
     """
     options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
     checkpointer.wait()
-    meeting = checkpointer._ranks().meet(
-        "load_state", same=False, timeout_seconds=options.timeout_seconds
+    collective = checkpointer._get_comm().begin_collective(
+        "load_state", cached=False, timeout_seconds=options.timeout_seconds
     )
-    with meeting.phase("folder"):
-        states.refuse(accelerator)
-        found = (
-            folders.newest(meeting, accelerator)
+    with collective.step("folder"):
+        states.check_supported(accelerator)
+        folder = (
+            folders.latest_path(collective, accelerator)
             if path is None
             else os.path.abspath(os.path.expanduser(os.fspath(path)))
         )
-    _check(meeting, accelerator, found, strict=strict)
-    with meeting.phase("hooks"):
-        hooks.run_load_hooks(accelerator, found)
-    held = states.held(accelerator)
+    _check_contents(collective, accelerator, folder, strict=strict)
+    with collective.step("hooks"):
+        hooks.run_load_hooks(accelerator, folder)
+    prepared = states.prepared_objects(accelerator)
     report = checkpointer.load(
-        found,
-        model=held.model,
-        optimizer=held.optimizers or None,
-        parts=held.parts,
+        folder,
+        model=prepared.model,
+        optimizer=prepared.optimizers or None,
+        parts=prepared.parts,
         strict=strict,
         options=options,
     )
-    told = report.extra.get(states.KEY, {}) if isinstance(report.extra, dict) else {}
-    meeting = checkpointer._ranks().meet(
-        "load_state", same=False, timeout_seconds=options.timeout_seconds
+    extra = report.extra.get(states.KEY, {}) if isinstance(report.extra, dict) else {}
+    collective = checkpointer._get_comm().begin_collective(
+        "load_state", cached=False, timeout_seconds=options.timeout_seconds
     )
-    with meeting.phase("install"):
-        states.install(accelerator, told, states.own_of(accelerator, found, report.rank_extra))
-        folders.count_on(accelerator, found)
+    with collective.step("install"):
+        states.restore_objects(
+            accelerator, extra, states.read_rank_state(accelerator, folder, report.rank_extra)
+        )
+        folders.advance_iteration(accelerator, folder)
     return report
 
 
@@ -141,40 +151,48 @@ def attach(
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
 ) -> None:
-    """Makes `accelerator.save_state` and `accelerator.load_state` go through the engine. Again is no matter.
+    """Makes `accelerator.save_state` and `accelerator.load_state` go through the engine. Again is
+    no matter.
 
-    As in Accelerate, a save to a path that holds a checkpoint replaces it (unless `save_options` say otherwise), and automatic naming
-    goes before a path. A folder that Accelerate wrote itself is loaded by Accelerate. Its arguments for other formats mean nothing here.
+    As in Accelerate, a save to a path that holds a checkpoint replaces it (unless `save_options`
+    say otherwise), and automatic naming goes before a path. A folder that Accelerate wrote itself
+    is loaded by Accelerate. Its arguments for other formats mean nothing here.
     """
-    states.refuse(accelerator)
-    if vars(accelerator).get(_ATTACHED):
+    states.check_supported(accelerator)
+    if vars(accelerator).get(_ATTACHED_ATTR):
         return
-    saving = unless_chosen(save_options or SaveOptions(), if_exists="replace")
-    stock = accelerator.load_state
+    default_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
+    native_load = accelerator.load_state
 
     def save(output_dir: _Path | None = None, *_: Any, **__: Any) -> Path:
-        named = accelerator.project_configuration.automatic_checkpoint_naming
-        options = saving.model_copy(update={"if_exists": "error"}) if named else saving
-        return Path(save_state(accelerator, None if named else output_dir, options=options).path)
+        automatic = accelerator.project_configuration.automatic_checkpoint_naming
+        options = (
+            default_options.model_copy(update={"if_exists": "error"})
+            if automatic
+            else default_options
+        )
+        return Path(
+            save_state(accelerator, None if automatic else output_dir, options=options).path
+        )
 
     def load(
         input_dir: _Path | None = None,
         load_kwargs: dict[str, Any] | None = None,
         strict: bool = True,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
-        if _is_stock(accelerator, input_dir):
-            stock(input_dir, load_kwargs, **more)
+        if _is_native(accelerator, input_dir):
+            native_load(input_dir, load_kwargs, **kwargs)
             return
         load_state(accelerator, input_dir, strict=strict, options=load_options)
 
     accelerator.save_state, accelerator.load_state = save, load
-    setattr(accelerator, _ATTACHED, True)
+    setattr(accelerator, _ATTACHED_ATTR, True)
 
 
 def _checkpointer(accelerator: Any) -> Checkpointer:
-    found: Checkpointer = vars(accelerator).setdefault(_OWN, Checkpointer())
-    return found
+    checkpointer: Checkpointer = vars(accelerator).setdefault(_CHECKPOINTER_ATTR, Checkpointer())
+    return checkpointer
 
 
 def _begin_save(
@@ -188,71 +206,77 @@ def _begin_save(
     options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
     checkpointer.wait()
     number = accelerator.project_configuration.iteration
-    meeting = checkpointer._ranks().meet(
-        "save_state", same=False, timeout_seconds=options.timeout_seconds
+    collective = checkpointer._get_comm().begin_collective(
+        "save_state", cached=False, timeout_seconds=options.timeout_seconds
     )
-    with meeting.phase("state"):
-        states.refuse(accelerator)
+    with collective.step("state"):
+        states.check_supported(accelerator)
         if path is None and step is not None:
             raise LayoutError(
                 "save_state: the step of an automatically named checkpoint is its number; needed a path, or no step"
             )
-        place = folders.place_save(accelerator, path, if_exists=options.if_exists)
-        held, extra, rank_extra = (
-            states.held(accelerator),
-            states.extra_of(accelerator),
-            states.rank_extra_of(accelerator),
+        target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
+        prepared, extra, rank_extra = (
+            states.prepared_objects(accelerator),
+            states.collect_extra(accelerator),
+            states.collect_rank_extra(accelerator),
         )
-    files = hooks.run_save_hooks(meeting, accelerator, os.fspath(place))
+    files = hooks.run_save_hooks(collective, accelerator, os.fspath(target))
     return (
-        place,
+        target,
         number,
         {
-            "model": held.model,
-            "optimizer": held.optimizers or None,
-            "parts": held.parts,
+            "model": prepared.model,
+            "optimizer": prepared.optimizers or None,
+            "parts": prepared.parts,
             "extra": extra,
             "rank_extra": rank_extra,
             "step": number if path is None else step,
-            "attach": hooks.attaching(accelerator, files, attach),
+            "attach": hooks.make_attach(accelerator, files, attach),
         },
     )
 
 
-def _check(meeting: Meeting, accelerator: Any, path: str, *, strict: bool) -> None:
-    """Collective. Whether the checkpoint has what the accelerator holds; those who see the folder tell the others."""
-    with meeting.phase("open"):
+def _check_contents(collective: Collective, accelerator: Any, path: str, *, strict: bool) -> None:
+    """Collective. Whether the checkpoint has what the accelerator holds; those who see the folder
+    tell the others.
+    """
+    with collective.step("open"):
         if accelerator.is_local_main_process and folders.is_committed(path):
             with open_source(path) as source:
                 extra = source.extra
-            told = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}
-            meeting.settle("holds", json.dumps(told.get(states.HOLDS, {}), sort_keys=True))
-    with meeting.phase("check"):
-        if not meeting.has("holds"):
+            accelerate_extra = extra.get(states.KEY, {}) if isinstance(extra, dict) else {}
+            collective.set_once(
+                "holds", json.dumps(accelerate_extra.get(states.SUMMARY, {}), sort_keys=True)
+            )
+    with collective.step("check"):
+        if not collective.has("holds"):
             folders.check_path(path)
-        here, saved = states.holds(accelerator), json.loads(meeting.get("holds"))
-        wrong, surplus = states.compare(here, saved)
-        if strict and wrong:
-            raise states.differ(path, [*wrong, *surplus])
-    if meeting.rank == 0 and (wrong or surplus):
+        current, saved = states.summarize(accelerator), json.loads(collective.get("holds"))
+        mismatches, unused = states.compare_summaries(current, saved)
+        if strict and mismatches:
+            raise states.mismatch_error(path, [*mismatches, *unused])
+    if collective.rank == 0 and (mismatches or unused):
         _LOG.warning(
-            "load_state of %s leaves out what does not fit: %s", path, "; ".join([*wrong, *surplus])
+            "load_state of %s leaves out what does not fit: %s",
+            path,
+            "; ".join([*mismatches, *unused]),
         )
 
 
-def _is_stock(accelerator: Any, path: _Path | None) -> bool:
+def _is_native(accelerator: Any, path: _Path | None) -> bool:
     """Collective. Whether Accelerate's own load is the one to use, by rank 0's eyes."""
-    meeting = (
+    collective = (
         _checkpointer(accelerator)
-        ._ranks()
-        .meet("load_state", same=False, timeout_seconds=LoadOptions().timeout_seconds)
+        ._get_comm()
+        .begin_collective("load_state", cached=False, timeout_seconds=LoadOptions().timeout_seconds)
     )
-    with meeting.phase("kind"):
-        if meeting.rank == 0:
-            stock = (
-                folders.is_stock(os.path.expanduser(os.fspath(path)))
+    with collective.step("kind"):
+        if collective.rank == 0:
+            native = (
+                folders.is_native(os.path.expanduser(os.fspath(path)))
                 if path is not None
-                else folders.only_stock(accelerator)
+                else folders.has_only_native(accelerator)
             )
-            meeting.put("stock", b"yes" if stock else b"no")
-    return meeting.get("stock") == b"yes"
+            collective.put("stock", b"yes" if native else b"no")
+    return collective.get("stock") == b"yes"

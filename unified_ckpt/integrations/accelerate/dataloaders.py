@@ -1,7 +1,9 @@
-"""Where Accelerate's dataloaders stand: epoch, order, and with `use_stateful_dataloader` the position, also for another number of ranks.
+"""Where Accelerate's dataloaders stand: epoch, order, and with `use_stateful_dataloader` the
+position, also for another number of ranks.
 
-How data could be repeated or skipped: the epoch or the seed of the order is not put back; what was fetched is taken for what was seen; a
-position is counted in steps of another size. Positions are therefore kept as samples of all ranks.
+How data could be repeated or skipped: the epoch or the seed of the order is not put back; what was
+fetched is taken for what was seen; a position is counted in steps of another size. Positions are
+therefore kept as samples of all ranks.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, 
 from torch.utils.data import IterableDataset, RandomSampler
 
 _LOG = logging.getLogger("unified_ckpt")
-_LOADED = "_unified_state"  # a dataloader's attribute: where it stands, from a load until it starts
+_LOADED_STATE_ATTR = (
+    "_unified_state"  # a dataloader's attribute: where it stands, from a load until it starts
+)
 
 
 def loader_states(accelerator: Any) -> list[dict[str, Any]]:
     """One state for each dataloader that is prepared: of this rank, now."""
     return [
-        _state(accelerator, number, loader)
-        for number, loader in enumerate(accelerator._dataloaders)
+        _state(accelerator, index, loader) for index, loader in enumerate(accelerator._dataloaders)
     ]
 
 
-def _state(accelerator: Any, number: int, loader: Any) -> dict[str, Any]:
-    if _LOADED in vars(loader):
-        loaded: dict[str, Any] = vars(loader)[_LOADED]
+def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
+    if _LOADED_STATE_ATTR in vars(loader):
+        loaded: dict[str, Any] = vars(loader)[_LOADED_STATE_ATTR]
         return loaded
     running = _running(accelerator, loader)
     midway = running is not None and not running.end_of_dataloader
@@ -47,7 +50,7 @@ def _state(accelerator: Any, number: int, loader: Any) -> dict[str, Any]:
         _LOG.warning(
             "dataloader %d: is saved in the middle of an epoch, and its order cannot be had again; needed "
             "DataLoaderConfiguration(use_seedable_sampler=True)",
-            number,
+            index,
         )
     if (
         midway
@@ -59,29 +62,40 @@ def _state(accelerator: Any, number: int, loader: Any) -> dict[str, Any]:
         _LOG.warning(
             "dataloader %d: has workers and is in its first epoch, whose order Accelerate draws before it knows the seed; unless "
             "loader.load_state_dict({}) came before the loop, the rest of the epoch will be in another order",
-            number,
+            index,
         )
     if _is_stateful(loader):
         state["untouched"] = loader.base_dataloader._initial_iter_for_state_dict
     if midway and _is_stateful(loader):
         state["position"] = loader.state_dict()
         state["samples"] = (
-            _steps(state["position"]) * loader.total_batch_size if _is_counted(loader) else None
+            _steps_taken(state["position"]) * loader.total_batch_size
+            if _is_convertible(loader)
+            else None
         )
     return state
 
 
 def _running(accelerator: Any, loader: Any) -> Any:
-    """The dataloader that a loop goes through now, if it is this one or a copy of it that skips batches."""
-    active = [one for one in accelerator.gradient_state.dataloader_references if one is not None]
-    return next((one for one in reversed(active) if _is_same(accelerator, one, loader)), None)
+    """The dataloader that a loop goes through now, if it is this one or a copy of it that skips
+    batches.
+    """
+    active = [
+        candidate
+        for candidate in accelerator.gradient_state.dataloader_references
+        if candidate is not None
+    ]
+    return next(
+        (candidate for candidate in reversed(active) if _is_same(accelerator, candidate, loader)),
+        None,
+    )
 
 
-def _is_same(accelerator: Any, one: Any, loader: Any) -> bool:
+def _is_same(accelerator: Any, candidate: Any, loader: Any) -> bool:
     """Whether it is the dataloader, or a copy of it that Accelerate has made to skip batches."""
-    return one is loader or (
-        one.dataset is loader.dataset
-        and all(one is not prepared for prepared in accelerator._dataloaders)
+    return candidate is loader or (
+        candidate.dataset is loader.dataset
+        and all(candidate is not prepared for prepared in accelerator._dataloaders)
     )
 
 
@@ -97,25 +111,27 @@ def load_loader_states(
     saved: Sequence[Mapping[str, Any]],
     *,
     same_ranks: bool,
-    random: Callable[[], None],
+    restore_rng: Callable[[], None],
 ) -> None:
-    """Puts the states back. `same_ranks`: they are this rank's own, else those of rank 0 of another number of ranks.
+    """Puts the states back. `same_ranks`: they are this rank's own, else those of rank 0 of another
+    number of ranks.
 
-    `random` sets the random states: at once, and again where the interrupted epoch goes on, since to start it draws from them.
+    `restore_rng` sets the random states: at once, and again where the interrupted epoch goes on,
+    since to start it draws from them.
     """
     vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of a load before this one
-    waiting = []
-    for number, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
+    resuming = []
+    for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
         loader.iteration = state["epoch"]
         _set_order(get_sampler(loader), state["order"])
         if _is_stateful(loader):
-            state = _set_position(number, loader, state, same_ranks=same_ranks)
+            state = _set_position(index, loader, state, same_ranks=same_ranks)
         if state["midway"]:
-            vars(loader)[_LOADED] = dict(state)
-            waiting.append(loader)
-    random()
-    if waiting:
-        _resume(accelerator, waiting, random)
+            vars(loader)[_LOADED_STATE_ATTR] = dict(state)
+            resuming.append(loader)
+    restore_rng()
+    if resuming:
+        _resume(accelerator, resuming, restore_rng)
 
 
 def _set_order(sampler: Any, order: Mapping[str, Any]) -> None:
@@ -127,7 +143,7 @@ def _set_order(sampler: Any, order: Mapping[str, Any]) -> None:
 
 
 def _set_position(
-    number: int, loader: Any, state: Mapping[str, Any], *, same_ranks: bool
+    index: int, loader: Any, state: Mapping[str, Any], *, same_ranks: bool
 ) -> Mapping[str, Any]:
     """The state that the dataloader has then."""
     loader.base_dataloader.next_iter_state = None  # of a load before this one
@@ -138,22 +154,22 @@ def _set_position(
     if state.get("position") is None:
         return state
     position, samples = state["position"], state["samples"]
-    step = loader.total_batch_size if _is_counted(loader) else 0
-    if not same_ranks or (samples is not None and samples != _steps(position) * step):
+    step = loader.total_batch_size if _is_convertible(loader) else 0
+    if not same_ranks or (samples is not None and samples != _steps_taken(position) * step):
         if samples is None or not step:
             _LOG.warning(
                 "dataloader %d: where it stood cannot be told for another number of ranks; its epoch starts again",
-                number,
+                index,
             )
             return {**state, "midway": False, "position": None}
         if samples % step:
             _LOG.warning(
                 "dataloader %d: %d samples come again: a step is of %d samples now",
-                number,
+                index,
                 samples % step,
                 step,
             )
-        position = _moved(loader.dl_state_dict, samples // step)
+        position = _shift_position(loader.dl_state_dict, samples // step)
     loader.load_state_dict(position)
     return {**state, "position": position, "samples": samples and samples // step * step}
 
@@ -162,8 +178,10 @@ def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
-def _is_counted(loader: Any) -> bool:
-    """Whether the position is a number of steps through one order that all ranks share, and nothing else."""
+def _is_convertible(loader: Any) -> bool:
+    """Whether the position is a number of steps through one order that all ranks share, and nothing
+    else.
+    """
     if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
         return False
     return (
@@ -172,66 +190,72 @@ def _is_counted(loader: Any) -> bool:
     )
 
 
-def _steps(position: Mapping[str, Any]) -> int:
-    """Batches that a rank has had, in the words of torchdata's StatefulDataLoader, without workers or with."""
+def _steps_taken(position: Mapping[str, Any]) -> int:
+    """Batches that a rank has had, in the words of torchdata's StatefulDataLoader, without workers
+    or with.
+    """
     if "_snapshot" in position:
         return int(position["_snapshot"]["_snapshot_step"]) + int(position["_steps_since_snapshot"])
     return int(position["_num_yielded"])
 
 
-def _moved(position: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def _shift_position(position: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A position at another step."""
-    moved: dict[str, Any] = copy.deepcopy(dict(position))
-    if "_snapshot" in moved:
-        main = moved["_snapshot"]["_main_snapshot"]
-        moved["_snapshot"] |= {
+    shifted: dict[str, Any] = copy.deepcopy(dict(position))
+    if "_snapshot" in shifted:
+        main = shifted["_snapshot"]["_main_snapshot"]
+        shifted["_snapshot"] |= {
             "_snapshot_step": steps,
             "_last_yielded_worker_id": (steps - 1) % main["_num_workers"],
         }
         main["_sampler_iter_yielded"] = steps
-        moved["_steps_since_snapshot"] = 0
+        shifted["_steps_since_snapshot"] = 0
     else:
-        moved |= {"_sampler_iter_yielded": steps, "_num_yielded": steps}
-    moved["_iterator_finished"] = False
-    return moved
+        shifted |= {"_sampler_iter_yielded": steps, "_num_yielded": steps}
+    shifted["_iterator_finished"] = False
+    return shifted
 
 
-def _resume(accelerator: Any, waiting: list[Any], random: Callable[[], None]) -> None:
-    """Where an epoch goes on, through its dataloader or a copy that skips batches: random states as they were at its first new batch.
+def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], None]) -> None:
+    """Where an epoch goes on, through its dataloader or a copy that skips batches: random states as
+    they were at its first new batch.
 
-    Accelerate tells its gradient state of each loop that starts, and asks the dataloader for its state before it fetches the batch after
-    the one that comes next; in the run that was saved nothing had been drawn in between.
+    Accelerate tells its gradient state of each loop that starts, and asks the dataloader for its
+    state before it fetches the batch after the one that comes next; in the run that was saved
+    nothing had been drawn in between.
     """
     gradient_state = accelerator.gradient_state
-    told = type(gradient_state)._add_dataloader
+    original = type(gradient_state)._add_dataloader
 
-    def starts(started: Any) -> None:
-        told(gradient_state, started)
-        loader = next((one for one in waiting if _is_same(accelerator, started, one)), None)
+    def on_start(started: Any) -> None:
+        original(gradient_state, started)
+        loader = next(
+            (candidate for candidate in resuming if _is_same(accelerator, started, candidate)), None
+        )
         if loader is None:
             return
-        waiting.remove(loader)
-        if not waiting:
+        resuming.remove(loader)
+        if not resuming:
             del gradient_state._add_dataloader
-        del vars(loader)[_LOADED]
+        del vars(loader)[_LOADED_STATE_ATTR]
         if started is not loader:
             loader.iteration = started.iteration + 1  # the copy counts the epoch for itself alone
         if not isinstance(started, DataLoaderDispatcher):  # which asks on rank 0 only
-            _at_first_batch(started, random)
+            _call_at_first_batch(started, restore_rng)
 
-    gradient_state._add_dataloader = starts
+    gradient_state._add_dataloader = on_start
 
 
-def _at_first_batch(started: Any, call: Callable[[], None]) -> None:
-    asked, skipped = (
+def _call_at_first_batch(started: Any, callback: Callable[[], None]) -> None:
+    original, skipped = (
         type(started)._update_state_dict,
         iter(range(getattr(started, "skip_batches", 0))),
     )
 
-    def asks() -> None:
+    def patched() -> None:
         if next(skipped, None) is None:
             del started._update_state_dict
-            call()
-        asked(started)
+            callback()
+        original(started)
 
-    started._update_state_dict = asks
+    started._update_state_dict = patched

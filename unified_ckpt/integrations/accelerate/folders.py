@@ -1,4 +1,6 @@
-"""Where Accelerate's checkpoints lie: `ProjectConfiguration`'s names, which is the newest good one, which go."""
+"""Where Accelerate's checkpoints lie: `ProjectConfiguration`'s names, which is the newest good one,
+which go.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.engine.folder.commit import StepPath
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
-from unified_ckpt.manager.steps.rotate import keep as keep_by_rules
-from unified_ckpt.manager.steps.scan import is_step, scan
-from unified_ckpt.runtime.comm.collective import Meeting
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable
+from unified_ckpt.manager.steps.rotate import rotate_after_save as keep_by_rules
+from unified_ckpt.manager.steps.scan import is_step_name, scan
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"
@@ -27,82 +29,88 @@ def project_root(accelerator: Any) -> str | None:
         raise LayoutError(
             "automatic_checkpoint_naming has no folder to name checkpoints in; needed ProjectConfiguration(project_dir=...)"
         )
-    return writable(os.path.join(os.path.expanduser(accelerator.project_dir), "checkpoints"))
+    return writable_path(os.path.join(os.path.expanduser(accelerator.project_dir), "checkpoints"))
 
 
-def place_save(
+def resolve_save_path(
     accelerator: Any, path: str | os.PathLike[str] | None, *, if_exists: str
 ) -> str | StepPath:
-    """Where a save goes: the path, or the project's next name. StorageError for a checkpoint that is in the way and must not go."""
+    """Where a save goes: the path, or the project's next name. StorageError for a checkpoint that
+    is in the way and must not go.
+    """
     if path is not None:
-        found = writable(os.path.expanduser(os.fspath(path)))
-        parent, name = os.path.split(found)
-        commit.check_way(
-            LocalStorage(parent), commit.Target(name, if_exists)
+        folder = writable_path(os.path.expanduser(os.fspath(path)))
+        parent, name = os.path.split(folder)
+        commit.check_existing_entries(
+            LocalStorage(parent), commit.PublishTarget(name, if_exists)
         )  # again in the save; here before hooks write files
-        return found
+        return folder
     root, number = project_root(accelerator), accelerator.project_configuration.iteration
     if root is None:
         raise StorageError(
             "save_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    found = os.path.join(root, f"{PREFIX}{number}")
-    if if_exists == "error" and is_committed(found):
+    folder = os.path.join(root, f"{PREFIX}{number}")
+    if if_exists == "error" and is_committed(folder):
         raise StorageError(
-            f"{found}: is there already; needed load_state first, which counts on from the last, or ProjectConfiguration(iteration=...)"
+            f"{folder}: is there already; needed load_state first, which counts on from the last, or ProjectConfiguration(iteration=...)"
         )
-    return StepPath(found)
+    return StepPath(folder)
 
 
 def is_committed(path: str) -> bool:
     return commit.committed_at(path) is not None
 
 
-def is_stock(path: str) -> bool:
+def is_native(path: str) -> bool:
     """Whether Accelerate's own `save_state` wrote this folder."""
     return os.path.isdir(path) and any(
         name.startswith("random_states_") for name in os.listdir(path)
     )
 
 
-def only_stock(accelerator: Any) -> bool:
+def has_only_native(accelerator: Any) -> bool:
     """Whether the project has checkpoints that Accelerate wrote itself, and no good one of ours."""
     root = project_root(accelerator)
     if root is None or not os.path.isdir(root) or scan(LocalStorage(root), PREFIX).complete:
         return False
     return any(
-        is_stock(os.path.join(root, name)) for name in os.listdir(root) if is_step(name, PREFIX)
+        is_native(os.path.join(root, name))
+        for name in os.listdir(root)
+        if is_step_name(name, PREFIX)
     )
 
 
-def newest(meeting: Meeting, accelerator: Any) -> str:
-    """The newest good checkpoint of the project, by rank 0's eyes; what is newer and no good is told in one warning."""
+def latest_path(collective: Collective, accelerator: Any) -> str:
+    """The newest good checkpoint of the project, by rank 0's eyes; what is newer and no good is
+    told in one warning.
+    """
     root = project_root(accelerator)
     if root is None:
         raise NotFoundError(
             "load_state: there is no path; needed one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
-    if meeting.rank == 0:
-        found = scan(LocalStorage(root), PREFIX)
-        passed = "; ".join(f"{one.name}: {one.why}" for one in found.newer_and_bad)
-        if not found.complete:
+    if collective.rank == 0:
+        scanned = scan(LocalStorage(root), PREFIX)
+        skipped = "; ".join(f"{record.name}: {record.problem}" for record in scanned.newer_problems)
+        if not scanned.complete:
             raise NotFoundError(
-                f"{root}: has no checkpoint to load{f' ({passed})' if passed else ''}; needed one that save_state has written"
+                f"{root}: has no checkpoint to load{f' ({skipped})' if skipped else ''}; needed one that save_state has written"
             )
-        name = found.complete[-1].name
-        if passed:
+        name = scanned.complete[-1].name
+        if skipped:
             _LOG.warning(
                 "load_state takes %s and passes over what is newer: %s",
                 os.path.join(root, name),
-                passed,
+                skipped,
             )
-        meeting.put("newest", name.encode())
-    return os.path.join(root, meeting.get("newest").decode())
+        collective.put("newest", name.encode())
+    return os.path.join(root, collective.get("newest").decode())
 
 
 def check_path(path: str) -> None:
     """NotFoundError that says what is there, where it is no unified checkpoint."""
-    if is_stock(path):
+    if is_native(path):
         raise NotFoundError(
             f"{path}: is a checkpoint that Accelerate wrote itself; needed accelerator.load_state, or attach(accelerator), which reads both"
         )
@@ -112,27 +120,33 @@ def check_path(path: str) -> None:
         )
     if is_committed(path):
         return
-    inside = [one.name for one in scan(LocalStorage(path), PREFIX).complete]
-    if inside:
+    nested = [record.name for record in scan(LocalStorage(path), PREFIX).complete]
+    if nested:
         raise NotFoundError(
-            f"{path}: holds checkpoints and is none; needed one of them, the newest is {inside[-1]}"
+            f"{path}: holds checkpoints and is none; needed one of them, the newest is {nested[-1]}"
         )
     raise NotFoundError(f"{path}: has no manifest: it is unfinished, or no checkpoint")
 
 
-def count_on(accelerator: Any, path: str) -> None:
-    """The next automatic name comes after all that are there, good or not, so that no name is given twice."""
+def advance_iteration(accelerator: Any, path: str) -> None:
+    """The next automatic name comes after all that are there, good or not, so that no name is given
+    twice.
+    """
     root = project_root(accelerator)
     if root is None or os.path.dirname(os.path.abspath(path)) != root:
         return
-    there = [int(name.removeprefix(PREFIX)) for name in os.listdir(root) if is_step(name, PREFIX)]
-    accelerator.project_configuration.iteration = max(there) + 1
+    numbers = [
+        int(name.removeprefix(PREFIX)) for name in os.listdir(root) if is_step_name(name, PREFIX)
+    ]
+    accelerator.project_configuration.iteration = max(numbers) + 1
 
 
 def rotate_project(accelerator: Any, path: str, number: int) -> None:
-    """After a commit: keeps `total_limit` good checkpoints, this one among them. Others are neither counted nor removed."""
+    """After a commit: keeps `total_limit` good checkpoints, this one among them. Others are neither
+    counted nor removed.
+    """
     root, configuration = project_root(accelerator), accelerator.project_configuration
-    may = (
+    may_remove = (
         accelerator.is_local_main_process
         if configuration.save_on_each_node
         else accelerator.is_main_process
@@ -140,11 +154,11 @@ def rotate_project(accelerator: Any, path: str, number: int) -> None:
     if (
         root is None
         or configuration.total_limit is None
-        or not may
+        or not may_remove
         or os.path.dirname(path) != root
     ):
         return
-    keep = (LatestN(max(configuration.total_limit, 1)),)
+    rules = (LatestN(max(configuration.total_limit, 1)),)
     keep_by_rules(
-        LocalStorage(root), PREFIX, Rules(full=keep, model_only=keep), protected=lambda: {number}
+        LocalStorage(root), PREFIX, Rules(full=rules, model_only=rules), protected=lambda: {number}
     )

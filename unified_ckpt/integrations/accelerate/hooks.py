@@ -1,4 +1,6 @@
-"""The files beside the state: a transformers model's configuration, and what the hooks registered with Accelerate write and read."""
+"""The files beside the state: a transformers model's configuration, and what the hooks registered
+with Accelerate write and read.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +12,48 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 
-_FILES = ".accelerate-files-"  # begins a folder that holds the hooks' files until they are attached
+_HOOK_FILES_PREFIX = (
+    ".accelerate-files-"  # begins a folder that holds the hooks' files until they are attached
+)
 
 
-def run_save_hooks(meeting: Meeting, accelerator: Any, path: str) -> str | None:
+def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str | None:
     """Collective. The folder with what the hooks have written, None where there are none.
 
-    They get lists of their own: the weights that they take out are in the checkpoint all the same. Under FSDP2 and TP, whose weights
-    no process has whole, there are none in the list.
+    They get lists of their own: the weights that they take out are in the checkpoint all the same.
+    Under FSDP2 and TP, whose weights no process has whole, there are none in the list.
     """
     if not accelerator._save_model_state_pre_hook:
         return None
     parent, name = os.path.split(path)
-    folder = os.path.join(parent, _FILES + name)
-    with meeting.phase("hook-files"):
-        if meeting.rank == 0:
+    folder = os.path.join(parent, _HOOK_FILES_PREFIX + name)
+    with collective.step("hook-files"):
+        if collective.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of a save that was interrupted
             os.makedirs(folder)
-    with meeting.phase("hooks"):
+    with collective.step("hooks"):
         for hook in list(accelerator._save_model_state_pre_hook.values()):
-            hook(list(accelerator._models), _weights(accelerator), folder)
+            hook(list(accelerator._models), _state_dicts(accelerator), folder)
     return folder
 
 
-def _weights(accelerator: Any) -> list[dict[str, Any]]:
+def _state_dicts(accelerator: Any) -> list[dict[str, Any]]:
     if any(isinstance(p, DTensor) for model in accelerator._models for p in model.parameters()):
         return []
     return [model.state_dict() for model in accelerator._models]
 
 
 def run_load_hooks(accelerator: Any, path: str) -> None:
-    """Before the models are filled, as Accelerate does. Models that a hook takes out of its list are filled all the same."""
+    """Before the models are filled, as Accelerate does. Models that a hook takes out of its list
+    are filled all the same.
+    """
     for hook in list(accelerator._load_model_state_pre_hook.values()):
         hook(list(accelerator._models), path)
 
 
-def attaching(
+def make_attach(
     accelerator: Any, files: str | None, attach: Callable[[str], object] | None
 ) -> Callable[[str], None]:
     """What puts all files into the folder of a checkpoint, on one rank."""
@@ -58,7 +64,7 @@ def attaching(
     )
     configs = _configs(model)
 
-    def put(folder: str) -> None:
+    def attach_all(folder: str) -> None:
         for config in configs:
             config.save_pretrained(folder)
         if files is not None:
@@ -67,11 +73,13 @@ def attaching(
         if attach is not None:
             attach(folder)
 
-    return put
+    return attach_all
 
 
 def _configs(model: Any) -> list[Any]:
-    """As they are now: a save in the background writes them later. None for a model with adapters, whose names are not the model's."""
+    """As they are now: a save in the background writes them later. None for a model with adapters,
+    whose names are not the model's.
+    """
     if hasattr(model, "peft_config"):
         return []
     config, generation = (

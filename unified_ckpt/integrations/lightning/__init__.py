@@ -1,4 +1,6 @@
-"""Saves and loads of Lightning through `unified_ckpt`. Knows Lightning's objects; decides nothing about files."""
+"""Saves and loads of Lightning through `unified_ckpt`. Knows Lightning's objects; decides nothing
+about files.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Checkpoints of PyTorch Lightning through the engine: `Trainer(callbacks=[UnifiedCheckpointCallback()])`, and no more changes.
+"""Checkpoints of PyTorch Lightning through the engine:
+`Trainer(callbacks=[UnifiedCheckpointCallback()])`, and no more changes.
 
-Lightning decides when to save, under which name and what goes; the strategy's ways to save and load are replaced, so that each `.ckpt` is
-a unified folder which all ranks write together.
+Lightning decides when to save, under which name and what goes; the strategy's ways to save and load
+are replaced, so that each `.ckpt` is a unified folder which all ranks write together.
 
-How state could be lost: ModelCheckpoint removes the older one before the newer is there (here a save returns after its commit); its
-`last.ckpt` points to nothing for a moment, or is overwritten in place (links change in one step, folders are exchanged after the commit);
-a save is killed (what is unfinished never has the name of a checkpoint); a hook or a strategy leaves optimizer state out without a word.
+How state could be lost: ModelCheckpoint removes the older one before the newer is there (here a
+save returns after its commit); its
+`last.ckpt` points to nothing for a moment, or is overwritten in place (links change in one step,
+folders are exchanged after the commit); a save is killed (what is unfinished never has the name of
+a checkpoint); a hook or a strategy leaves optimizer state out without a word.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ except ImportError:
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.lightning.paths import check_path
-from unified_ckpt.integrations.lightning.state_dicts import StoredTensors
-from unified_ckpt.integrations.lightning.strategy import Bound
+from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
+from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
 from unified_ckpt.options import LoadOptions, SaveOptions
 
 __all__ = ["UnifiedCheckpointCallback", "load_from_checkpoint"]
@@ -38,8 +41,9 @@ __all__ = ["UnifiedCheckpointCallback", "load_from_checkpoint"]
 class UnifiedCheckpointCallback(Callback):
     """Makes a Trainer save and resume through the engine, with its ModelCheckpoints as they are.
 
-    One device, DDP, and ModelParallelStrategy (FSDP2, tensor parallel, both). Any number of processes and any mesh may resume. A
-    checkpoint that stock Lightning wrote is resumed by stock Lightning. Works with `lightning` and with `pytorch_lightning`.
+    One device, DDP, and ModelParallelStrategy (FSDP2, tensor parallel, both). Any number of
+    processes and any mesh may resume. A checkpoint that stock Lightning wrote is resumed by stock
+    Lightning. Works with `lightning` and with `pytorch_lightning`.
 
     LayoutError for other strategies, by name.
     """
@@ -51,28 +55,29 @@ class UnifiedCheckpointCallback(Callback):
             save_options or SaveOptions(),
             load_options or LoadOptions(),
         )
-        self._bound: Bound | None = None
+        self._patched: PatchedStrategy | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        if self._bound is None or self._bound.strategy is not trainer.strategy:
-            holder = getattr(trainer.strategy.save_checkpoint, "__self__", None)
-            if isinstance(holder, Bound):
+        if self._patched is None or self._patched.strategy is not trainer.strategy:
+            owner = getattr(trainer.strategy.save_checkpoint, "__self__", None)
+            if isinstance(owner, PatchedStrategy):
                 raise CheckpointError(
                     "UnifiedCheckpointCallback: this Trainer has two of them; needed one"
                 )
-            self._bound = Bound(trainer, self._save_options, self._load_options)
-        self._bound.begin(stage)
+            self._patched = PatchedStrategy(trainer, self._save_options, self._load_options)
+        self._patched.begin(stage)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        if self._bound is not None:
-            self._bound.close()
+        if self._patched is not None:
+            self._patched.close()
 
 
 def load_from_checkpoint(
     cls: type[Any], path: str | os.PathLike[str], *, strict: bool | None = None, **arguments: Any
 ) -> Any:
-    """`LightningModule.load_from_checkpoint` for a unified folder: a module, or a LightningDataModule, made from its saved
-    hyperparameters, on the CPU and whole. `arguments`: instead of saved hyperparameters, or beside them.
+    """`LightningModule.load_from_checkpoint` for a unified folder: a module, or a
+    LightningDataModule, made from its saved hyperparameters, on the CPU and whole. `arguments`:
+    instead of saved hyperparameters, or beside them.
 
     NotFoundError or FormatError, saying what is there, where it is no unified folder.
     """
@@ -82,8 +87,8 @@ def load_from_checkpoint(
             f"{path}: stock Lightning wrote this; needed {cls.__name__}.load_from_checkpoint for it"
         )
     with open_source(path) as source:
-        checkpoint: dict[str, Any] = dict(_said(source.extra, path))
-    checkpoint["state_dict"] = StoredTensors(path, "model").copy()
+        checkpoint: dict[str, Any] = dict(_lightning_extra(source.extra, path))
+    checkpoint["state_dict"] = LazyStateDict(path, "model").copy()
     hyperparameters = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyperparameters.update(arguments)
     saving = importlib.import_module(f"{_package(cls)}.core.saving")
@@ -92,18 +97,18 @@ def load_from_checkpoint(
     return saving._load_state(cls, checkpoint, **arguments)
 
 
-def _said(extra: Any, path: str) -> Mapping[str, Any]:
-    found = extra.get("lightning") if isinstance(extra, Mapping) else None
-    if not isinstance(found, Mapping):
+def _lightning_extra(extra: Any, path: str) -> Mapping[str, Any]:
+    lightning_extra = extra.get("lightning") if isinstance(extra, Mapping) else None
+    if not isinstance(lightning_extra, Mapping):
         raise CheckpointError(
             f"{path}: a unified checkpoint, but no Trainer of Lightning wrote it; needed uc.load for its tensors"
         )
-    return found
+    return lightning_extra
 
 
 def _package(cls: type[Any]) -> str:
     """The one of the two packages whose class this is."""
-    names = [one.__module__ for one in cls.__mro__]
+    names = [base.__module__ for base in cls.__mro__]
     return (
         "lightning.pytorch"
         if any(name.startswith("lightning.pytorch.") for name in names)

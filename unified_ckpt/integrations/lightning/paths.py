@@ -1,4 +1,6 @@
-"""Names on the disk as Lightning gives them: what a `ckpt_path` is, links to the last checkpoint, and what may be removed."""
+"""Names on the disk as Lightning gives them: what a `ckpt_path` is, links to the last checkpoint,
+and what may be removed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from unified_ckpt.engine.folder.backup import before_name
+from unified_ckpt.engine.folder.backup import backup_name
 from unified_ckpt.engine.folder.commit import committed_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.manager.steps.remove import remove
-from unified_ckpt.manager.steps.scan import is_ours
-from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.manager.steps.scan import has_unified_files
+from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -23,13 +25,15 @@ _DEPTH = 4  # of <root>/lightning_logs/version_0/checkpoints/<name>
 
 
 def check_path(path: str) -> Literal["unified", "stock"]:
-    """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where it is none."""
+    """Who wrote the checkpoint there. NotFoundError or FormatError that says what is there, where
+    it is none.
+    """
     if committed_at(path) is not None:
         return "unified"
     if os.path.isfile(path):
-        with open_file(path) as file:
-            first = file.read(4)
-        if first.startswith(_TORCH_FILES):
+        with open_binary(path) as file:
+            magic = file.read(4)
+        if magic.startswith(_TORCH_FILES):
             return "stock"
         raise FormatError(
             f"ckpt_path {path}: is a file of another format; needed a unified folder, or a file that Lightning wrote"
@@ -43,14 +47,14 @@ def check_path(path: str) -> Literal["unified", "stock"]:
     entries = os.listdir(path)
     if {".metadata", "meta.pt"} <= set(entries):
         return "stock"
-    if is_ours(dict.fromkeys(entries, 0)):
+    if has_unified_files(dict.fromkeys(entries, 0)):
         raise NotFoundError(
             f"ckpt_path {path}: has no valid manifest: it is unfinished, or was removed in part; needed a whole one{_hint(path)}"
         )
-    inside = newest_inside(path)
-    if inside:
+    nested = latest_in(path)
+    if nested:
         raise NotFoundError(
-            f"ckpt_path {path}: is a run's folder; needed one of its checkpoints, the newest is {inside}"
+            f"ckpt_path {path}: is a run's folder; needed one of its checkpoints, the newest is {nested}"
         )
     if any(name.endswith((".safetensors", ".bin", ".distcp")) for name in entries):
         raise FormatError(
@@ -61,31 +65,35 @@ def check_path(path: str) -> Literal["unified", "stock"]:
     )
 
 
-def newest_inside(path: str, *, depth: int = _DEPTH) -> str:
+def latest_in(path: str, *, depth: int = _DEPTH) -> str:
     """The checkpoint with the highest step in a folder or below it; "" for none."""
-    found: list[tuple[int, str, str]] = []
-    for here, folders, _ in os.walk(path):
+    checkpoints: list[tuple[int, str, str]] = []
+    for folder, folders, _ in os.walk(path):
         for name in list(folders):
-            manifest = None if name.startswith(".") else committed_at(os.path.join(here, name))
+            manifest = None if name.startswith(".") else committed_at(os.path.join(folder, name))
             if manifest is not None:
-                found.append((manifest.step or 0, manifest.created, os.path.join(here, name)))
-        level = os.path.relpath(here, path).count(os.sep) + (here != path)
-        names = {os.path.split(one)[1] for _, _, one in found}
+                checkpoints.append(
+                    (manifest.step or 0, manifest.created, os.path.join(folder, name))
+                )
+        level = os.path.relpath(folder, path).count(os.sep) + (folder != path)
+        names = {os.path.split(checkpoint_path)[1] for _, _, checkpoint_path in checkpoints}
         folders[:] = (
             []
             if level >= depth - 1
             else [name for name in folders if name not in names and not name.startswith(".")]
         )
-    return max(found)[2] if found else ""
+    return max(checkpoints)[2] if checkpoints else ""
 
 
 def _hint(path: str) -> str:
-    inside = newest_inside(os.path.dirname(path), depth=1)
-    return f"; the newest beside it is {inside}" if inside else ""
+    latest = latest_in(os.path.dirname(path), depth=1)
+    return f"; the newest beside it is {latest}" if latest else ""
 
 
-def requeued(path: str) -> str:
-    """Where the newest checkpoint of a SLURM requeue was cut short, and only its name counts: the newest whole one before it."""
+def latest_requeue(path: str) -> str:
+    """Where the newest checkpoint of a SLURM requeue was cut short, and only its name counts: the
+    newest whole one before it.
+    """
     folder, name = os.path.split(path)
     if (
         os.path.exists(path)
@@ -98,119 +106,130 @@ def requeued(path: str) -> str:
         for entry in os.listdir(folder)
         if (match := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", entry))
     ]
-    whole = [
+    complete = [
         entry
         for _, entry in sorted(numbered)
         if os.path.isfile(os.path.join(folder, entry)) or committed_at(os.path.join(folder, entry))
     ]
-    if not whole:
+    if not complete:
         return path
     _LOG.warning(
-        "%s is passed over: it is not there, its save was cut short; %s is taken", path, whole[-1]
+        "%s is passed over: it is not there, its save was cut short; %s is taken",
+        path,
+        complete[-1],
     )
-    return os.path.join(folder, whole[-1])
+    return os.path.join(folder, complete[-1])
 
 
 @contextlib.contextmanager
-def way_cleared(path: str) -> Iterator[None]:
-    """For the time of a save, a link has another name; it goes after the commit. Its new name begins as before, so that `ckpt_path="last"`
-    still finds it. One rank calls.
+def link_moved_aside(path: str) -> Iterator[None]:
+    """For the time of a save, a link has another name; it goes after the commit. Its new name
+    begins as before, so that `ckpt_path="last"` still finds it. One rank calls.
     """
     folder, name = os.path.split(path)
     if LocalStorage(folder).kind(name) != "link":
         yield
         return
     stem, suffix = os.path.splitext(path)
-    aside = next(
-        one for i in range(1, 1000) if not os.path.lexists(one := f"{stem}-before-{i}{suffix}")
+    backup = next(
+        candidate
+        for i in range(1, 1000)
+        if not os.path.lexists(candidate := f"{stem}-before-{i}{suffix}")
     )
-    os.rename(path, aside)
+    os.rename(path, backup)
     try:
         yield
     except BaseException:
         if not os.path.lexists(path):
-            os.rename(aside, path)
+            os.rename(backup, path)
         raise
     try:
-        os.unlink(aside)
+        os.unlink(backup)
     except OSError as error:
-        _LOG.warning("%s is left, a link to the checkpoint before: %s", aside, error)
+        _LOG.warning("%s is left, a link to the checkpoint before: %s", backup, error)
 
 
-def link(target: str, path: str) -> None:
-    """Makes a link, relative, in place of a link in one step. A checkpoint of ours there is removed first, anything else is renamed."""
+def replace_link(target: str, path: str) -> None:
+    """Makes a link, relative, in place of a link in one step. A checkpoint of ours there is removed
+    first, anything else is renamed.
+    """
     parent, name = os.path.split(os.path.abspath(path))
     storage = LocalStorage(parent)
     kind = storage.kind(name)
-    found = committed_at(path) if kind == "folder" else None
-    if found is not None:
-        remove(storage, name, save_id=found.save_id)
+    manifest = committed_at(path) if kind == "folder" else None
+    if manifest is not None:
+        remove(storage, name, save_id=manifest.save_id)
     elif kind not in (None, "link"):
-        kept = before_name(storage, name, kind=kind)
-        storage.rename(name, kept)
+        backup = backup_name(storage, name, kind=kind)
+        storage.rename(name, backup)
         _LOG.warning(
             "%s: what had this name was no committed checkpoint; it is kept as %s",
             path,
-            storage.path(kept),
+            storage.path(backup),
         )
-    made = os.path.join(parent, f".link-{os.getpid()}-{name}")
-    os.symlink(os.path.relpath(os.path.abspath(target), parent), made)
+    temporary = os.path.join(parent, f".link-{os.getpid()}-{name}")
+    os.symlink(os.path.relpath(os.path.abspath(target), parent), temporary)
     try:
-        os.replace(made, path)
+        os.replace(temporary, path)
     except OSError:
-        os.unlink(made)
+        os.unlink(temporary)
         raise
 
 
-def remove_checkpoint(path: str, *, newest: str, first_of_all: bool) -> None:
-    """Removes a link, or a checkpoint of ours that is not the newest; links to it then lead to the newest. All else stays, and a
-    warning says why. The first rank of each machine calls; one of them is the first of all.
+def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -> None:
+    """Removes a link, or a checkpoint of ours that is not the newest; links to it then lead to the
+    newest. All else stays, and a warning says why. The first rank of each machine calls; one of
+    them is the first of all.
     """
     parent, name = os.path.split(os.path.abspath(path))
     kind = LocalStorage(parent).kind(name)
-    if kind == "link" and first_of_all:
+    if kind == "link" and is_global_zero:
         os.unlink(path)
     if kind in (None, "link"):
         return
     try:
-        found = committed_at(path) if kind == "folder" else None
-        if found is not None and found.island is None and not first_of_all:
+        manifest = committed_at(path) if kind == "folder" else None
+        if manifest is not None and manifest.node_group is None and not is_global_zero:
             return
-        if found is None:
-            why = "it is no checkpoint of this library"
+        if manifest is None:
+            reason = "it is no checkpoint of this library"
         elif (
-            newest
-            and os.path.realpath(path) == os.path.realpath(newest)
+            last_committed
+            and os.path.realpath(path) == os.path.realpath(last_committed)
             and not name.startswith(".")
         ):  # those are Lightning's own, for a moment
-            why = "it is the newest"
+            reason = "it is the newest"
         else:
-            _lead_elsewhere(parent, path, newest)
-            why = (
+            _retarget_links(parent, path, last_committed)
+            reason = (
                 ""
-                if remove(LocalStorage(parent), name, save_id=found.save_id)
+                if remove(LocalStorage(parent), name, save_id=manifest.save_id)
                 else "it is being read"
             )
     except CheckpointError as error:
-        why = str(error)
-    if why and first_of_all:
-        _LOG.warning("%s stays: %s", path, why)
+        reason = str(error)
+    if reason and is_global_zero:
+        _LOG.warning("%s stays: %s", path, reason)
 
 
-def _lead_elsewhere(folder: str, going: str, newest: str) -> None:
+def _retarget_links(folder: str, removed: str, target: str) -> None:
     for entry in os.listdir(folder):
-        here = os.path.join(folder, entry)
-        if newest and os.path.islink(here) and os.path.realpath(here) == os.path.realpath(going):
-            link(newest, here)
+        link_path = os.path.join(folder, entry)
+        if (
+            target
+            and os.path.islink(link_path)
+            and os.path.realpath(link_path) == os.path.realpath(removed)
+        ):
+            replace_link(target, link_path)
 
 
-def bind_links(callback: Any) -> None:
+def patch_links(callback: Any) -> None:
     """A ModelCheckpoint(save_last="link") makes its links in one step."""
 
-    def make(trainer: Any, filepath: str, linkpath: str) -> None:
+    def make_link(trainer: Any, filepath: str, linkpath: str) -> None:
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            link(filepath, linkpath)
+            replace_link(filepath, linkpath)
         trainer.strategy.barrier()
 
     if hasattr(callback, "_link_checkpoint"):
-        callback._link_checkpoint = make
+        callback._link_checkpoint = make_link

@@ -1,8 +1,10 @@
-"""Where a run is in its data and its random numbers, so that it goes on there. Stock Lightning saves neither; it starts a new shuffle.
+"""Where a run is in its data and its random numbers, so that it goes on there. Stock Lightning
+saves neither; it starts a new shuffle.
 
-A rank keeps its random states of now, and those from before its loaders' iterator was made. To go on in the middle of an epoch, the
-iterator is made again from the latter, which gives the same order and the same seeds of workers; the batches that were seen are drawn and
-dropped; then the states of then are put back. Loaders with a `state_dict` (StatefulDataLoader) go to their place by themselves.
+A rank keeps its random states of now, and those from before its loaders' iterator was made. To go
+on in the middle of an epoch, the iterator is made again from the latter, which gives the same order
+and the same seeds of workers; the batches that were seen are drawn and dropped; then the states of
+then are put back. Loaders with a `state_dict` (StatefulDataLoader) go to their place by themselves.
 """
 
 from __future__ import annotations
@@ -19,42 +21,43 @@ _BATCHES = "epoch_loop.batch_progress"
 
 
 @dataclass(frozen=True, slots=True)
-class _Goal:
-    """What a resume has to restore. `order`: None where the order cannot be made again. `batches`: seen of the epoch, 0 where the next one
-    begins. `loaders`: states of those that go to their place by themselves; `ended`: they are at the end of an epoch.
+class _ResumeTarget:
+    """What a resume has to restore. `order_rng`: None where the order cannot be made again.
+    `batches`: seen of the epoch, 0 where the next one begins. `loader_states`: states of those that
+    go to their place by themselves; `ended`: they are at the end of an epoch.
     """
 
-    random: Mapping[str, Any]
-    order: Mapping[str, Any] | None
+    rng: Mapping[str, Any]
+    order_rng: Mapping[str, Any] | None
     batches: int
-    loaders: list[dict[str, Any]]
+    loader_states: list[dict[str, Any]]
     ended: bool
 
 
-class Place:
+class PositionTracker:
     """Follows a Trainer's fit loop, from before its first iterator."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer.fit_loop
-        self._order: dict[str, Any] | None = None
-        self._goal: _Goal | None = None
-        self._kept: tuple[Mapping[str, Any], int] | None = (
+        self._order_rng: dict[str, Any] | None = None
+        self._target: _ResumeTarget | None = None
+        self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = (
             None  # random states until the next batch is drawn, and how many were before
         )
-        self._before_iterator, self._on_run_start = (
+        self._original_load_states, self._original_run_start = (
             self._loop._load_combined_loader_states,
             self._loop.epoch_loop.on_run_start,
         )
-        self._loop._load_combined_loader_states = self._make_ready
-        self._loop.epoch_loop.on_run_start = self._go
+        self._loop._load_combined_loader_states = self._before_iterator
+        self._loop.epoch_loop.on_run_start = self._on_first_batch
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Before a run begins: a resume that failed leaves nothing to the next one."""
-        self._goal, self._kept, self._order = None, None, None
+        self._target, self._rng_before_next_batch, self._order_rng = None, None, None
 
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """How many ranks the data are dealt to."""
-        return int(self._dealt()["num_replicas"])
+        return int(self._sampler_kwargs()["num_replicas"])
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank."""
@@ -62,118 +65,139 @@ class Place:
         ended = fetcher is None or fetcher.done
         return {
             **RandomStates().state_dict(),
-            "order": self._order,
+            "order": self._order_rng,
             "batches": 0 if ended else int(self._loop.epoch_loop.batch_progress.current.ready),
             "loaders": list(combined._state_dicts()) if combined is not None else [],
             "ended": ended,
         }
 
-    def expect(
+    def prepare_resume(
         self,
         checkpoint: MutableMapping[str, Any],
         saved: Sequence[Mapping[str, Any]],
         replicas: int,
     ) -> None:
-        """What the next iterator is to go on from. Changes the loops' state where it is another rank's, or another number of ranks."""
-        trainer, dealt = self._trainer, self._dealt()
+        """What the next iterator is to go on from. Changes the loops' state where it is another
+        rank's, or another number of ranks.
+        """
+        trainer, sampler_kwargs = self._trainer, self._sampler_kwargs()
         loops = checkpoint["loops"]["fit_loop"]
-        if len(saved) == trainer.world_size and replicas == dealt["num_replicas"]:
-            own = saved[trainer.global_rank]
-            if own["loaders"]:
+        if len(saved) == trainer.world_size and replicas == sampler_kwargs["num_replicas"]:
+            rank_state = saved[trainer.global_rank]
+            if rank_state["loaders"]:
                 loops["state_dict"].pop("combined_loader", None)
-            self._goal = _Goal(own, own["order"], own["batches"], own["loaders"], own["ended"])
+            self._target = _ResumeTarget(
+                rank_state,
+                rank_state["order"],
+                rank_state["batches"],
+                rank_state["loaders"],
+                rank_state["ended"],
+            )
             return
-        # by the place in the data: ranks that share theirs, as those of tensor parallelism, go on sharing their random numbers
-        RandomStates().load_from_ranks(saved, rank=dealt["rank"], world=dealt["num_replicas"])
-        now, first, seen = dealt["num_replicas"], saved[0], loops[_BATCHES]["current"]["ready"]
-        batches = -(-seen * replicas // now) if first["ended"] else seen * replicas // now
-        if not first["ended"] and batches * now != seen * replicas:
+        # by the place in the data: ranks that share theirs, as those of tensor parallelism, go on
+        # sharing their random numbers
+        RandomStates().load_from_ranks(
+            saved, rank=sampler_kwargs["rank"], world=sampler_kwargs["num_replicas"]
+        )
+        num_replicas, first_rank, batches_seen = (
+            sampler_kwargs["num_replicas"],
+            saved[0],
+            loops[_BATCHES]["current"]["ready"],
+        )
+        batches = (
+            -(-batches_seen * replicas // num_replicas)
+            if first_rank["ended"]
+            else batches_seen * replicas // num_replicas
+        )
+        if not first_rank["ended"] and batches * num_replicas != batches_seen * replicas:
             _LOG.warning(
                 "data: %d batches of %d ranks are no whole number for %d; some of the last come again",
-                seen,
+                batches_seen,
                 replicas,
-                now,
+                num_replicas,
             )
-        _recount(loops[_BATCHES]["current"], batches - seen)
+        _recount(loops[_BATCHES]["current"], batches - batches_seen)
         if loops["state_dict"].pop("combined_loader", None):
             _LOG.warning(
                 "data: states of loaders are those of %d ranks; they begin the epoch again, and what was seen is dropped",
                 replicas,
             )
-        self._goal = _Goal(
+        self._target = _ResumeTarget(
             RandomStates().state_dict(),
             None,
-            0 if first["ended"] else batches,
+            0 if first_rank["ended"] else batches,
             [],
-            ended=first["ended"],
+            ended=first_rank["ended"],
         )
 
-    def _make_ready(self) -> None:
+    def _before_iterator(self) -> None:
         """In the place of the loop's own, which is called right before it makes an iterator."""
-        self._before_iterator()
-        goal = self._goal
-        if goal is not None:
+        self._original_load_states()
+        target = self._target
+        if target is not None:
             for sampler in self._samplers():
                 sampler.set_epoch(
                     self._loop.epoch_progress.current.processed
                 )  # Lightning does so after workers have asked for the first
-            self._loop._combined_loader._load_state_dicts(goal.loaders)
+            self._loop._combined_loader._load_state_dicts(target.loader_states)
             RandomStates().load_state_dict(
-                goal.order if goal.batches and goal.order is not None else goal.random
+                target.order_rng if target.batches and target.order_rng is not None else target.rng
             )
-        self._order = RandomStates().state_dict()
+        self._order_rng = RandomStates().state_dict()
 
-    def _go(self, fetcher: Any) -> None:
+    def _on_first_batch(self, fetcher: Any) -> None:
         """In the place of the epoch loop's own, right before the first batch."""
-        goal, self._goal = self._goal, None
+        target, self._target = self._target, None
         loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
         if (
-            goal is None and self._kept is not None and self._kept[1] == drawn
+            target is None
+            and self._rng_before_next_batch is not None
+            and self._rng_before_next_batch[1] == drawn
         ):  # the run before had only the end of an epoch to do
-            RandomStates().load_state_dict(self._kept[0])
-        self._kept = (goal.random, drawn) if goal is not None else None
+            RandomStates().load_state_dict(self._rng_before_next_batch[0])
+        self._rng_before_next_batch = (target.rng, drawn) if target is not None else None
         if (
-            goal is None
+            target is None
             and self._trainer.current_epoch > 0
             and not loop.is_resuming
             and not loop.epoch_loop.restarting
         ):
-            self._order = RandomStates().state_dict()  # the loop makes a new iterator now
+            self._order_rng = RandomStates().state_dict()  # the loop makes a new iterator now
         if (
-            goal is not None
-            and goal.batches
-            and not goal.loaders
+            target is not None
+            and target.batches
+            and not target.loader_states
             and type(fetcher).__name__ == "_PrefetchDataFetcher"
         ):
-            for _ in range(goal.batches):
+            for _ in range(target.batches):
                 next(fetcher)
-            fetcher.fetched -= goal.batches  # the loop adds what it has seen
+            fetcher.fetched -= target.batches  # the loop adds what it has seen
         if (
-            goal is not None
-            and goal.loaders
-            and goal.ended
+            target is not None
+            and target.loader_states
+            and target.ended
             and loop.epoch_loop.batch_progress.current.ready == 0
         ):
-            RandomStates().load_state_dict(goal.random)
+            RandomStates().load_state_dict(target.rng)
             iter(fetcher)  # the next epoch's
-        self._on_run_start(fetcher)
-        if goal is not None and goal.batches:
-            RandomStates().load_state_dict(goal.random)
+        self._original_run_start(fetcher)
+        if target is not None and target.batches:
+            RandomStates().load_state_dict(target.rng)
 
     def _samplers(self) -> list[Any]:
         loaders = self._loop._combined_loader.flattened
-        found = [
-            getattr(one, name, None) for one in loaders for name in ("sampler", "batch_sampler")
+        samplers = [
+            getattr(item, name, None) for item in loaders for name in ("sampler", "batch_sampler")
         ]
-        return [one for one in found if callable(getattr(one, "set_epoch", None))]
+        return [item for item in samplers if callable(getattr(item, "set_epoch", None))]
 
-    def _dealt(self) -> dict[str, int]:
-        found: dict[str, int] = getattr(
+    def _sampler_kwargs(self) -> dict[str, int]:
+        kwargs: dict[str, int] = getattr(
             self._trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
         )
-        return found
+        return kwargs
 
 
-def _recount(progress: MutableMapping[str, int], more: int) -> None:
+def _recount(progress: MutableMapping[str, int], delta: int) -> None:
     for name in ("ready", "started", "processed", "completed"):
-        progress[name] = max(progress[name] + more, 0)
+        progress[name] = max(progress[name] + delta, 0)

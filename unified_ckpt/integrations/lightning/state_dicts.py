@@ -1,4 +1,6 @@
-"""Between the dicts that Lightning and its hooks handle and the parts of a checkpoint: names, lazy reading, what a hook has changed."""
+"""Between the dicts that Lightning and its hooks handle and the parts of a checkpoint: names, lazy
+reading, what a hook has changed.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ _PART_NBYTES = (
 )  # a dict of tensors that is smaller is read with the rest of what Lightning keeps
 
 
-class StoredTensors(MutableMapping[str, torch.Tensor]):
-    """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is asked for.
+class LazyStateDict(MutableMapping[str, torch.Tensor]):
+    """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is
+    asked for.
 
-    Hooks may take names out, put tensors in and rename. `stored`: name here -> name in the checkpoint, of what nobody has touched;
-    `own`: what was put in.
+    Hooks may take names out, put tensors in and rename. `stored`: name here -> name in the
+    checkpoint, of what nobody has touched;
+    `replaced`: what was put in.
     """
 
     def __init__(self, path: str, part: str) -> None:
@@ -36,101 +40,110 @@ class StoredTensors(MutableMapping[str, torch.Tensor]):
         with closing(_open(path)) as folder:
             names = [*folder.names(part), *folder.aliases(part)]
         self.stored = {name: name for name in names}
-        self.own: dict[str, torch.Tensor] = {}
-        self._first = dict(self.stored)
+        self.replaced: dict[str, torch.Tensor] = {}
+        self._initial = dict(self.stored)
 
     @property
     def changed(self) -> bool:
-        return bool(self.own) or self.stored != self._first
+        return bool(self.replaced) or self.stored != self._initial
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.own:
-            return self.own[name]
+        if name in self.replaced:
+            return self.replaced[name]
         stored = self.stored[name]
         with SourceView(_open(self._path)) as source:
             return source[self._part][stored][...]
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.stored.pop(name, None)
-        self.own[name] = tensor
+        self.replaced[name] = tensor
 
     def __delitem__(self, name: str) -> None:
-        if name in self.own:
-            del self.own[name]
+        if name in self.replaced:
+            del self.replaced[name]
         else:
             del self.stored[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.stored, *self.own])
+        return iter([*self.stored, *self.replaced])
 
     def __len__(self) -> int:
-        return len(self.stored) + len(self.own)
+        return len(self.stored) + len(self.replaced)
 
     def copy(self) -> dict[str, torch.Tensor]:
         """As a dict's: with all tensors read."""
         with SourceView(_open(self._path)) as source:
             return {
                 **{name: source[self._part][stored][...] for name, stored in self.stored.items()},
-                **self.own,
+                **self.replaced,
             }
 
 
 def _open(path: str) -> Source:
-    return with_model(open_path(path, hold=True))
+    return with_model(open_path(path, lock=True))
 
 
 def model_part(
-    module: torch.nn.Module, state_dict: Mapping[str, Any], taken: Mapping[str, Any], *, rank: int
+    module: torch.nn.Module, state_dict: Mapping[str, Any], offered: Mapping[str, Any], *, rank: int
 ) -> Any:
-    """What a rank gives as the model: the module itself where no hook has changed `taken`, its state dict.
+    """What a rank gives as the model: the module itself where no hook has changed `offered`, its
+    state dict.
 
-    Plain tensors that are no parameters are rank 0's alone, as in stock Lightning: running statistics differ from rank to rank.
+    Plain tensors that are no parameters are rank 0's alone, as in stock Lightning: running
+    statistics differ from rank to rank.
     """
     flat = flatten_model(module)
-    if state_dict.keys() == taken.keys() and all(
-        state_dict[name] is tensor for name, tensor in taken.items()
+    if state_dict.keys() == offered.keys() and all(
+        state_dict[name] is tensor for name, tensor in offered.items()
     ):
         if rank == 0 or all(_is_common(tensor) for tensor in flat.tensors.values()):
             return module
         return {name: tensor for name, tensor in flat.tensors.items() if _is_common(tensor)}
-    found = {}
+    tensors = {}
     for raw, value in state_dict.items():
         name = clean_name(raw, ())
-        own = flat.tensors.get(flat.aliases.get(name, name))
-        found[name] = own if own is not None and value is taken.get(raw) else value
-    return {name: tensor for name, tensor in found.items() if rank == 0 or _is_common(tensor)}
+        parameter = flat.tensors.get(flat.aliases.get(name, name))
+        tensors[name] = parameter if parameter is not None and value is offered.get(raw) else value
+    return {name: tensor for name, tensor in tensors.items() if rank == 0 or _is_common(tensor)}
 
 
 def optimizer_part(
     module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> FlatOptimizer | None:
-    """The optimizers' state by the module's names, whatever hooks have made of its state dict. LayoutError for what has no one place."""
-    return flatten_optimizer(optimizers, flatten_model(module).names()) if optimizers else None
+    """The optimizers' state by the module's names, whatever hooks have made of its state dict.
+    LayoutError for what has no one place.
+    """
+    return (
+        flatten_optimizer(optimizers, flatten_model(module).param_names()) if optimizers else None
+    )
 
 
-def take_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Takes dicts of tensors which hooks have added out of a checkpoint: those that are large, or sharded. They become parts."""
-    found = {}
+def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Takes dicts of tensors which hooks have added out of a checkpoint: those that are large, or
+    sharded. They become parts.
+    """
+    parts = {}
     for key, value in list(checkpoint.items()):
         if _is_part(key, value):
-            found[key] = {
+            parts[key] = {
                 name: tensor
                 for name, tensor in checkpoint.pop(key).items()
                 if rank == 0 or _is_common(tensor)
             }
-    return found
+    return parts
 
 
-def fill(
+def apply_edits(
     module: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool
 ) -> dict[str, torch.Tensor]:
-    """Copies into the module what a hook has put into the state dict. Returns the rest, to be read: stored name -> target.
+    """Copies into the module what a hook has put into the state dict. Returns the rest, to be read:
+    stored name -> target.
 
     MismatchError before anything is copied where names or shapes differ; names only if `strict`.
     """
     flat = flatten_model(module)
-    stored = state_dict.stored if isinstance(state_dict, StoredTensors) else {}
-    own = {name: state_dict[name] for name in state_dict if name not in stored}
+    stored = state_dict.stored if isinstance(state_dict, LazyStateDict) else {}
+    edits = {name: state_dict[name] for name in state_dict if name not in stored}
     targets = {
         **flat.tensors,
         **{alias: flat.tensors[name] for alias, name in flat.aliases.items()},
@@ -139,15 +152,18 @@ def fill(
     missing = sorted(flat.tensors.keys() - filled) if strict else []
     unexpected = sorted(state_dict.keys() - targets.keys()) if strict else []
     wrong = [
-        f"{name}: state_dict has shape {tuple(own[name].shape)}, the module {tuple(targets[name].shape)}"
-        for name in own.keys() & targets
-        if own[name].shape != targets[name].shape
+        f"{name}: state_dict has shape {tuple(edits[name].shape)}, the module {tuple(targets[name].shape)}"
+        for name in edits.keys() & targets
+        if edits[name].shape != targets[name].shape
     ]
     if missing or unexpected or wrong:
         lines = [
             *wrong,
-            *(f"{n}: is not in state_dict" for n in missing),
-            *(f"{n}: is in state_dict, wanted by nothing" for n in unexpected),
+            *(f"{missing_name}: is not in state_dict" for missing_name in missing),
+            *(
+                f"{missing_name}: is in state_dict, wanted by nothing"
+                for missing_name in unexpected
+            ),
         ]
         raise MismatchError(
             "after on_load_checkpoint, state_dict and module differ:\n  " + "\n  ".join(lines),
@@ -156,22 +172,22 @@ def fill(
             wrong=wrong,
         )
     with torch.no_grad():
-        for name in own.keys() & targets:
-            _copy(targets[name], own[name])
+        for name in edits.keys() & targets:
+            _copy_into(targets[name], edits[name])
     return {
-        where: targets[name]
-        for name, where in stored.items()
+        stored_name: targets[name]
+        for name, stored_name in stored.items()
         if name in flat.tensors or (name in targets and flat.aliases[name] not in state_dict)
     }
 
 
-def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+def _copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
-        whole = value.to(target.device, target.dtype)
-        everywhere = DTensor.from_local(
-            whole, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
+        full = value.to(target.device, target.dtype)
+        replicated = DTensor.from_local(
+            full, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
         )
-        value = everywhere.redistribute(
+        value = replicated.redistribute(
             target.device_mesh, target.placements
         )  # each rank cuts its own part: nothing is sent
     target.copy_(value)
@@ -198,6 +214,6 @@ def _is_part(key: str, value: object) -> bool:
     except FormatError:
         return False
     return (
-        any(isinstance(t, DTensor) for t in value.values())
-        or sum(t.nbytes for t in value.values()) >= _PART_NBYTES
+        any(isinstance(tensor_value, DTensor) for tensor_value in value.values())
+        or sum(tensor_value.nbytes for tensor_value in value.values()) >= _PART_NBYTES
     )

@@ -23,67 +23,69 @@ from unified_ckpt.errors import (
     StorageError,
 )
 from unified_ckpt.integrations.lightning.paths import (
-    bind_links,
     check_path,
+    latest_requeue,
+    link_moved_aside,
+    patch_links,
     remove_checkpoint,
-    requeued,
-    way_cleared,
 )
-from unified_ckpt.integrations.lightning.position import Place
+from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.state_dicts import (
-    StoredTensors,
-    fill,
+    LazyStateDict,
+    apply_edits,
+    extract_parts,
     model_part,
     optimizer_part,
-    take_parts,
 )
-from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
+from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER, WEIGHTS
 
 _LOG = logging.getLogger("unified_ckpt")
-_TAKEN = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 _REMEDIES = {
     "FSDPStrategy": "ModelParallelStrategy (FSDP2)",
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2), or Lightning's own checkpoints",
 }
 
 
-class Bound:
+class PatchedStrategy:
     """A strategy whose ways to save and load are replaced by these."""
 
     def __init__(self, trainer: Any, save_options: SaveOptions, load_options: LoadOptions) -> None:
         self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
-        _refuse(self.strategy)
-        # Like Lightning, which writes last.ckpt again and again; the older one stays until the newer is committed.
-        self._save_options = unless_chosen(save_options, if_exists="replace")
+        _check_supported(self.strategy)
+        # Like Lightning, which writes last.ckpt again and again; the older one stays until the
+        # newer is committed.
+        self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
-        self._place = Place(trainer)
+        self._position = PositionTracker(trainer)
         self._path = ""  # of the unified folder that is being resumed from
-        self._optimizers: list[str] | None = None  # what it says of its optimizers
-        self._newest = ""  # what this run committed last
-        self._taken: dict[str, Any] = {}  # the state dict as hooks have got it
-        self._stock: dict[str, Callable[..., Any]] = {}
+        self._saved_optimizers: list[str] | None = None  # what it says of its optimizers
+        self._last_committed = ""  # what this run committed last
+        self._offered_state: dict[str, Any] = {}  # the state dict as hooks have got it
+        self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
             "save_checkpoint", "load_checkpoint", "remove_checkpoint", "load_model_state_dict", "load_optimizer_state_dict",
             "lightning_module_state_dict", "optimizer_state",
         ):  # fmt: skip
-            self._stock[name] = getattr(self.strategy, name)
+            self._originals[name] = getattr(self.strategy, name)
             setattr(self.strategy, name, getattr(self, name))
 
     def begin(self, stage: str) -> None:
         """Before a run. StorageError for a place that cannot be written to."""
-        self.trainer._checkpoint_connector._loaded_checkpoint = {}  # Lightning would go on with what a resume that failed has left
+        # Lightning would go on with what a resume that failed has left
+        self.trainer._checkpoint_connector._loaded_checkpoint = {}
         if stage != "fit":
             return
-        self._place.forget()
+        self._position.reset()
         for callback in self.trainer.checkpoint_callbacks:
-            where = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
-            if is_url(where):
+            directory = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
+            if is_url(directory):
                 raise StorageError(
-                    f"{where}: checkpoints are written to mounted folders by this version; needed a local dirpath"
+                    f"{directory}: checkpoints are written to mounted folders by this version; needed a local dirpath"
                 )
-            bind_links(callback)
+            patch_links(callback)
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -93,7 +95,7 @@ class Bound:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """As it is: nothing gathered, nothing copied."""
         state: dict[str, Any] = self.strategy.lightning_module.state_dict()
-        self._taken = dict(state)
+        self._offered_state = dict(state)
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -101,14 +103,14 @@ class Bound:
         state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
         return state
 
-    def _endings(self) -> tuple[str, ...]:
+    def _checkpoint_suffixes(self) -> tuple[str, ...]:
         """How the names end that callbacks and requeues choose; any other name is the caller's."""
         return (
             ".ckpt",
             *(
-                one.FILE_EXTENSION
-                for one in self.trainer.checkpoint_callbacks
-                if getattr(one, "FILE_EXTENSION", "")
+                callback.FILE_EXTENSION
+                for callback in self.trainer.checkpoint_callbacks
+                if getattr(callback, "FILE_EXTENSION", "")
             ),
         )
 
@@ -126,45 +128,49 @@ class Bound:
         path: str = self.strategy.broadcast(
             _absolute(filepath)
         )  # metrics in file names may differ between ranks
-        rest = {
+        lightning_state = {
             key: value
             for key, value in checkpoint.items()
             if key not in ("state_dict", "optimizer_states")
         }
-        full = "optimizer_states" in checkpoint
-        optimizers = list(self.strategy.optimizers) if full else []
+        has_optimizer = "optimizer_states" in checkpoint
+        optimizers = list(self.strategy.optimizers) if has_optimizer else []
         module = self.strategy.lightning_module
-        model = model_part(module, checkpoint["state_dict"], self._taken, rank=rank)
+        model = model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank)
         optimizer = optimizer_part(module, optimizers)
-        parts = take_parts(rest, rank=rank)
+        parts = extract_parts(lightning_state, rank=rank)
         extra = {
-            "lightning": rest,
-            "optimizers": [_kind(one) for one in optimizers] if full else None,
-            "replicas": self._place.replicas(),
+            "lightning": lightning_state,
+            "optimizers": [_optimizer_class(item) for item in optimizers]
+            if has_optimizer
+            else None,
+            "replicas": self._position.num_replicas(),
         }
-        with way_cleared(path) if rank == 0 else contextlib.nullcontext():
+        with link_moved_aside(path) if rank == 0 else contextlib.nullcontext():
             try:
                 self._checkpointer.save(
-                    StepPath(path) if path.endswith(self._endings()) else path,
+                    StepPath(path) if path.endswith(self._checkpoint_suffixes()) else path,
                     model=model,
                     optimizer=optimizer,
                     parts=parts or None,
                     extra=extra,
-                    rank_extra=self._place.state_dict() if full else None,
+                    rank_extra=self._position.state_dict() if has_optimizer else None,
                     step=trainer.global_step,
-                    metrics=_numbers(trainer.callback_metrics),
+                    metrics=_finite_metrics(trainer.callback_metrics),
                     options=self._save_options,
                 )
             except FormatError as error:
                 if "hyper_parameters" in str(error):
                     error.add_note("save_hyperparameters(ignore=[...]) leaves arguments out")
                 raise
-        self._newest, self._taken = path, {}
+        self._last_committed, self._offered_state = path, {}
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         if self.trainer.local_rank == 0:
             remove_checkpoint(
-                _absolute(filepath), newest=self._newest, first_of_all=self.trainer.is_global_zero
+                _absolute(filepath),
+                last_committed=self._last_committed,
+                is_global_zero=self.trainer.is_global_zero,
             )
 
     # loading
@@ -172,48 +178,50 @@ class Bound:
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path, kind = self._find(checkpoint_path)
+        path, kind = self._resolve_path(checkpoint_path)
         self._path = path if kind == "unified" else ""
         if kind == "stock":
-            found: dict[str, Any] = self._stock["load_checkpoint"](path, weights_only=weights_only)
-            return found
+            native: dict[str, Any] = self._originals["load_checkpoint"](
+                path, weights_only=weights_only
+            )
+            return native
         with open_source(path) as source:
-            said = source.extra if isinstance(source.extra, Mapping) else {}
-            if "lightning" not in said:
+            extra = source.extra if isinstance(source.extra, Mapping) else {}
+            if "lightning" not in extra:
                 raise FormatError(
                     f"ckpt_path {path}: no Trainer of Lightning wrote it; needed uc.load(path, model=module), and fit without it"
                 )
             checkpoint: dict[str, Any] = {
-                **said["lightning"],
-                "state_dict": StoredTensors(path, MODEL),
+                **extra["lightning"],
+                "state_dict": LazyStateDict(path, MODEL),
             }
-            self._optimizers = said["optimizers"]
-            if self._fitting():
-                if self._optimizers is None:
+            self._saved_optimizers = extra["optimizers"]
+            if self._is_fitting():
+                if self._saved_optimizers is None:
                     raise MismatchError(
                         f"ckpt_path {path}: holds no optimizer, it was saved with save_weights_only; needed a full checkpoint to resume, "
                         "or uc.load(path, model=module) and fit without it"
                     )
-                self._place.expect(checkpoint, source.rank_extra, said["replicas"])
+                self._position.prepare_resume(checkpoint, source.rank_extra, extra["replicas"])
             checkpoint.update(
                 {
-                    part: StoredTensors(path, part)
+                    part: LazyStateDict(path, part)
                     for part in source.parts
                     if part not in (*WEIGHTS, OPTIMIZER)
                 }
             )
-        if self._optimizers is not None:
+        if self._saved_optimizers is not None:
             checkpoint["optimizer_states"] = []  # that it is there is all that Lightning looks at
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._path:
-            self._stock["load_model_state_dict"](checkpoint, strict=strict)
+            self._originals["load_model_state_dict"](checkpoint, strict=strict)
             return
         state_dict = checkpoint["state_dict"]
         target: Any = self.strategy.lightning_module
-        if not isinstance(state_dict, StoredTensors) or state_dict.changed:
-            target, strict = fill(target, state_dict, strict=strict), False
+        if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
+            target, strict = apply_edits(target, state_dict, strict=strict), False
         options = self._load_options.model_copy(update={"parts": (MODEL,)})
         report = self._checkpointer.load(self._path, model=target, strict=strict, options=options)
         missing = report.missing if isinstance(target, dict) else ()
@@ -224,19 +232,19 @@ class Bound:
                 ),
                 wrong=report.wrong,
             )
-        if self._fitting() and not self.strategy.lightning_restore_optimizer:
+        if self._is_fitting() and not self.strategy.lightning_restore_optimizer:
             self.load_optimizer_state_dict(checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if not self._path:
-            self._stock["load_optimizer_state_dict"](checkpoint)
+            self._originals["load_optimizer_state_dict"](checkpoint)
             return
         optimizers = list(self.strategy.optimizers)
-        here = [_kind(one) for one in optimizers]
-        if here != self._optimizers:
-            saved = ", ".join(self._optimizers or ()) or "none"
+        current = [_optimizer_class(optimizer) for optimizer in optimizers]
+        if current != self._saved_optimizers:
+            saved = ", ".join(self._saved_optimizers or ()) or "none"
             raise MismatchError(
-                f"ckpt_path {self._path}: holds the state of {saved}; configure_optimizers gives {', '.join(here) or 'none'}; needed the "
+                f"ckpt_path {self._path}: holds the state of {saved}; configure_optimizers gives {', '.join(current) or 'none'}; needed the "
                 "same, or uc.load(path, model=module) and fit without it"
             )
         if optimizers:
@@ -248,31 +256,33 @@ class Bound:
                 options=options,
             )
 
-    def _find(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
+    def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
         """The path, and who wrote what is there; the same on every rank, as rank 0 sees it."""
         answer: tuple[str, str, str] = ("", "", "")
         if self.trainer.is_global_zero:
-            path = requeued(_absolute(checkpoint_path))
+            path = latest_requeue(_absolute(checkpoint_path))
             try:
                 answer = (path, "unified" if is_url(path) else check_path(path), "")
             except CheckpointError as error:
                 answer = (path, type(error).__name__, str(error))
-        path, kind, why = self.strategy.broadcast(answer)
-        if why:
-            raise FormatError(why) if kind == "FormatError" else NotFoundError(why)
+        path, kind, problem = self.strategy.broadcast(answer)
+        if problem:
+            raise FormatError(problem) if kind == "FormatError" else NotFoundError(problem)
         return path, kind
 
-    def _fitting(self) -> bool:
+    def _is_fitting(self) -> bool:
         return str(getattr(self.trainer.state.fn, "value", "")) == "fit"
 
 
-def _refuse(strategy: Any) -> None:
-    """LayoutError for a strategy that this version does not save. By name: there are two packages of the same classes."""
-    kinds = [one.__name__ for one in type(strategy).__mro__]
-    refused = next((name for name in kinds if name in _REMEDIES), None)
-    if refused or not set(kinds) & set(_TAKEN):
-        name = refused or kinds[0]
-        remedy = _REMEDIES.get(name, f"one of {', '.join(_TAKEN)}")
+def _check_supported(strategy: Any) -> None:
+    """LayoutError for a strategy that this version does not save. By name: there are two packages
+    of the same classes.
+    """
+    class_names = [base.__name__ for base in type(strategy).__mro__]
+    refused = next((name for name in class_names if name in _REMEDIES), None)
+    if refused or not set(class_names) & set(_SUPPORTED):
+        name = refused or class_names[0]
+        remedy = _REMEDIES.get(name, f"one of {', '.join(_SUPPORTED)}")
         raise LayoutError(
             f"UnifiedCheckpointCallback: {name} is not saved by this version; needed {remedy}"
         )
@@ -285,19 +295,19 @@ def _refuse(strategy: Any) -> None:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    found = os.fspath(path)
-    return found if is_url(found) else os.path.abspath(found)
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.abspath(text)
 
 
-def _kind(optimizer: torch.optim.Optimizer) -> str:
+def _optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """What people look for in a list of checkpoints."""
-    found = {
+    numbers = {
         name: float(value)
         for name, value in metrics.items()
         if not isinstance(value, torch.Tensor) or value.numel() == 1
     }
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

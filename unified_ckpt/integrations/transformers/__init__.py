@@ -1,4 +1,6 @@
-"""Saves and loads of Hugging Face's Trainer through `unified_ckpt`. Knows Hugging Face's Trainer's objects; decides nothing about files."""
+"""Saves and loads of Hugging Face's Trainer through `unified_ckpt`. Knows Hugging Face's Trainer's
+objects; decides nothing about files.
+"""
 
 from __future__ import annotations
 

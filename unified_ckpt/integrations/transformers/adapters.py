@@ -1,8 +1,9 @@
-"""Adapters (PEFT) as parts of a checkpoint: each in the names and the file that PEFT knows, and no weight of the base model.
+"""Adapters (PEFT) as parts of a checkpoint: each in the names and the file that PEFT knows, and no
+weight of the base model.
 
-How state could be lost: a parameter is trained that no adapter's file holds (a layer made trainable by hand, the encoder of a prompt
-method); two names of one adapter are one tensor, and PEFT needs both; running statistics change without being trained. All of that is
-stored beside the adapters.
+How state could be lost: a parameter is trained that no adapter's file holds (a layer made trainable
+by hand, the encoder of a prompt method); two names of one adapter are one tensor, and PEFT needs
+both; running statistics change without being trained. All of that is stored beside the adapters.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import file_name
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import flatten_model
-from unified_ckpt.sources.huggingface.adapters import ADAPTER, DEFAULT, adapter_part
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 
-BESIDE = "trainable"  # the part of what is trained and in no adapter
+TRAINABLE_PART = "trainable"  # the part of what is trained and in no adapter
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into the model, as a PeftModel or in transformers' own way (`add_adapter`)."""
+    """Whether PEFT has put adapters into the model, as a PeftModel or in transformers' own way
+    (`add_adapter`).
+    """
     return bool(getattr(model, "peft_config", None))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """By part, what a checkpoint of the model holds, in the model's own memory where it has any: each adapter in PEFT's names.
+    """By part, what a checkpoint of the model holds, in the model's own memory where it has any:
+    each adapter in PEFT's names.
 
-    What PEFT computes for its file (a prompt's embedding) has no memory in the model; what it is computed from is in `BESIDE`.
+    What PEFT computes for its file (a prompt's embedding) has no memory in the model; what it is
+    computed from is in `TRAINABLE_PART`.
     """
     from peft import get_peft_model_state_dict
 
@@ -48,19 +53,25 @@ def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
             raise LayoutError(
                 f"adapter {adapter!r}: its part is called {part}, as that of another one; needed names that differ in letters"
             )
-        found: Mapping[str, Tensor] = get_peft_model_state_dict(
+        adapter_state: Mapping[str, Tensor] = get_peft_model_state_dict(
             model, state_dict=dict(state), adapter_name=adapter
         )
-        parts[part] = _each_apart({prefix + name: tensor for name, tensor in found.items()})
-    stored = {id(tensor) for part in parts.values() for tensor in part.values()}
-    beside = {name: tensor for name, tensor in _changing(model).items() if id(tensor) not in stored}
-    return {**parts, **({BESIDE: beside} if beside else {})}
+        parts[part] = _without_shared_memory(
+            {prefix + name: tensor for name, tensor in adapter_state.items()}
+        )
+    stored_ids = {id(tensor) for part in parts.values() for tensor in part.values()}
+    trainable = {
+        name: tensor
+        for name, tensor in _trained_tensors(model).items()
+        if id(tensor) not in stored_ids
+    }
+    return {**parts, **({TRAINABLE_PART: trainable} if trainable else {})}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """id of a parameter -> its name for optimizer state in a checkpoint of the model."""
     if not has_adapters(model):
-        return flatten_model(model).names()
+        return flatten_model(model).param_names()
     return {
         id(tensor): f"{part}.{name}"
         for part, tensors in adapter_parts(model).items()
@@ -68,7 +79,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     }
 
 
-def whole_files(options: SaveOptions) -> SaveOptions:
+def with_single_file(options: SaveOptions) -> SaveOptions:
     """PEFT opens one file for an adapter, however large."""
     return options.model_copy(update={"max_file_bytes": 2**62})
 
@@ -80,27 +91,32 @@ def write_configs(model: nn.Module, folder: str) -> None:
         model.create_or_update_model_card(folder)  # type: ignore[operator]
     for adapter, config in _configs(model).items():
         config = copy.deepcopy(config)
-        of = model.get_base_model() if _is_peft_model(model) else model  # type: ignore[operator]
+        base_model = model.get_base_model() if _is_peft_model(model) else model  # type: ignore[operator]
         config.inference_mode = True
         config.base_model_name_or_path = (
-            config.base_model_name_or_path or getattr(of, "name_or_path", None) or None
+            config.base_model_name_or_path or getattr(base_model, "name_or_path", None) or None
         )
-        found = (
-            {"base_model_class": type(of).__name__, "parent_library": type(of).__module__}
+        auto_mapping = (
+            {
+                "base_model_class": type(base_model).__name__,
+                "parent_library": type(base_model).__module__,
+            }
             if config.task_type is None
             else None
         )
-        config.save_pretrained(_place(folder, adapter), auto_mapping_dict=found)
+        config.save_pretrained(_adapter_folder(folder, adapter), auto_mapping_dict=auto_mapping)
 
 
 def link_adapters(model: nn.Module, folder: str) -> None:
-    """In a checkpoint whose parts are written: gives the adapters that are not the default one the names that PEFT looks for."""
+    """In a checkpoint whose parts are written: gives the adapters that are not the default one the
+    names that PEFT looks for.
+    """
     for adapter in _configs(_uncompiled(model)):
-        if adapter == DEFAULT:
+        if adapter == DEFAULT_ADAPTER:
             continue
         file, link = (
             file_name(adapter_part(adapter), number=1, count=1),
-            os.path.join(_place(folder, adapter), f"{ADAPTER}.safetensors"),
+            os.path.join(_adapter_folder(folder, adapter), f"{ADAPTER_PART}.safetensors"),
         )
         try:
             os.symlink(os.path.join(os.pardir, file), link)
@@ -108,13 +124,13 @@ def link_adapters(model: nn.Module, folder: str) -> None:
             shutil.copyfile(os.path.join(folder, file), link)
 
 
-def _place(folder: str, adapter: str) -> str:
-    return folder if adapter == DEFAULT else os.path.join(folder, adapter)
+def _adapter_folder(folder: str, adapter: str) -> str:
+    return folder if adapter == DEFAULT_ADAPTER else os.path.join(folder, adapter)
 
 
 def _configs(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = dict(model.peft_config)  # type: ignore[arg-type]
-    return found
+    configs: dict[str, Any] = dict(model.peft_config)  # type: ignore[arg-type]
+    return configs
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -124,30 +140,32 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    found: nn.Module = getattr(model, "_orig_mod", model)
-    return found
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
-def _each_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which no two are the same memory: PEFT wants every name in the file. The first one of each stays the model's own."""
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of which no two are the same memory: PEFT wants every name in the file. The first one
+    of each stays the model's own.
+    """
     seen: set[int] = set()
-    found = {}
+    unshared = {}
     for name, tensor in tensors.items():
-        found[name] = tensor if id(tensor) not in seen else tensor.detach().clone()
+        unshared[name] = tensor if id(tensor) not in seen else tensor.detach().clone()
         seen.add(id(tensor))
-    return found
+    return unshared
 
 
-def _changing(model: nn.Module) -> dict[str, Tensor]:
+def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What training changes: trainable parameters, those of prompt methods, and running statistics."""
-    found: dict[str, Tensor] = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad or name.startswith("prompt_encoder.")
+    tensors: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or name.startswith("prompt_encoder.")
     }
     for prefix, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
-            found.update(
+            tensors.update(
                 {f"{prefix}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
             )
-    return found
+    return tensors

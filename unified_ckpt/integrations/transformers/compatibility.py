@@ -1,4 +1,6 @@
-"""What a checkpoint is, beside the Trainer that is to go on from it: whose format, which model, which optimizer. Errors that users make."""
+"""What a checkpoint is, beside the Trainer that is to go on from it: whose format, which model,
+which optimizer. Errors that users make.
+"""
 
 from __future__ import annotations
 
@@ -14,84 +16,89 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
-from unified_ckpt.integrations.transformers.resume import is_ours
+from unified_ckpt.integrations.transformers.resume import is_unified
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 
-_FRESH = "to train on from its weights with a fresh optimizer, make the model with from_pretrained({path}) and do not resume"
+_FRESH_OPTIMIZER_HINT = "to train on from its weights with a fresh optimizer, make the model with from_pretrained({path}) and do not resume"
 _DEEPSPEED = ("latest", "zero_to_fp32.py")
-_SHOWN = 5  # settings that differ, in one error
-_NO_MATTER = {
+_MAX_LISTED = 5  # settings that differ, in one error
+_IGNORED_SETTINGS = {
     "transformers_version",
     "use_cache",
     "dtype",
 }  # of a configuration: do not change the tensors
 
 
-def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     """Whose state it has: the library and the class."""
-    kind = type(optimizer)
-    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+    cls = type(optimizer)
+    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
-def check_full(path: str) -> None:
+def check_has_optimizer(path: str) -> None:
     """MismatchError where a checkpoint has no optimizer state to go on with."""
     with open_source(path) as source:
         if OPTIMIZER not in source.parts:
             raise MismatchError(
                 f"resume_from_checkpoint {path}: holds {', '.join(source.parts)} and no optimizer (save_only_model, or deleted since); "
-                f"needed a full checkpoint; {_FRESH.format(path=repr(path))}"
+                f"needed a full checkpoint; {_FRESH_OPTIMIZER_HINT.format(path=repr(path))}"
             )
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
-    """MismatchError where the saved optimizer state is another class's, which a load would take for its own, or leave unused."""
+    """MismatchError where the saved optimizer state is another class's, which a load would take for
+    its own, or leave unused.
+    """
     with open_source(path) as source:
         saved = (source.extra or {}).get("optimizer")
-    found = optimizer_kind(optimizer)
-    if saved not in (None, found):
+    current = optimizer_class(optimizer)
+    if saved not in (None, current):
         raise MismatchError(
-            f"resume_from_checkpoint {path}: its optimizer is {saved}, the Trainer's is {found}; needed the same `optim`; "
-            + _FRESH.format(path=repr(path))
+            f"resume_from_checkpoint {path}: its optimizer is {saved}, the Trainer's is {current}; needed the same `optim`; "
+            + _FRESH_OPTIMIZER_HINT.format(path=repr(path))
         )
 
 
-def of_another_model(error: MismatchError, path: str, model: torch.nn.Module) -> MismatchError:
+def explain_model_mismatch(
+    error: MismatchError, path: str, model: torch.nn.Module
+) -> MismatchError:
     """The error with what differs between the configurations, which is what the user has to change."""
-    saved, own = {}, {}
+    saved, current = {}, {}
     if isinstance(model, PreTrainedModel) and os.path.isfile(os.path.join(path, "config.json")):
         saved = read_config(path)
-        own = json.loads(model.config.to_json_string(use_diff=False)) | {
+        current = json.loads(model.config.to_json_string(use_diff=False)) | {
             "architectures": [type(model).__name__.removeprefix("FSDP")]
         }
-    keys = sorted((saved.keys() & own.keys()) - _NO_MATTER)
-    differing = [
-        f"{key} is {saved[key]!r} there, {own[key]!r} here"
+    keys = sorted((saved.keys() & current.keys()) - _IGNORED_SETTINGS)
+    differences = [
+        f"{key} is {saved[key]!r} there, {current[key]!r} here"
         for key in keys
-        if saved[key] != own[key]
+        if saved[key] != current[key]
     ]
-    why = f": {'; '.join(differing[:_SHOWN])}" if differing else ""
-    text = f"{path}: is not of the Trainer's model{why}\n{str(error).removesuffix(chr(10) + '  pass strict=False to skip them')}"
-    found = MismatchError(
+    detail = f": {'; '.join(differences[:_MAX_LISTED])}" if differences else ""
+    text = f"{path}: is not of the Trainer's model{detail}\n{str(error).removesuffix(chr(10) + '  pass strict=False to skip them')}"
+    explained = MismatchError(
         text, missing=error.missing, unexpected=error.unexpected, wrong=error.wrong
     )
-    found.agreed = error.agreed
-    return found
+    explained.agreed = error.agreed
+    return explained
 
 
-def is_read(path: str, trainer: Any) -> bool:
-    """Whether the engine reads a checkpoint: ours, and the stock Trainer's of another layout, which that cannot load into this model.
+def can_load(path: str, trainer: Any) -> bool:
+    """Whether the engine reads a checkpoint: ours, and the stock Trainer's of another layout, which
+    that cannot load into this model.
 
     FormatError for DeepSpeed's.
     """
-    if is_ours(path):
+    if is_unified(path):
         return True
-    inside = os.listdir(path)
-    if any(name in _DEEPSPEED or name.startswith("global_step") for name in inside):
+    entries = os.listdir(path)
+    if any(name in _DEEPSPEED or name.startswith("global_step") for name in entries):
         raise FormatError(
             f"resume_from_checkpoint {path}: is DeepSpeed's; needed a checkpoint of this callback or of the stock Trainer"
         )
-    if any(name.startswith("pytorch_model_fsdp") for name in inside):
+    if any(name.startswith("pytorch_model_fsdp") for name in entries):
         return not trainer.is_fsdp_enabled
     return any(
         isinstance(parameter, DTensor)
@@ -99,9 +106,9 @@ def is_read(path: str, trainer: Any) -> bool:
     )
 
 
-def is_in_other_names(path: str, model: torch.nn.Module) -> bool:
-    """Whether a folder of weights is in the hub's names, and the model has others in memory: the stock Trainer leaves such tensors at
-    random values when it resumes.
+def needs_hub_names(path: str, model: torch.nn.Module) -> bool:
+    """Whether a folder of weights is in the hub's names, and the model has others in memory: the
+    stock Trainer leaves such tensors at random values when it resumes.
     """
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return False

@@ -25,38 +25,39 @@ from unified_ckpt.integrations.transformers.adapters import (
     has_adapters,
     link_adapters,
     parameter_names,
-    whole_files,
+    with_single_file,
     write_configs,
 )
 from unified_ckpt.integrations.transformers.compatibility import (
-    check_full,
+    can_load,
+    check_has_optimizer,
     check_optimizer,
-    is_in_other_names,
-    is_read,
-    of_another_model,
-    optimizer_kind,
+    explain_model_mismatch,
+    needs_hub_names,
+    optimizer_class,
 )
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
-from unified_ckpt.integrations.transformers.position import Position
+from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.resume import (
     PREFIX,
     check_path,
-    is_ours,
-    newest,
+    is_unified,
+    latest_checkpoint,
     sorted_steps,
 )
-from unified_ckpt.integrations.transformers.scheduler import regrouped
-from unified_ckpt.manager.steps.rotate import keep
+from unified_ckpt.integrations.transformers.scheduler import regroup_state
+from unified_ckpt.manager.steps.rotate import rotate_after_save
 from unified_ckpt.manager.steps.scan import scan
-from unified_ckpt.options import LoadOptions, SaveOptions, unless_chosen
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable
+from unified_ckpt.options import LoadOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
-_FILES = ".trainer-files-"  # begins a folder that holds the Trainer's small files until they are attached
+# begins a folder that holds the Trainer's small files until they are attached
+_SMALL_FILES_PREFIX = ".trainer-files-"
 
 
-class Bound:
+class PatchedTrainer:
     """A Trainer with its ways to save and load replaced by these."""
 
     def __init__(
@@ -68,78 +69,89 @@ class Bound:
         save_only_model: bool | None,
         async_save: bool,
     ) -> None:
-        _refuse(trainer, async_save)
-        _tell_left_out(type(trainer))
-        writable(trainer.args.output_dir)
+        _check_supported(trainer, async_save)
+        _warn_overrides(type(trainer))
+        writable_path(trainer.args.output_dir)
         self.trainer, self._load_options, self._async_save = trainer, load_options, async_save
         self._save_only_model = save_only_model
-        self._files: str | None = None  # the folder of the small files of the save in flight
+        self._small_files: str | None = None  # the folder of the small files of the save in flight
         # As the stock Trainer: a run that went back saves its steps again.
-        self._save_options = unless_chosen(save_options, if_exists="replace")
+        self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._checkpointer = Checkpointer()
-        self._late: tuple[str, int, int | None] | None = None  # a rotation that waits for a push
+        self._deferred_rotation: tuple[str, int, int | None] | None = (
+            None  # a rotation that waits for a push
+        )
         self._report: LoadReport | None = None  # of the last load of optimizer state
-        self._position = Position(trainer)
-        self._stock: dict[str, Callable[..., Any]] = {}
+        self._position = PositionTracker(trainer)
+        self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
             "train", "_finalize_training", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
             "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "_load_best_model",
         ):  # fmt: skip
-            self._stock[name] = getattr(trainer, name)
+            self._originals[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, name))
 
     # saving
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """The Trainer's own, into a folder for its small files; then everything, into the checkpoint's."""
+        """The Trainer's own, into a folder for its small files; then everything, into the
+        checkpoint's.
+        """
         trainer, state = self.trainer, self.trainer.state
-        _refuse(trainer, self._async_save)
+        _check_supported(trainer, self._async_save)
         self.wait()
-        run = trainer._get_output_dir(trial=trial)
-        path, self._files = (
-            os.path.join(run, f"{PREFIX}{state.global_step}"),
-            os.path.join(run, f"{_FILES}{state.global_step}"),
+        run_folder = trainer._get_output_dir(trial=trial)
+        path, self._small_files = (
+            os.path.join(run_folder, f"{PREFIX}{state.global_step}"),
+            os.path.join(run_folder, f"{_SMALL_FILES_PREFIX}{state.global_step}"),
         )
-        best = os.path.join(run, f"{PREFIX}{state.best_global_step}")
-        if state.best_global_step and os.path.isdir(best):
-            state.best_model_checkpoint = best
-        small = os.path.join(self._files, f"{PREFIX}{state.global_step}")
+        best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
+        if state.best_global_step and os.path.isdir(best_path):
+            state.best_model_checkpoint = best_path
+        small_folder = os.path.join(self._small_files, f"{PREFIX}{state.global_step}")
         try:
-            self._save_small(model, trial)
-            if best == path:  # the stock one has found it where its small files are
-                state.best_model_checkpoint = best
+            self._save_small_files(model, trial)
+            if best_path == path:  # the stock one has found it where its small files are
+                state.best_model_checkpoint = best_path
                 if trainer.args.should_save:
-                    state.save_to_json(os.path.join(small, stock.TRAINER_STATE_NAME))
-            what, steps = self._what(small), (state.global_step, state.best_global_step)
+                    state.save_to_json(os.path.join(small_folder, stock.TRAINER_STATE_NAME))
+            arguments, steps = (
+                self._save_arguments(small_folder),
+                (state.global_step, state.best_global_step),
+            )
             if self._async_save:
                 self._checkpointer.save_async(
-                    StepPath(path), **what, after_commit=lambda _: self._rotate(run, *steps)
+                    StepPath(path),
+                    **arguments,
+                    after_commit=lambda _: self._rotate(run_folder, *steps),
                 )
                 return
-            self._checkpointer.save(StepPath(path), **what)
+            self._checkpointer.save(StepPath(path), **arguments)
         except BaseException:
-            self._clear()
+            self._remove_small_files()
             raise
-        self._clear()
+        self._remove_small_files()
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(path)
-        self._rotate(run, *steps)
+        self._rotate(run_folder, *steps)
 
-    def _save_small(self, model: torch.nn.Module, trial: Any) -> None:
-        """The stock way to save, of whose files only the small ones are written, into a folder of their own, and none is pushed."""
-        files, trainer = self._files, self.trainer
-        replaced = {
-            "_get_output_dir": lambda **_: files,
+    def _save_small_files(self, model: torch.nn.Module, trial: Any) -> None:
+        """The stock way to save, of whose files only the small ones are written, into a folder of
+        their own, and none is pushed.
+        """
+        folder, trainer = self._small_files, self.trainer
+        patches = {
+            "_get_output_dir": lambda **_: folder,
             "_push_from_checkpoint": lambda _: None,
             "save_model": self._save_configs,
         }
         with contextlib.ExitStack() as stack:
-            for name, value in replaced.items():
-                stack.enter_context(_instead(trainer, name, value))
-            self._stock["_save_checkpoint"](model, trial)
+            for name, value in patches.items():
+                stack.enter_context(_patched(trainer, name, value))
+            self._originals["_save_checkpoint"](model, trial)
 
-    def _what(self, small: str) -> dict[str, Any]:
-        """The arguments of a save, but for the path. `small`: the folder of the small files."""
+    def _save_arguments(self, small_folder: str) -> dict[str, Any]:
+        """The arguments of a save, but for the path. `small_folder`: the folder of the small files."""
         trainer = self.trainer
         only_model = (
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
@@ -147,15 +159,15 @@ class Bound:
         model = trainer.accelerator.unwrap_model(trainer.model)
         ddp = isinstance(trainer.model_wrapped, DistributedDataParallel) and not has_adapters(model)
         return {
-            **_weights(
+            **_model_arguments(
                 trainer.model_wrapped if ddp else model
             ),  # DDP says whose running statistics count
-            "optimizer": None if only_model else _plain(trainer.optimizer),
+            "optimizer": None if only_model else _unwrap_optimizer(trainer.optimizer),
             "step": trainer.state.global_step,
-            "extra": None if only_model else self._extra(),
+            "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
-            "attach": lambda folder: _attach(model, small, folder),
-            "options": whole_files(self._save_options)
+            "attach": lambda folder: _attach(model, small_folder, folder),
+            "options": with_single_file(self._save_options)
             if has_adapters(model)
             else self._save_options,
         }
@@ -165,12 +177,12 @@ class Bound:
         try:
             self._checkpointer.wait()
         finally:
-            self._clear()
+            self._remove_small_files()
 
-    def _clear(self) -> None:
-        files, self._files = self._files, None
-        if files is not None and self.trainer.args.should_save:
-            shutil.rmtree(files, ignore_errors=True)
+    def _remove_small_files(self) -> None:
+        folder, self._small_files = self._small_files, None
+        if folder is not None and self.trainer.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _save_configs(self, output_dir: str, _internal_call: bool = False) -> None:
         """In place of `save_model` within a checkpoint: what the stock one writes, but the weights."""
@@ -194,7 +206,7 @@ class Bound:
             if hasattr(config, "save_pretrained"):
                 # The dtype of the weights as stored, which from_pretrained takes from here.
                 with (
-                    _instead(config, "dtype", dtype)
+                    _patched(config, "dtype", dtype)
                     if dtype and hasattr(config, "dtype")
                     else contextlib.nullcontext()
                 ):
@@ -213,111 +225,126 @@ class Bound:
     def _save_rng_state(self, output_dir: str) -> None:
         """In the checkpoint."""
 
-    def _extra(self) -> dict[str, Any]:
+    def _collect_extra(self) -> dict[str, Any]:
         trainer = self.trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
-            "optimizer": optimizer_kind(_plain(trainer.optimizer)),
+            "optimizer": optimizer_class(_unwrap_optimizer(trainer.optimizer)),
             "scheduler": trainer.lr_scheduler.state_dict()
             if trainer.lr_scheduler is not None
             else None,
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "data": self._position.now(),
+            "data": self._position.state(),
         }
 
-    def _rotate(self, run: str, saved: int, best: int | None) -> None:
+    def _rotate(self, run_folder: str, saved_step: int, best_step: int | None) -> None:
         """Keeps as many as `save_total_limit`, the newest and the best among them."""
         args, pushed = self.trainer.args, getattr(self.trainer, "push_in_progress", None)
         if not args.should_save or args.save_total_limit is None:
             return
-        self._late = (run, saved, best) if pushed is not None and not pushed.is_done() else None
-        if self._late is not None:  # what is on its way to the hub stays until it is there
+        self._deferred_rotation = (
+            (run_folder, saved_step, best_step)
+            if pushed is not None and not pushed.is_done()
+            else None
+        )
+        if (
+            self._deferred_rotation is not None
+        ):  # what is on its way to the hub stays until it is there
             return
         limit = max(args.save_total_limit, 1)
-        found = [
-            one.step for one in scan(LocalStorage(run), PREFIX).complete if one.step is not None
+        steps = [
+            record.step
+            for record in scan(LocalStorage(run_folder), PREFIX).complete
+            if record.step is not None
         ]
-        newest = sorted(found)[-limit:]
-        count = max(limit - (1 if best in found and best not in newest else 0), 1)
+        latest = sorted(steps)[-limit:]
+        count = max(limit - (1 if best_step in steps and best_step not in latest else 0), 1)
         rules = Rules(full=(LatestN(count),), model_only=(LatestN(count),))
-        keep(LocalStorage(run), PREFIX, rules, protected=lambda: {saved, *([best] if best else [])})
+        rotate_after_save(
+            LocalStorage(run_folder),
+            PREFIX,
+            rules,
+            protected=lambda: {saved_step, *([best_step] if best_step else [])},
+        )
 
     # loading
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """The stock one, from the newest committed step where it is to resume from whatever there is."""
-        _refuse(self.trainer, self._async_save)
+        """The stock one, from the newest committed step where it is to resume from whatever there
+        is.
+        """
+        _check_supported(self.trainer, self._async_save)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest(
+            resume_from_checkpoint = latest_checkpoint(
                 self._checkpointer,
                 self.trainer.args.output_dir,
                 timeout_seconds=self._load_options.timeout_seconds,
             )
         elif isinstance(resume_from_checkpoint, str):
             check_path(resume_from_checkpoint)
-        at = (
+        checkpoint = (
             resume_from_checkpoint
-            if isinstance(resume_from_checkpoint, str) and is_ours(resume_from_checkpoint)
+            if isinstance(resume_from_checkpoint, str) and is_unified(resume_from_checkpoint)
             else None
         )
-        if at is not None:
-            check_full(at)
-        self._position.resume_from(at)
-        result = self._stock["train"](resume_from_checkpoint, *args, **more)
+        if checkpoint is not None:
+            check_has_optimizer(checkpoint)
+        self._position.resume_from(checkpoint)
+        result = self._originals["train"](resume_from_checkpoint, *args, **kwargs)
         self.wait()
-        if self._late is not None:
-            self._rotate(*self._late)
+        if self._deferred_rotation is not None:
+            self._rotate(*self._deferred_rotation)
         return result
 
-    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """The stock one, which removes all but the best checkpoint."""
         self.wait()
-        with _instead(stock, "sort_checkpoints", sorted_steps):
-            return self._stock["_finalize_training"](*args, **more)
+        with _patched(stock, "sort_checkpoints", sorted_steps):
+            return self._originals["_finalize_training"](*args, **kwargs)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
-        if is_ours(resume_from_checkpoint):
+        if is_unified(resume_from_checkpoint):
             self._load_model(resume_from_checkpoint)
             return
-        inner, taken = (
+        unwrapped, loadable = (
             self.trainer.accelerator.unwrap_model(self.trainer.model),
-            is_read(resume_from_checkpoint, self.trainer),
+            can_load(resume_from_checkpoint, self.trainer),
         )
-        if taken:
-            check_full(resume_from_checkpoint)
-        if is_in_other_names(resume_from_checkpoint, inner):
-            with open_model_names(resume_from_checkpoint, model=inner) as source:
-                self._checkpointer.load(source, model=inner, options=self._load_options)
-        elif taken:
+        if loadable:
+            check_has_optimizer(resume_from_checkpoint)
+        if needs_hub_names(resume_from_checkpoint, unwrapped):
+            with open_model_names(resume_from_checkpoint, model=unwrapped) as source:
+                self._checkpointer.load(source, model=unwrapped, options=self._load_options)
+        elif loadable:
             self._load_model(resume_from_checkpoint)
         else:
-            self._stock["_load_from_checkpoint"](resume_from_checkpoint, model)
+            self._originals["_load_from_checkpoint"](resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
-        if best is None or not is_ours(best):
-            self._stock["_load_best_model"]()
+        if best is None or not is_unified(best):
+            self._originals["_load_best_model"]()
             return
         self._load_model(best)
 
     def _load_model(self, path: str) -> None:
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
-            self._checkpointer.load(path, **_weights(model), options=self._load_options)
+            self._checkpointer.load(path, **_model_arguments(model), options=self._load_options)
         except MismatchError as error:
-            raise of_another_model(error, path, model) from error
+            raise explain_model_mismatch(error, path, model) from error
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_read(checkpoint, self.trainer):
-            self._stock["_load_optimizer_and_scheduler"](checkpoint)
+        if checkpoint is None or not can_load(checkpoint, self.trainer):
+            self._originals["_load_optimizer_and_scheduler"](checkpoint)
             return
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        optimizer, weights = _plain(trainer.optimizer), _weights(model)
+        optimizer, weights = _unwrap_optimizer(trainer.optimizer), _model_arguments(model)
         check_optimizer(checkpoint, optimizer)
         options = self._load_options.model_copy(
             update={"parts": ("optimizer",)}
@@ -328,14 +355,16 @@ class Bound:
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:
             with open_source(checkpoint) as source:
-                groups = source.source.said().groups
+                groups = source.source.metadata().groups
             if groups:  # else the optimizer's own are the saved ones, one by one
-                saved = regrouped(saved, _plain(trainer.optimizer), parameter_names(model), groups)
+                saved = regroup_state(
+                    saved, _unwrap_optimizer(trainer.optimizer), parameter_names(model), groups
+                )
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_read(checkpoint, self.trainer):
-            self._stock["_load_scaler"](checkpoint)
+        if checkpoint is None or not can_load(checkpoint, self.trainer):
+            self._originals["_load_scaler"](checkpoint)
             return
         saved = ((self._report.extra if self._report is not None else None) or {}).get("scaler")
         scaler = getattr(self.trainer.accelerator, "scaler", None)
@@ -343,8 +372,8 @@ class Bound:
             scaler.load_state_dict(saved)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_read(checkpoint, self.trainer):
-            self._stock["_load_rng_state"](checkpoint)
+        if checkpoint is None or not can_load(checkpoint, self.trainer):
+            self._originals["_load_rng_state"](checkpoint)
             return
         if self._report is None:
             return
@@ -358,61 +387,63 @@ class Bound:
             )
 
 
-def _tell_left_out(kind: type) -> None:
-    """Ways to write weights that a subclass has of its own, which no checkpoint of ours goes through."""
+def _warn_overrides(trainer_class: type) -> None:
+    """Ways to write weights that a subclass has of its own, which no checkpoint of ours goes
+    through.
+    """
     for name in ("save_model", "_save"):
-        if getattr(kind, name) is not getattr(stock.Trainer, name):
+        if getattr(trainer_class, name) is not getattr(stock.Trainer, name):
             _LOG.warning(
                 "%s.%s is not called within a checkpoint: the engine writes the weights",
-                kind.__name__,
+                trainer_class.__name__,
                 name,
             )
 
 
-def _refuse(trainer: Any, async_save: bool) -> None:
+def _check_supported(trainer: Any, async_save: bool) -> None:
     """LayoutError for what this version does not save."""
-    why = ""
+    reason = ""
     if trainer.is_deepspeed_enabled:
-        why = "DeepSpeed holds the state"
+        reason = "DeepSpeed holds the state"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        why = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
+        reason = "FSDP1 keeps flat parameters; needed fsdp_config={'version': 2}"
     elif has_adapters(trainer.model) and trainer.is_distributed_loading_by_transformers:
-        why = "the model has adapters (PEFT) and is sharded at load; needed FSDP2 through Accelerate, or no adapters"
+        reason = "the model has adapters (PEFT) and is sharded at load; needed FSDP2 through Accelerate, or no adapters"
     elif getattr(trainer.model, "_pp_stage", None) is not None:
-        why = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
+        reason = "pipeline stages (pp_size), which transformers runs forward only; needed pp_size=1"
     elif trainer.args.n_gpu > 1:
-        why = "DataParallel; needed torchrun"
+        reason = "DataParallel; needed torchrun"
     elif trainer.args.push_to_hub and async_save:
-        why = "push_to_hub would send a checkpoint that is still being written; needed async_save=False"
+        reason = "push_to_hub would send a checkpoint that is still being written; needed async_save=False"
     elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
-        why = "enable_jit_checkpoint stops each process at a step of its own, and one waits for the others; needed one process"
-    if why:
-        raise LayoutError(f"UnifiedCheckpointCallback: {why}, which this version does not save")
+        reason = "enable_jit_checkpoint stops each process at a step of its own, and one waits for the others; needed one process"
+    if reason:
+        raise LayoutError(f"UnifiedCheckpointCallback: {reason}, which this version does not save")
 
 
-def _weights(model: torch.nn.Module) -> dict[str, Any]:
+def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:
     """The arguments of a save or load that are the model: adapters alone where it has any."""
     return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}
 
 
-def _attach(model: torch.nn.Module, small: str, folder: str) -> None:
-    shutil.copytree(small, folder, dirs_exist_ok=True)
+def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:
+    shutil.copytree(small_folder, folder, dirs_exist_ok=True)
     if has_adapters(model):
         link_adapters(model, folder)
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """What Accelerate has wrapped."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return unwrapped
 
 
 @contextlib.contextmanager
-def _instead(owner: object, name: str, value: object) -> Iterator[None]:
+def _patched(owner: object, name: str, value: object) -> Iterator[None]:
     """Another value for an attribute of one object."""
-    held = vars(owner).get(name, sys)
+    previous = vars(owner).get(name, sys)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name) if held is sys else setattr(owner, name, held)
+        delattr(owner, name) if previous is sys else setattr(owner, name, previous)

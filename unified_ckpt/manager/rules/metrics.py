@@ -1,4 +1,6 @@
-"""What of a caller's metrics is stored: finite numbers. One that has diverged is no reason to end a training, nor to lose its last save."""
+"""What of a caller's metrics is stored: finite numbers. One that has diverged is no reason to end a
+training, nor to lose its last save.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +12,43 @@ from typing import SupportsFloat
 _LOG = logging.getLogger("unified_ckpt")
 
 
-def finite(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Those that are finite numbers. Pure."""
-    found = {str(name): _number(value) for name, value in (metrics or {}).items()}
-    return {name: value for name, value in found.items() if value is not None}
+    numbers = {str(name): _finite_float(value) for name, value in (metrics or {}).items()}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 class Metrics:
-    """Of one manager. Tells of each name once that its value is not stored, on rank 0, whose values count. `best`: a name to be passed."""
+    """Of one manager. Tells of each name once that its value is not stored, on rank 0, whose values
+    count. `best`: a name to be passed.
+    """
 
-    def __init__(self, *, best: str | None = None) -> None:
-        self._told: set[str] = set()
-        self._best = best
+    def __init__(self, *, best_metric: str | None = None) -> None:
+        self._warned: set[str] = set()
+        self._best_metric = best_metric
 
-    def stored(
+    def storable(
         self, metrics: Mapping[str, SupportsFloat] | None, *, step: int, rank: int
     ) -> dict[str, float]:
-        found = finite(metrics)
+        accepted = finite_metrics(metrics)
         if (
-            self._best is not None
-            and self._best not in (metrics or {})
-            and self._best not in self._told
+            self._best_metric is not None
+            and self._best_metric not in (metrics or {})
+            and self._best_metric not in self._warned
             and rank == 0
         ):
-            self._told.add(self._best)
+            self._warned.add(self._best_metric)
             text = "step %d is saved without the metric %r, which best_metric names; pass metrics={%r: …} to save. This is said once"
-            _LOG.warning(text, step, self._best, self._best)
+            _LOG.warning(text, step, self._best_metric, self._best_metric)
         for name, value in (metrics or {}).items():
-            if rank == 0 and str(name) not in found and str(name) not in self._told:
-                self._told.add(str(name))
+            if rank == 0 and str(name) not in accepted and str(name) not in self._warned:
+                self._warned.add(str(name))
                 text = "step %d is saved without the metric %r, which is %r; needed a finite number. This is said once"
                 _LOG.warning(text, step, name, value)
-        return found
+        return accepted
 
 
-def _number(value: SupportsFloat) -> float | None:
+def _finite_float(value: SupportsFloat) -> float | None:
     try:
         number = float(value)
     except (

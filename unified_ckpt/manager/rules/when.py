@@ -1,19 +1,23 @@
-"""When to save, and which rules keep what was saved. Pure: options, step and what was before in; reasons out."""
+"""When to save, and which rules keep what was saved. Pure: options, step and what was before in;
+reasons out.
+"""
 
 from __future__ import annotations
 
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules
 from unified_ckpt.options import ManagerOptions
 
-LOCAL = "local interval"  # the one reason for which the local tier is enough
+LOCAL_INTERVAL = "local interval"  # the one reason for which the local tier is enough
 
 
-def due(
+def due_reasons(
     options: ManagerOptions, step: int, *, last_step: int | None, first: bool
 ) -> tuple[str, ...]:
-    """Why a save is due at this step, by its number alone, so that every rank decides alike. Empty: it is not.
+    """Why a save is due at this step, by its number alone, so that every rank decides alike. Empty:
+    it is not.
 
-    `last_step`: the last one saved or restored; `first`: nothing was saved, restored or asked about before.
+    `last_step`: the last one saved or restored; `first`: nothing was saved, restored or asked about
+    before.
     """
     if not options.enabled or step == last_step:
         return ()
@@ -25,7 +29,7 @@ def due(
         and step > 0
         and step % options.local_interval_steps == 0
     ):
-        reasons.append(LOCAL)
+        reasons.append(LOCAL_INTERVAL)
     if step in options.steps:
         reasons.append("given step")
     if options.on_start and first:
@@ -33,8 +37,10 @@ def due(
     return tuple(reasons)
 
 
-def saves_on_its_own(options: ManagerOptions) -> bool:
-    """Whether any option makes `save` save while the run goes on. Without one, only `finish`, a stop and `force` do."""
+def saves_automatically(options: ManagerOptions) -> bool:
+    """Whether any option makes `save` save while the run goes on. Without one, only `finish`, a
+    stop and `force` do.
+    """
     steps = (
         options.interval_steps is not None
         or options.local_interval_steps is not None
@@ -46,22 +52,26 @@ def saves_on_its_own(options: ManagerOptions) -> bool:
 
 def uses_clock(options: ManagerOptions) -> bool:
     """Whether rank 0 may ask for saves between those that the step's number gives."""
-    retried = options.asynchronous and (options.retries > 0 or options.local_directory is not None)
+    retries_in_background = options.asynchronous and (
+        options.retries > 0 or options.local_directory is not None
+    )
     return options.enabled and (
-        options.continuous or options.interval_seconds is not None or retried
+        options.continuous or options.interval_seconds is not None or retries_in_background
     )
 
 
-def due_by_clock(
-    options: ManagerOptions, *, seconds_since_last: float, in_flight: bool, failed: int
+def clock_reason(
+    options: ManagerOptions, *, seconds_since_last: float, in_flight: bool, failures: int
 ) -> str | None:
-    """Why a save is due by rank 0's clock. `seconds_since_last`: since the start of the last save, or of the run.
+    """Why a save is due by rank 0's clock. `seconds_since_last`: since the start of the last save,
+    or of the run.
 
-    `failed`: saves in the background that failed in a row; each is tried again, after a pause that doubles, `retries` times.
+    `failures`: saves in the background that failed in a row; each is tried again, after a pause
+    that doubles, `retries` times.
     """
     if in_flight:
         return None
-    if 0 < failed <= options.retries and seconds_since_last >= pause_seconds(options, failed):
+    if 0 < failures <= options.retries and seconds_since_last >= backoff_seconds(options, failures):
         return "retry"
     if options.continuous and seconds_since_last >= (options.interval_seconds or 0.0):
         return "continuous"
@@ -74,12 +84,12 @@ def due_by_clock(
     return None
 
 
-def pause_seconds(options: ManagerOptions, attempt: int) -> float:
+def backoff_seconds(options: ManagerOptions, attempt: int) -> float:
     """Before attempt `attempt`, from 1, to save once more."""
     return options.retry_seconds * 2.0 ** (attempt - 1)
 
 
-def rules(options: ManagerOptions) -> Rules:
+def retention_rules(options: ManagerOptions) -> Rules:
     """The retention rules that the options name."""
     common: list[Rule] = []
     if options.keep_every_seconds is not None:
@@ -96,23 +106,25 @@ def rules(options: ManagerOptions) -> Rules:
     )
 
 
-def local_rules(options: ManagerOptions) -> Rules:
+def local_retention_rules(options: ManagerOptions) -> Rules:
     """The retention rules of the local tier."""
     latest = (LatestN(options.keep_latest_local),)
     return Rules(latest, latest)
 
 
 def _limits(latest: int | None, every_steps: int | None) -> list[Rule]:
-    found: list[Rule] = []
+    limits: list[Rule] = []
     if latest is not None:
-        found.append(LatestN(latest))
+        limits.append(LatestN(latest))
     if every_steps is not None:
-        found.append(EverySteps(every_steps))
-    return found
+        limits.append(EverySteps(every_steps))
+    return limits
 
 
-def _with_best(options: ManagerOptions, found: list[Rule]) -> list[Rule]:
-    """A metric that is named without a number still saves its best one, where other rules would remove it."""
-    if found and options.best_metric is not None and options.keep_best is None:
-        found.append(BestN(options.best_metric, options.best_mode, 0))
-    return found
+def _with_best(options: ManagerOptions, rules: list[Rule]) -> list[Rule]:
+    """A metric that is named without a number still saves its best one, where other rules would
+    remove it.
+    """
+    if rules and options.best_metric is not None and options.keep_best is None:
+        rules.append(BestN(options.best_metric, options.best_mode, 0))
+    return rules

@@ -1,6 +1,8 @@
-"""The checkpoints under a root, as they are on the disk. Reads manifests and sizes, no tensor; starts without torch.
+"""The checkpoints under a root, as they are on the disk. Reads manifests and sizes, no tensor;
+starts without torch.
 
-A step is what the manifest says, never what the folder's name says. No valid manifest, no checkpoint.
+A step is what the manifest says, never what the folder's name says. No valid manifest, no
+checkpoint.
 """
 
 from __future__ import annotations
@@ -13,34 +15,36 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from unified_ckpt.core.retention import Saved
-from unified_ckpt.engine.folder.commit import PROBE
-from unified_ckpt.engine.folder.completeness import present
+from unified_ckpt.core.retention import SavedStep
+from unified_ckpt.engine.folder.commit import MARKER
+from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry
 
-_FULL = "optimizer"  # the part without which training cannot go on
+_RESUME_PART = "optimizer"  # the part without which training cannot go on
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One folder. `why`: what is wrong with it, empty when complete. `ours`: it bears a trace of this library.
+    """One folder. `problem`: what is wrong with it, empty when complete. `is_unified`: it bears a
+    trace of this library.
 
-    "misnamed": complete, but its manifest says another step than its name. `step`, `created` and `save_id` are the manifest's, None
-    where there is no valid one. `parts`: those that are there; `omitted_parts`: of the
-    state that was saved, those that were left out on purpose. `nbytes`, `files`: of all that lies in the folder. `island`: it is one
-    of the folders of its save, which may be on as many machines. `unread`: it was not looked into, so nobody knows
-    what it is: it cannot be read just now, or is a link.
+    "misnamed": complete, but its manifest says another step than its name. `step`, `created` and
+    `save_id` are the manifest's, None where there is no valid one. `parts`: those that are there;
+    `omitted_parts`: of the state that was saved, those that were left out on purpose. `nbytes`,
+    `files`: of all that lies in the folder. `in_node_group`: it is one of the folders of its save,
+    which may be on as many machines. `unreadable`: it was not looked into, so nobody knows what it
+    is: it cannot be read just now, or is a link.
     """
 
     name: str
     path: str
     status: Literal["complete", "incomplete", "misnamed"]
-    why: str
-    ours: bool
+    problem: str
+    is_unified: bool
     step: int | None
     nbytes: int
     files: int
@@ -50,19 +54,19 @@ class StepRecord:
     omitted_parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
     save_id: str | None = None
-    island: bool = False
-    unread: bool = False
+    in_node_group: bool = False
+    unreadable: bool = False
 
     @property
     def full(self) -> bool:
-        return _FULL in self.parts
+        return _RESUME_PART in self.parts
 
     @property
-    def saved(self) -> Saved:
+    def retention_entry(self) -> SavedStep:
         """What retention needs to know of a complete one."""
         if self.step is None or self.created is None:
             raise AssertionError(f"{self.path} is {self.status}")
-        return Saved(
+        return SavedStep(
             self.step,
             datetime.fromisoformat(self.created).timestamp(),
             self.full,
@@ -71,25 +75,26 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
-    """What an interrupted save or removal has left: a folder under construction, or one moved aside. `age_seconds`: since its last change.
+class StaleFolder:
+    """What an interrupted save or removal has left: a folder under construction, or one moved
+    aside. `age_seconds`: since its last change.
 
-    `needed`: it holds a checkpoint that is nowhere else.
+    `only_copy`: it holds a checkpoint that is nowhere else.
     """
 
     name: str
     path: str
     kind: Literal["construction", "replaced"]
-    ours: bool
-    needed: bool
+    is_unified: bool
+    only_copy: bool
     nbytes: int
     files: int
     age_seconds: float
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint_name(self) -> str:
         """The name of the checkpoint that it is, or was to be."""
-        return _wanted_name(self.name)
+        return _checkpoint_name(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,74 +102,96 @@ class Scan:
     """What lies under a root. `steps` by step, those without one first."""
 
     steps: tuple[StepRecord, ...]
-    leftovers: tuple[Leftover, ...]
+    stale_folders: tuple[StaleFolder, ...]
 
     @property
     def complete(self) -> list[StepRecord]:
         """The good ones, in the order of their steps."""
-        return [one for one in self.steps if one.status == "complete"]
+        return [record for record in self.steps if record.status == "complete"]
 
     @property
-    def newer_and_bad(self) -> list[StepRecord]:
-        """Folders that are no checkpoint and whose names claim a step after the last good one, the newest first."""
-        bad = [
-            (number, one)
-            for one in self.steps
-            if one.status != "complete" and (number := claimed(one.name)) > self._last
+    def newer_problems(self) -> list[StepRecord]:
+        """Folders that are no checkpoint and whose names claim a step after the last good one, the
+        newest first.
+        """
+        numbered = [
+            (number, record)
+            for record in self.steps
+            if record.status != "complete"
+            and (number := trailing_number(record.name)) > self._last_step
         ]
-        return [one for _, one in sorted(bad, key=lambda pair: -pair[0])]
+        return [record for _, record in sorted(numbered, key=lambda pair: -pair[0])]
 
     @property
-    def newer_and_aside(self) -> list[Leftover]:
-        """Only copies of checkpoints that an interrupted replacement has left under another name, of steps after the last good one."""
+    def newer_backups(self) -> list[StaleFolder]:
+        """Only copies of checkpoints that an interrupted replacement has left under another name,
+        of steps after the last good one.
+        """
         return [
-            left for left in self.leftovers if left.needed and claimed(left.checkpoint) > self._last
+            stale
+            for stale in self.stale_folders
+            if stale.only_copy and trailing_number(stale.checkpoint_name) > self._last_step
         ]
 
     @property
-    def _last(self) -> int:
-        return max((one.step or 0 for one in self.complete), default=-1)
+    def _last_step(self) -> int:
+        return max((record.step or 0 for record in self.complete), default=-1)
 
 
 def scan(storage: LocalStorage, prefix: str) -> Scan:
-    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan where there is no root.
+    """Every `<prefix><number>` under the root, and what interrupted saves have left. An empty scan
+    where there is no root.
 
-    A link with such a name is told and not followed: what it leads to is not the run's to replace or remove.
+    A link with such a name is told and not followed: what it leads to is not the run's to replace
+    or remove.
     """
     if storage.kind("") is None:
         return Scan((), ())
     entries = storage.names()
-    kinds = {entry: storage.kind(entry) for entry in entries if is_step(entry, prefix)}
-    steps = [look(storage, entry, prefix) for entry, kind in kinds.items() if kind == "folder"]
-    steps += [_link(storage, entry) for entry, kind in kinds.items() if kind == "link"]
-    steps.sort(key=lambda one: (-1 if one.step is None else one.step, one.name))
-    good = {one.name for one in steps if one.status == "complete"}
-    left = [
+    kinds = {entry: storage.kind(entry) for entry in entries if is_step_name(entry, prefix)}
+    steps = [
+        read_step_record(storage, entry, prefix)
+        for entry, kind in kinds.items()
+        if kind == "folder"
+    ]
+    steps += [_link_record(storage, entry) for entry, kind in kinds.items() if kind == "link"]
+    steps.sort(key=lambda record: (-1 if record.step is None else record.step, record.name))
+    complete_names = {record.name for record in steps if record.status == "complete"}
+    stale = [
         (entry, kind)
         for entry in entries
-        if (kind := _leftover_kind(entry)) is not None and storage.kind(entry) == "folder"
+        if (kind := _stale_kind(entry)) is not None and storage.kind(entry) == "folder"
     ]
     # Where names cannot be exchanged, a crash may leave a step under no name but this one.
-    apart = [
+    backups = [
         entry
         for entry in entries
-        if is_step(base := names.original_name(entry), prefix) and base not in kinds
+        if is_step_name(original := names.original_name(entry), prefix) and original not in kinds
     ]
-    left += [
+    stale += [
         (entry, "replaced")
-        for entry in apart
+        for entry in backups
         if storage.kind(f"{entry}/{names.MANIFEST}") == "file"
     ]
-    return Scan(tuple(steps), tuple(_leftover(storage, entry, kind, good) for entry, kind in left))
+    return Scan(
+        tuple(steps),
+        tuple(_stale_folder(storage, entry, kind, complete_names) for entry, kind in stale),
+    )
 
 
-def foreign_steps(found: Scan, entries: Iterable[StepEntry]) -> list[StepEntry]:
-    """Those of a root's entries that are not the steps of its scan: what other engines wrote, and ours under other names."""
-    own = {one.path for one in found.steps if one.status != "incomplete" or one.ours or one.unread}
-    return [entry for entry in entries if entry.path not in own]
+def foreign_steps(scanned: Scan, entries: Iterable[StepEntry]) -> list[StepEntry]:
+    """Those of a root's entries that are not the steps of its scan: what other engines wrote, and
+    ours under other names.
+    """
+    own_paths = {
+        record.path
+        for record in scanned.steps
+        if record.status != "incomplete" or record.is_unified or record.unreadable
+    }
+    return [entry for entry in entries if entry.path not in own_paths]
 
 
-def is_step(entry: str, prefix: str) -> bool:
+def is_step_name(entry: str, prefix: str) -> bool:
     """Whether a directory entry has the name of a step."""
     number = entry.removeprefix(prefix)
     return entry.startswith(prefix) and number.isascii() and number.isdecimal()
@@ -174,7 +201,7 @@ def step_name(step: int, prefix: str) -> str:
     return f"{prefix}{step}"
 
 
-def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
+def read_step_record(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
     """A folder by its manifest and the sizes of its files."""
     try:
         with os.scandir(storage.path(name)) as entries:
@@ -189,13 +216,13 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
             None,
             0,
             0,
-            unread=True,
+            unreadable=True,
         )
-    copied = sizes_of(storage.path(f"{name}/{names.REPLICAS}"))
-    nbytes, files, ours = (
-        sum(sizes.values()) + sum(copied.values()),
-        len(sizes) + len(copied),
-        is_ours(sizes),
+    replica_sizes = file_sizes(storage.path(f"{name}/{names.REPLICAS}"))
+    nbytes, files, is_unified = (
+        sum(sizes.values()) + sum(replica_sizes.values()),
+        len(sizes) + len(replica_sizes),
+        has_unified_files(sizes),
     )
     try:
         manifest = (
@@ -204,17 +231,17 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
             else None
         )
     except CheckpointError as error:
-        unread = isinstance(error, StorageError)
+        unreadable = isinstance(error, StorageError)
         return StepRecord(
             name,
             storage.path(name),
             "incomplete",
             str(error),
-            ours,
+            is_unified,
             None,
             nbytes,
             files,
-            unread=unread,
+            unreadable=unreadable,
         )
     if manifest is None:
         return StepRecord(
@@ -222,22 +249,22 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
             storage.path(name),
             "incomplete",
             f"it has no {names.MANIFEST}",
-            ours,
+            is_unified,
             None,
             nbytes,
             files,
         )
-    parts, why = present(manifest, sizes)
-    status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if why else "complete"
-    if not why and (manifest.step is None or name != step_name(manifest.step, prefix)):
-        told = "no step" if manifest.step is None else f"step {manifest.step}"
-        status, why = "misnamed", f"its manifest says {told}; needed a name that says the same"
+    parts, problem = present_parts(manifest, sizes)
+    status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if problem else "complete"
+    if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
+        claim = "no step" if manifest.step is None else f"step {manifest.step}"
+        status, problem = "misnamed", f"its manifest says {claim}; needed a name that says the same"
     return StepRecord(
         name=name,
         path=storage.path(name),
         status=status,
-        why=why,
-        ours=True,
+        problem=problem,
+        is_unified=True,
         step=manifest.step,
         nbytes=nbytes,
         files=files,
@@ -247,78 +274,89 @@ def look(storage: LocalStorage, name: str, prefix: str) -> StepRecord:
         omitted_parts=tuple(manifest.omitted_parts),
         metrics=dict(manifest.metrics),
         save_id=manifest.save_id,
-        island=manifest.island is not None,
+        in_node_group=manifest.node_group is not None,
     )
 
 
-def _link(storage: LocalStorage, name: str) -> StepRecord:
-    why = f"it is a link to {os.path.realpath(storage.path(name))}; needed a folder: move it here, or load it by its path"
-    return StepRecord(name, storage.path(name), "incomplete", why, False, None, 0, 0, unread=True)
+def _link_record(storage: LocalStorage, name: str) -> StepRecord:
+    problem = f"it is a link to {os.path.realpath(storage.path(name))}; needed a folder: move it here, or load it by its path"
+    return StepRecord(
+        name, storage.path(name), "incomplete", problem, False, None, 0, 0, unreadable=True
+    )
 
 
-def sizes_of(folder: str) -> dict[str, int]:
+def file_sizes(folder: str) -> dict[str, int]:
     """Sizes of all files in a folder, by path; of a file, its own."""
     sizes = {folder: os.stat(folder).st_size} if os.path.isfile(folder) else {}
-    for place, _, files in os.walk(folder):
-        for path in (os.path.join(place, file) for file in files):
+    for parent, _, files in os.walk(folder):
+        for path in (os.path.join(parent, file) for file in files):
             with suppress(OSError):  # its owner is at work in it
                 sizes[path] = os.lstat(path).st_size
     return sizes
 
 
-def is_ours(entries: Mapping[str, int]) -> bool:
+def has_unified_files(entries: Mapping[str, int]) -> bool:
     """Whether file names of a folder show that this library wrote it."""
-    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, PROBE})
+    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, MARKER})
 
 
-def claimed(name: str) -> int:
+def trailing_number(name: str) -> int:
     """The number at the end of a name, -1 where there is none: what it claims, not what it is."""
     digits = name[len(name.rstrip("0123456789")) :]
     return int(digits) if digits else -1
 
 
-def _leftover_kind(entry: str) -> Literal["construction", "replaced"] | None:
+def _stale_kind(entry: str) -> Literal["construction", "replaced"] | None:
     if names.is_staging(entry):
         return "construction"
-    return "replaced" if names.is_replaced(entry, _wanted_name(entry)) else None
+    return "replaced" if names.is_replaced(entry, _checkpoint_name(entry)) else None
 
 
-def _wanted_name(entry: str) -> str:
+def _checkpoint_name(entry: str) -> str:
     """The checkpoint's name in that of a folder moved aside."""
     return names.original_name(entry) or entry.partition("-")[2].partition("-")[2]
 
 
-def _leftover(
-    storage: LocalStorage, name: str, kind: Literal["construction", "replaced"], good: set[str]
-) -> Leftover:
+def _stale_folder(
+    storage: LocalStorage,
+    name: str,
+    kind: Literal["construction", "replaced"],
+    complete_names: set[str],
+) -> StaleFolder:
     sizes: dict[str, int] = {}
-    newest = 0.0
+    last_change = 0.0
     for folder, _, files in os.walk(storage.path(name)):
         for path in (folder, *(os.path.join(folder, file) for file in files)):
             try:
-                found = os.lstat(path)
+                status = os.lstat(path)
             except OSError:
                 continue  # its owner is at work in it
-            newest = max(newest, found.st_mtime)
+            last_change = max(last_change, status.st_mtime)
             if path != folder:
-                sizes[os.path.relpath(path, storage.path(name))] = found.st_size
-    ours = kind == "construction" or is_ours(sizes)
-    whole = kind == "replaced" and names.MANIFEST in sizes and _wanted_name(name) not in good
-    return Leftover(
+                sizes[os.path.relpath(path, storage.path(name))] = status.st_size
+    is_unified = kind == "construction" or has_unified_files(sizes)
+    only_copy = (
+        kind == "replaced"
+        and names.MANIFEST in sizes
+        and _checkpoint_name(name) not in complete_names
+    )
+    return StaleFolder(
         name,
         storage.path(name),
         kind,
-        ours,
-        whole,
+        is_unified,
+        only_copy,
         sum(sizes.values()),
         len(sizes),
-        max(time.time() - newest, 0.0),
+        max(time.time() - last_change, 0.0),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """An own step that is there and cannot be used. `local`: in the local tier; the save of that id in the root may be good."""
+class BadStep:
+    """An own step that is there and cannot be used. `local`: in the local tier; the save of that id
+    in the root may be good.
+    """
 
     step: int
     save_id: str

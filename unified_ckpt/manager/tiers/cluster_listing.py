@@ -1,8 +1,11 @@
-"""What the local directories of all machines hold between them, for a restore: rank 0 asks, the other machines' leads answer.
+"""What the local directories of all machines hold between them, for a restore: rank 0 asks, the
+other machines' leads answer.
 
-A local save counts where any machine's directory counts it (`lineage.py`), and is good where a gathering of its folders, as a load makes
-it, finds a complete copy between the machines. So a machine may be lost, or replaced by an empty one, and a folder of another run in the
-way of a load is no choice. With one tier the root is looked at in this way, for it may be a folder of each machine's own.
+A local save counts where any machine's directory counts it (`lineage.py`), and is good where a
+gathering of its folders, as a load makes it, finds a complete copy between the machines. So a
+machine may be lost, or replaced by an empty one, and a folder of another run in the way of a load
+is no choice. With one tier the root is looked at in this way, for it may be a folder of each
+machine's own.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
-from unified_ckpt.core.nodes.node_groups import FRAGMENTS
-from unified_ckpt.engine.nodes.discover import gather, open_folders
-from unified_ckpt.engine.nodes.source import Joint
+from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
+from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry, list_steps
@@ -31,208 +34,251 @@ _LOG = logging.getLogger("unified_ckpt")
 _END = "."
 
 
-class Survey:
-    """Inside a phase of a meeting of all ranks. `leads`: one rank of each machine, 0 the first. Rank 0 calls `look`, `damage` and `end`,
-    the other leads `answer`."""
+class ClusterScan:
+    """Inside a phase of a meeting of all ranks. `leads`: one rank of each machine, 0 the first.
+    Rank 0 calls `scan`, `diagnose` and `close`, the other leads `serve`.
+    """
 
     def __init__(
         self,
-        meeting: Meeting,
-        ranks: Comm,
-        leads: Sequence[int],
+        collective: Collective,
+        comm: Comm,
+        leaders: Sequence[int],
         *,
         root: str,
         directory: str,
         prefix: str,
     ) -> None:
-        self._meeting, self._leads, self._root, self._directory, self._prefix = (
-            meeting,
-            leads,
+        self._collective, self._leaders, self._root, self._directory, self._prefix = (
+            collective,
+            leaders,
             root,
             directory,
             prefix,
         )
-        self._comm = ranks.among("tiers/survey", leads, within=meeting)
-        self._asked = 0
-        self._plain: set[str | None] = set()  # saves in the root that rank 0 sees, of one folder
+        self._comm = comm.subgroup("tiers/survey", leaders, parent=collective)
+        self._requests_sent = 0
+        self._whole_saves: set[str | None] = (
+            set()
+        )  # saves in the root that rank 0 sees, of one folder
         self._answers: dict[
             int, dict[str, Any]
         ] = {}  # by lead, where the root may be a folder of each machine
 
-    def look(self, there: Scan) -> Scan:
-        """On rank 0: both tiers, the best last. `there`: the root, as rank 0 sees it."""
-        saves = run_marker.ids(there.complete)
-        self._plain = {one.save_id for one in there.complete if not one.island}
-        self._meeting.put("root-saves", json.dumps(sorted(saves)).encode())
+    def scan(self, root_scan: Scan) -> Scan:
+        """On rank 0: both tiers, the best last. `root_scan`: the root, as rank 0 sees it."""
+        saves = run_marker.save_ids(root_scan.complete)
+        self._whole_saves = {
+            entry.save_id for entry in root_scan.complete if not entry.in_node_group
+        }
+        self._collective.put("root-saves", json.dumps(sorted(saves)).encode())
         if self._directory == self._root:
-            self._meeting.put(
+            self._collective.put(
                 "root-entries",
                 json.dumps(
-                    [one.name for one in list_steps(self._root, prefix=self._prefix)]
+                    [entry.name for entry in list_steps(self._root, prefix=self._prefix)]
                 ).encode(),
             )
-        told = [self._own(saves)] + [
-            json.loads(self._meeting.get(f"local/{rank}")) for rank in self._leads[1:]
+        answers = [self._describe_local(saves)] + [
+            json.loads(self._collective.get(f"local/{rank}")) for rank in self._leaders[1:]
         ]
         if self._directory == self._root:
-            self._answers = dict(zip(self._leads, told, strict=True))
-        here, apart = joined(
-            [([record(one) for one in own["steps"]], own["strangers"]) for own in told],
+            self._answers = dict(zip(self._leaders, answers, strict=True))
+        local_scan, excluded = merge_scans(
+            [
+                ([decode_record(entry) for entry in answer["steps"]], answer["strangers"])
+                for answer in answers
+            ],
             self._directory,
         )
         if not saves and any(
-            own["known"] for own in told
+            answer["known"] for answer in answers
         ):  # the root was emptied: a directory that was not told so does not count either
-            apart = run_marker.ids(here.steps)
-        return here if self._directory == self._root else run_marker.together(there, here, apart)
+            excluded = run_marker.save_ids(local_scan.steps)
+        return (
+            local_scan
+            if self._directory == self._root
+            else run_marker.merge_tiers(root_scan, local_scan, excluded)
+        )
 
-    def entries(self) -> tuple[list[StepEntry], dict[str, str]]:
-        """On rank 0, after `look`: the root's entries on all machines, as if they lay in rank 0's, and by path why one is not on all."""
-        every = list_steps(self._root, prefix=self._prefix)
-        absent: dict[str, str] = {}
+    def root_entries(self) -> tuple[list[StepEntry], dict[str, str]]:
+        """On rank 0, after `scan`: the root's entries on all machines, as if they lay in rank 0's,
+        and by path why one is not on all.
+        """
+        entries = list_steps(self._root, prefix=self._prefix)
+        absences: dict[str, str] = {}
         for rank, answer in self._answers.items():
-            more = [
-                replace(StepEntry(**one), path=os.path.join(self._root, one["name"]))
-                for one in answer["more"]
+            additional = [
+                replace(StepEntry(**entry), path=os.path.join(self._root, entry["name"]))
+                for entry in answer["more"]
             ]
-            absent |= {
+            absences |= {
                 os.path.join(self._root, name): f"rank {rank}'s node does not have it"
                 for name in answer["absent"]
             }
-            absent |= {one.path: "rank 0's node does not have it" for one in more}
-            every += [one for one in more if one.path not in {known.path for known in every}]
-        return every, absent
+            absences |= {entry.path: "rank 0's node does not have it" for entry in additional}
+            entries += [
+                entry
+                for entry in additional
+                if entry.path not in {existing.path for existing in entries}
+            ]
+        return entries, absences
 
-    def damage(self, one: StepRecord, *, otherwise: Callable[[str], str]) -> str:
-        """On rank 0: why these machines cannot load a step of the local tier, empty where they can; `otherwise`: one of the root."""
-        if os.path.dirname(one.path) == self._root and (
-            self._directory != self._root or one.save_id in self._plain
+    def diagnose(self, record: StepRecord, *, diagnose_root: Callable[[str], str]) -> str:
+        """On rank 0: why these machines cannot load a step of the local tier, empty where they can;
+        `diagnose_root`: one of the root.
+        """
+        if os.path.dirname(record.path) == self._root and (
+            self._directory != self._root or record.save_id in self._whole_saves
         ):
-            return otherwise(one.path)
-        self._ask(one.name)
+            return diagnose_root(record.path)
+        self._request(record.name)
         try:
-            found = self._gathered(one.name)
+            save_id = self._loadable_save(record.name)
         except CheckpointError as error:
-            self._meeting.heed()  # what ends the restore says nothing of the step
+            self._collective.raise_if_failed()  # what ends the restore says nothing of the step
             return str(error)
         return (
             ""
-            if found == one.save_id
-            else f"another save, {found}, is in the way of save {one.save_id}"
+            if save_id == record.save_id
+            else f"another save, {save_id}, is in the way of save {record.save_id}"
         )
 
-    def end(self) -> None:
-        self._ask(_END)
-        self._comm.leave()
+    def close(self) -> None:
+        self._request(_END)
+        self._comm.detach()
 
-    def answer(self) -> None:
+    def serve(self) -> None:
         """On the other leads, until rank 0 has chosen."""
-        saves = frozenset(json.loads(self._meeting.get("root-saves")))
-        self._meeting.put(f"local/{self._meeting.rank}", json.dumps(self._own(saves)).encode())
-        for number in count(1):
-            name = self._meeting.get(f"ask/{number}").decode()
+        saves = frozenset(json.loads(self._collective.get("root-saves")))
+        self._collective.put(
+            f"local/{self._collective.rank}", json.dumps(self._describe_local(saves)).encode()
+        )
+        for request in count(1):
+            name = self._collective.get(f"ask/{request}").decode()
             if name == _END:
                 break
             try:
-                self._gathered(name)
+                self._loadable_save(name)
             except CheckpointError as error:
-                self._meeting.heed()
+                self._collective.raise_if_failed()
                 _LOG.debug("%s: %s", name, error)  # rank 0 has it too
-        self._comm.leave()
+        self._comm.detach()
 
-    def _ask(self, name: str) -> None:
-        self._asked += 1
-        self._meeting.beat()
-        self._meeting.put(f"ask/{self._asked}", name.encode())
+    def _request(self, name: str) -> None:
+        self._requests_sent += 1
+        self._collective.heartbeat()
+        self._collective.put(f"ask/{self._requests_sent}", name.encode())
 
-    def _own(self, saves: frozenset[str]) -> dict[str, Any]:
-        """What this machine's directory holds, which of that is of other runs, and whether it knows of saves in the root."""
+    def _describe_local(self, saves: frozenset[str]) -> dict[str, Any]:
+        """What this machine's directory holds, which of that is of other runs, and whether it knows
+        of saves in the root.
+        """
         entries: dict[str, StepEntry] = {}
         try:
-            found = scan(LocalStorage(self._directory), self._prefix)
+            scanned = scan(LocalStorage(self._directory), self._prefix)
             if self._directory == self._root:
-                entries = {one.name: one for one in list_steps(self._root, prefix=self._prefix)}
+                entries = {
+                    entry.name: entry for entry in list_steps(self._root, prefix=self._prefix)
+                }
         except CheckpointError as error:
             _LOG.warning("the local directory cannot be looked at: %s", error)
-            found = Scan((), ())
+            scanned = Scan((), ())
         if self._directory == self._root:
-            first = set(
-                json.loads(self._meeting.get("root-entries"))
+            root_names = set(
+                json.loads(self._collective.get("root-entries"))
             )  # of rank 0: where the root is shared, the difference is nothing
-            more = [asdict(one) for name, one in entries.items() if name not in first]
-            steps = [asdict(one) for one in found.steps]
+            additional = [
+                asdict(entry) for name, entry in entries.items() if name not in root_names
+            ]
+            steps = [asdict(entry) for entry in scanned.steps]
             return {
                 "steps": steps,
                 "strangers": [],
                 "known": False,
-                "absent": sorted(first - entries.keys()),
-                "more": more,
+                "absent": sorted(root_names - entries.keys()),
+                "more": additional,
             }
-        said = run_marker.read(self._directory)
-        apart = run_marker.strangers(
-            said, self._root, committed=saves, local=run_marker.ids(found.steps)
+        marker = run_marker.read(self._directory)
+        excluded = run_marker.foreign_saves(
+            marker, self._root, root_saves=saves, local_saves=run_marker.save_ids(scanned.steps)
         )
-        found = run_marker.attributable(said, self._root, found, committed=saves)
-        known = said is not None and said.root == self._root and bool(said.saves)
+        scanned = run_marker.attributable_steps(marker, self._root, scanned, root_saves=saves)
+        knows_root_saves = (
+            marker is not None and marker.root == self._root and bool(marker.root_saves)
+        )
         return {
-            "steps": [asdict(one) for one in found.steps],
-            "strangers": sorted(apart),
-            "known": known,
+            "steps": [asdict(entry) for entry in scanned.steps],
+            "strangers": sorted(excluded),
+            "known": knows_root_saves,
         }
 
-    def _gathered(self, name: str) -> str | None:
-        """Collective over the leads. The save that a load of this name would take. Its errors are those of the load."""
-        with ExitStack() as owned:
-            paths, machines = [os.path.join(self._directory, name)], range(self._comm.world)
-            opened = open_folders(paths, owned, hold=False)
-            timeout = self._meeting.timeout_seconds
-            found = gather(
+    def _loadable_save(self, name: str) -> str | None:
+        """Collective over the leads. The save that a load of this name would take. Its errors are
+        those of the load.
+        """
+        with ExitStack() as stack:
+            paths, nodes = [os.path.join(self._directory, name)], range(self._comm.world)
+            opened = open_folders(paths, stack, lock=False)
+            timeout = self._collective.timeout_seconds
+            source = open_cluster_source(
                 self._comm,
                 f"restore of {name}",
                 paths,
                 opened,
-                machines,
-                owned,
+                nodes,
+                stack,
                 timeout_seconds=timeout,
             )
-            with self._comm.meet("gathered", same=False, timeout_seconds=timeout).phase(
-                "gathered"
-            ):  # others may read here until then
-                return found.save_id if isinstance(found, Joint) else None
+            with self._comm.begin_collective(
+                "gathered", cached=False, timeout_seconds=timeout
+            ).step("gathered"):  # others may read here until then
+                return source.save_id if isinstance(source, ClusterSource) else None
 
 
-def joined(
-    told: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
+def merge_scans(
+    answers: Iterable[tuple[Sequence[StepRecord], Sequence[str]]], directory: str
 ) -> tuple[Scan, frozenset[str]]:
-    """What all machines have as if it lay in one `directory`: a record for each save; and the saves that no machine counts. Pure.
+    """What all machines have as if it lay in one `directory`: a record for each save; and the saves
+    that no machine counts. Pure.
 
     Of each machine: its steps, and the ids of those that it does not count.
     """
-    every = [(one, set(apart)) for records, apart in told for one in records]
-    counting = {
-        one.save_id for one, apart in every if one.save_id is not None and one.save_id not in apart
+    records_by_node = [
+        (record, set(excluded)) for records, excluded in answers for record in records
+    ]
+    counted = {
+        record.save_id
+        for record, excluded in records_by_node
+        if record.save_id is not None and record.save_id not in excluded
     }
     saves: dict[str, list[StepRecord]] = {}
-    for one, _ in every:
-        if one.status == "complete" and one.save_id is not None:
-            saves.setdefault(one.save_id, []).append(one)
-    found = [_as_one(records, directory) for records in saves.values()]
-    good = {one.name for one in found}
-    bad = {
-        one.name: replace(one, path=os.path.join(directory, one.name))
-        for one, _ in every
-        if one.name not in good
+    for record, _ in records_by_node:
+        if record.status == "complete" and record.save_id is not None:
+            saves.setdefault(record.save_id, []).append(record)
+    merged = [_merge_records(records, directory) for records in saves.values()]
+    merged_names = {record.name for record in merged}
+    unmerged = {
+        record.name: replace(record, path=os.path.join(directory, record.name))
+        for record, _ in records_by_node
+        if record.name not in merged_names
     }
     steps = sorted(
-        [*found, *bad.values()], key=lambda one: (-1 if one.step is None else one.step, one.name)
+        [*merged, *unmerged.values()],
+        key=lambda record: (-1 if record.step is None else record.step, record.name),
     )
-    return Scan(tuple(steps), ()), frozenset(id_ for _, apart in every for id_ in apart) - counting
+    return Scan(tuple(steps), ()), frozenset(
+        id_ for _, excluded in records_by_node for id_ in excluded
+    ) - counted
 
 
-def _as_one(records: Sequence[StepRecord], directory: str) -> StepRecord:
+def _merge_records(records: Sequence[StepRecord], directory: str) -> StepRecord:
     """The folders of one save."""
-    parts = sorted({part.removesuffix(FRAGMENTS) for one in records for part in one.parts})
-    nbytes, files = sum(one.nbytes for one in records), sum(one.files for one in records)
+    parts = sorted({part.removesuffix(SHARD_SUFFIX) for record in records for part in record.parts})
+    nbytes, files = (
+        sum(record.nbytes for record in records),
+        sum(record.files for record in records),
+    )
     return replace(
         records[0],
         path=os.path.join(directory, records[0].name),
@@ -242,8 +288,12 @@ def _as_one(records: Sequence[StepRecord], directory: str) -> StepRecord:
     )
 
 
-def record(told: Mapping[str, Any]) -> StepRecord:
+def decode_record(fields: Mapping[str, Any]) -> StepRecord:
     """As it was before it went through JSON."""
     return StepRecord(
-        **{**told, "parts": tuple(told["parts"]), "omitted_parts": tuple(told["omitted_parts"])}
+        **{
+            **fields,
+            "parts": tuple(fields["parts"]),
+            "omitted_parts": tuple(fields["omitted_parts"]),
+        }
     )

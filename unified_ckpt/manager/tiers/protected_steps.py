@@ -1,35 +1,42 @@
-"""The newest saves of this life in the root, which stay whatever the rules say: a later step of an earlier life may be there, damaged."""
+"""The newest saves of this life in the root, which stay whatever the rules say: a later step of an
+earlier life may be there, damaged.
+"""
 
 from __future__ import annotations
 
 import threading
 
 
-class Newest:
+class ProtectedSteps:
     """Saves that go straight to the root and copies to it end in any order, in several threads.
 
-    A straight save stays until the next one is there, or a copy of what was saved after it. `due`: how many local saves were due before.
+    A straight save stays until the next one is there, or a copy of what was saved after it. `due`:
+    how many local saves were due before.
     """
 
     def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._due: dict[int, int] = {}  # by step of a straight save
+        self._lock = threading.Lock()
+        self._scheduled: dict[int, int] = {}  # by step of a straight save
 
-    def begun(self, step: int, *, due: int) -> None:
+    def on_begin(self, step: int, *, scheduled: int) -> None:
         """Before a straight save has its name."""
-        with self._changing:
-            self._due = {**self._due, step: due}
+        with self._lock:
+            self._scheduled = {**self._scheduled, step: scheduled}
 
-    def saved(self, step: int) -> None:
+    def on_commit(self, step: int) -> None:
         """That save is there: those before it need not stay."""
-        with self._changing:
-            self._due = {step: self._due[step]}
+        with self._lock:
+            self._scheduled = {step: self._scheduled[step]}
 
-    def copied(self, number: int) -> None:
+    def on_upload(self, number: int) -> None:
         """The due save of this number, from 1, is there."""
-        with self._changing:
-            self._due = {step: due for step, due in self._due.items() if due >= number}
+        with self._lock:
+            self._scheduled = {
+                step: scheduled
+                for step, scheduled in self._scheduled.items()
+                if scheduled >= number
+            }
 
     def steps(self) -> set[int]:
-        with self._changing:
-            return set(self._due)
+        with self._lock:
+            return set(self._scheduled)

@@ -1,16 +1,21 @@
-"""Which checkpoints of a local directory are of the run that a root belongs to. A local directory outlives jobs: the next may be another.
+"""Which checkpoints of a local directory are of the run that a root belongs to. A local directory
+outlives jobs: the next may be another.
 
-A small file in the local directory says which root it goes with, which saves were committed there when it was last written, and which
-saves lay in the local directory already when this run first came, strangers. The root itself bears no mark.
+A small file in the local directory says which root it goes with, which saves were committed there
+when it was last written, and which saves lay in the local directory already when this run first
+came, strangers. The root itself bears no mark.
 
 The rule: a local checkpoint counts if
 - the same save (its id is random, 64 bits) is committed in the root; or
-- the file names this root, by path, the checkpoint is not one of the strangers, and the directory is known to be of this run: a save that
-  the file names, or one that lies in the directory and is no stranger, is committed in the root; or neither file nor root has any.
+- the file names this root, by path, the checkpoint is not one of the strangers, and the directory
+  is known to be of this run: a save that the file names, or one that lies in the directory and is
+  no stranger, is committed in the root; or neither file nor root has any.
 
 What it does not know:
-- a root that was emptied by hand is a new run, and so is one that was moved: local checkpoints do not count then, those in the root do;
-- a root that was emptied before anything was ever committed in it is the same run still: its local checkpoints count;
+- a root that was emptied by hand is a new run, and so is one that was moved: local checkpoints do
+  not count then, those in the root do;
+- a root that was emptied before anything was ever committed in it is the same run still: its
+  local checkpoints count;
 - two runs that use one local directory at the same time: the one that came last owns it.
 """
 
@@ -25,41 +30,43 @@ from dataclasses import dataclass
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
-from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.storage.regular_files import open_binary
 
 MARKER = ".unified_tier.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
-    """What the file says. `saves`: ids committed in the root; `strangers`: ids in the local directory that are of other runs."""
+class RunMarker:
+    """What the file says. `root_saves`: ids committed in the root; `foreign_saves`: ids in the
+    local directory that are of other runs.
+    """
 
     root: str
-    saves: frozenset[str]
-    strangers: frozenset[str]
+    root_saves: frozenset[str]
+    foreign_saves: frozenset[str]
 
 
-def read(directory: str) -> Lineage | None:
+def read(directory: str) -> RunMarker | None:
     """What the directory says; None where it says nothing that can be read."""
     try:
-        with open_file(path := os.path.join(directory, MARKER)) as file:
-            found = parse_json(file.read(), file=path)
-        return Lineage(
-            str(found["root"]),
-            frozenset(map(str, found["saves"])),
-            frozenset(map(str, found["strangers"])),
+        with open_binary(path := os.path.join(directory, MARKER)) as file:
+            fields = parse_json(file.read(), file=path)
+        return RunMarker(
+            str(fields["root"]),
+            frozenset(map(str, fields["saves"])),
+            frozenset(map(str, fields["strangers"])),
         )
     except (CheckpointError, OSError, KeyError, TypeError):
         return None
 
 
-def write(directory: str, lineage: Lineage) -> None:
+def write(directory: str, marker: RunMarker) -> None:
     """In one step; StorageError where it cannot be."""
     body = json.dumps(
         {
-            "root": lineage.root,
-            "saves": sorted(lineage.saves),
-            "strangers": sorted(lineage.strangers),
+            "root": marker.root,
+            "saves": sorted(marker.root_saves),
+            "strangers": sorted(marker.foreign_saves),
         }
     )
     path = os.path.join(directory, MARKER)
@@ -75,62 +82,81 @@ def write(directory: str, lineage: Lineage) -> None:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def strangers(
-    said: Lineage | None, root: str, *, committed: Collection[str], local: Collection[str]
+def foreign_saves(
+    marker: RunMarker | None,
+    root: str,
+    *,
+    root_saves: Collection[str],
+    local_saves: Collection[str],
 ) -> frozenset[str]:
-    """Of the saves in the `local` directory those that do not count, by the rule above; `committed`: those in the root."""
-    rest = frozenset(local) - frozenset(committed)
+    """Of the saves in the `local_saves` directory those that do not count, by the rule above;
+    `root_saves`: those in the root.
+    """
+    uncommitted = frozenset(local_saves) - frozenset(root_saves)
     return (
-        rest & said.strangers
-        if said is not None and is_of(said, root, committed=committed, local=local)
-        else rest
+        uncommitted & marker.foreign_saves
+        if marker is not None
+        and belongs_to_root(marker, root, root_saves=root_saves, local_saves=local_saves)
+        else uncommitted
     )
 
 
-def is_of(
-    said: Lineage | None, root: str, *, committed: Collection[str], local: Collection[str]
+def belongs_to_root(
+    marker: RunMarker | None,
+    root: str,
+    *,
+    root_saves: Collection[str],
+    local_saves: Collection[str],
 ) -> bool:
     """Whether a local directory is known to be of the run of this root, by the rule above."""
-    if said is None or said.root != root:
+    if marker is None or marker.root != root:
         return False
-    known = (said.saves | frozenset(local)) - said.strangers
-    return bool(known & frozenset(committed)) or (not said.saves and not committed)
+    known_saves = (marker.root_saves | frozenset(local_saves)) - marker.foreign_saves
+    return bool(known_saves & frozenset(root_saves)) or (not marker.root_saves and not root_saves)
 
 
-def attributable(
-    said: Lineage | None, root: str, local: Scan, *, committed: Collection[str]
+def attributable_steps(
+    marker: RunMarker | None, root: str, local: Scan, *, root_saves: Collection[str]
 ) -> Scan:
-    """The local steps without those of which nobody knows the save, unless the directory is of this run: they may be another's."""
-    if is_of(said, root, committed=committed, local=ids(local.steps)):
+    """The local steps without those of which nobody knows the save, unless the directory is of this
+    run: they may be another's.
+    """
+    if belongs_to_root(marker, root, root_saves=root_saves, local_saves=save_ids(local.steps)):
         return local
-    return Scan(tuple(one for one in local.steps if one.save_id is not None), local.leftovers)
+    return Scan(
+        tuple(record for record in local.steps if record.save_id is not None), local.stale_folders
+    )
 
 
-def ids(records: Collection[StepRecord]) -> frozenset[str]:
-    return frozenset(one.save_id for one in records if one.save_id is not None)
+def save_ids(records: Collection[StepRecord]) -> frozenset[str]:
+    return frozenset(record.save_id for record in records if record.save_id is not None)
 
 
-def together(root: Scan, local: Scan, apart: Collection[str]) -> Scan:
-    """Both tiers in the order in which they are to be trusted, the best last. `apart`: saves of the local one that do not count.
+def merge_tiers(root: Scan, local: Scan, excluded: Collection[str]) -> Scan:
+    """Both tiers in the order in which they are to be trusted, the best last. `excluded`: saves of
+    the local one that do not count.
 
     Of one step in both the local one is better, if it is the same save or was created later.
     """
-    in_root = {one.step: one for one in root.complete}
+    in_root = {record.step: record for record in root.complete}
 
-    def trust(one: StepRecord) -> tuple[int, int]:
-        step = -1 if one.step is None else one.step
-        if one.path in in_directory:
-            other = in_root.get(one.step)
+    def trust_key(record: StepRecord) -> tuple[int, int]:
+        step = -1 if record.step is None else record.step
+        if record.path in local_paths:
+            root_record = in_root.get(record.step)
             same_or_newer = (
-                other is None
-                or other.save_id == one.save_id
-                or (one.created or "") > (other.created or "")
+                root_record is None
+                or root_record.save_id == record.save_id
+                or (record.created or "") > (root_record.created or "")
             )
             return step, 1 if same_or_newer else -1
         return step, 0
 
-    count = [one for one in local.steps if one.save_id is None or one.save_id not in apart]
-    in_directory = {one.path for one in count}
+    counted = [
+        record for record in local.steps if record.save_id is None or record.save_id not in excluded
+    ]
+    local_paths = {record.path for record in counted}
     return Scan(
-        tuple(sorted([*root.steps, *count], key=trust)), (*root.leftovers, *local.leftovers)
+        tuple(sorted([*root.steps, *counted], key=trust_key)),
+        (*root.stale_folders, *local.stale_folders),
     )

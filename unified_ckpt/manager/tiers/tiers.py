@@ -1,7 +1,8 @@
-"""Two tiers of one run: a local directory for frequent saves, and the root, to which some are copied. Rank 0 acts, all are told alike.
+"""Two tiers of one run: a local directory for frequent saves, and the root, to which some are
+copied. Rank 0 acts, all are told alike.
 
-On several machines the first rank of each, its lead, acts for that machine's local directory. Nothing here waits for the root's storage
-but what says so.
+On several machines the first rank of each, its lead, acts for that machine's local directory.
+Nothing here waits for the root's storage but what says so.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 from unified_ckpt.engine.folder import commit
 from unified_ckpt.errors import CheckpointError, FormatError, StorageError
 from unified_ckpt.manager.rules import when
-from unified_ckpt.manager.steps.remove import clear
-from unified_ckpt.manager.steps.rotate import keep
-from unified_ckpt.manager.steps.scan import Bad, Scan, scan
+from unified_ckpt.manager.steps.remove import remove_folder
+from unified_ckpt.manager.steps.rotate import rotate_after_save
+from unified_ckpt.manager.steps.scan import BadStep, Scan, scan
 from unified_ckpt.manager.tiers import run_marker
-from unified_ckpt.manager.tiers.merge_queue import Convoy, Order
-from unified_ckpt.manager.tiers.protected_steps import Newest
-from unified_ckpt.manager.tiers.run_marker import Lineage
-from unified_ckpt.manager.tiers.upload_queue import DAMAGED, Copies
+from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
+from unified_ckpt.manager.tiers.protected_steps import ProtectedSteps
+from unified_ckpt.manager.tiers.run_marker import RunMarker
+from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
 from unified_ckpt.options import ManagerOptions, SaveOptions
-from unified_ckpt.runtime.comm.collective import Meeting
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.topology import first_ranks
@@ -37,17 +38,20 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a save goes: `path`, below the root unless absolute, on this machine. `replace`: what is there is of another run."""
+class SaveTarget:
+    """Where a save goes: `path`, below the root unless absolute, on this machine. `replace`: what
+    is there is of another run.
+    """
 
     path: str
     local: bool = False
     replace: bool = False
 
 
-class Tiers:
-    """Of the ranks of one manager. `root`, `directory`: absolute, and two. `machines`: collective, the machine of each rank. Collective
-    calls say so; the others are for leads."""
+class TieredStorage:
+    """Of the ranks of one manager. `root`, `local_directory`: absolute, and two. `machines`:
+    collective, the machine of each rank. Collective calls say so; the others are for leads.
+    """
 
     def __init__(
         self,
@@ -55,396 +59,470 @@ class Tiers:
         options: ManagerOptions,
         *,
         ranks: Callable[[], Comm],
-        machines: Callable[[], list[int]],
+        nodes: Callable[[], list[int]],
         timeout_seconds: float,
     ) -> None:
-        self.root, self.directory = root, os.path.realpath(options.local_directory or "")
-        if self.root == self.directory:
+        self.root, self.local_directory = root, os.path.realpath(options.local_directory or "")
+        if self.root == self.local_directory:
             raise FormatError(
                 f"local_directory={options.local_directory!r}: is the root, {root}, whose checkpoints would go by keep_latest_local; "
                 "needed another folder"
             )
-        self._options, self._ranks, self._machines, self._timeout_seconds = (
+        self._options, self._ranks, self._nodes, self._timeout_seconds = (
             options,
             ranks,
-            machines,
+            nodes,
             timeout_seconds,
         )
-        self._copies = Copies(
-            self.directory, root, options, silence_seconds=timeout_seconds, copied=self._after_copy
+        self._upload_queue = UploadQueue(
+            self.local_directory,
+            root,
+            options,
+            stall_seconds=timeout_seconds,
+            on_uploaded=self._after_upload,
         )
-        self._leads: tuple[int, ...] = ()  # once they are known
+        self._leaders: tuple[int, ...] = ()  # once they are known
         self._token = secrets.token_hex(8)  # rank 0's is that of all
-        self._convoy: Convoy | None = None  # on the leads of several machines
-        self._due = 0  # local saves that were due
-        self._newest: set[int] = (
+        self._merge_queue: MergeQueue | None = None  # on the leads of several machines
+        self._scheduled = 0  # local saves that were due
+        self._last_local_steps: set[int] = (
             set()
         )  # the last steps that were saved locally: a later one may be there, and be damaged
-        self._in_root = Newest()
-        self.bad: frozenset[Bad] = frozenset()  # what lies in both tiers and is known to be damaged
-        self._lineage: Lineage | None = None  # once it is opened
-        self._housekeeping = (
+        self._protected = ProtectedSteps()
+        self.bad_steps: frozenset[BadStep] = (
+            frozenset()
+        )  # what lies in both tiers and is known to be damaged
+        self._marker: RunMarker | None = None  # once it is opened
+        self._local_lock = (
             threading.Lock()
         )  # of the local directory: a save's thread and that of copies
-        self._failed = 0  # copies in a row
-        self._distrusted = False  # what lay in the local directory was damaged
+        self._failures_in_a_row = 0  # copies in a row
+        self._local_suspect = False  # what lay in the local directory was damaged
 
     # collective
 
-    def where(self, step: int, name: str, *, due: bool, straight: bool, final: bool) -> Place:
-        """Collective. Where the save `name` of `step` goes; `due` for the root too, `straight` to it. Raises what copies have failed with
-        `raise_after` times in a row, but for a `final` save, which may succeed.
+    def select_target(
+        self, step: int, name: str, *, for_root: bool, direct: bool, is_last: bool
+    ) -> SaveTarget:
+        """Collective. Where the save `name` of `step` goes; `for_root` for the root too, `direct`
+        to it. Raises what copies have failed with
+        `raise_after` times in a row, but for a `is_last` save, which may succeed.
 
-        One machine's `final` save goes straight to the root, and one after damage; those of several machines are merged in any case.
+        One machine's `is_last` save goes straight to the root, and one after damage; those of
+        several machines are merged in any case.
         """
-        self._leads = self._leads or first_ranks(self._machines())
-        alone = len(self._leads) == 1
-        straight = straight or (alone and (final or (due and self._distrusted)))
+        self._leaders = self._leaders or first_ranks(self._nodes())
+        single_node = len(self._leaders) == 1
+        direct = direct or (single_node and (is_last or (for_root and self._local_suspect)))
 
-        def told_by_first(meeting: Meeting) -> dict[str, Any]:
+        def answer(collective: Collective) -> dict[str, Any]:
             return {
-                "place": asdict(self._place(meeting, name, due=due, straight=straight)),
+                "place": asdict(
+                    self._select_target(collective, name, for_root=for_root, direct=direct)
+                ),
                 "token": self._token,
             }
 
-        told = self._tell(
+        reply = self._exchange(
             "where",
-            told_by_first,
-            others=None if straight else lambda meeting: self._look_too(meeting, name),
+            answer,
+            leader_action=None
+            if direct
+            else lambda collective: self._answer_target(collective, name),
         )
-        self._hear(told["outcomes"], strict=False, final=final)
-        self._token = told["token"]
-        self._join()
-        place = Place(**told["place"])
-        self._distrusted = self._distrusted and (place.local or not due)
-        self._newest = self._newest | {step} if place.local else self._newest
-        return replace(place, path=os.path.join(self.directory, name)) if place.local else place
+        self._count_outcomes(reply["outcomes"], strict=False, is_last=is_last)
+        self._token = reply["token"]
+        self._join_merges()
+        target = SaveTarget(**reply["place"])
+        self._local_suspect = self._local_suspect and (target.local or not for_root)
+        self._last_local_steps = (
+            self._last_local_steps | {step} if target.local else self._last_local_steps
+        )
+        return (
+            replace(target, path=os.path.join(self.local_directory, name))
+            if target.local
+            else target
+        )
 
-    def straight(self, step: int) -> None:
+    def begin_direct(self, step: int) -> None:
         """Before a save that goes straight to the root."""
-        self._in_root.begun(step, due=self._due)
+        self._protected.on_begin(step, scheduled=self._scheduled)
 
-    def _join(self) -> None:
+    def _join_merges(self) -> None:
         """The lead's part in merges, from the first save on."""
-        if self._convoy is None and len(self._leads) > 1 and self._ranks().rank in self._leads:
-            self._convoy = self._copies.convoy = Convoy(
+        if (
+            self._merge_queue is None
+            and len(self._leaders) > 1
+            and self._ranks().rank in self._leaders
+        ):
+            self._merge_queue = self._upload_queue.merge_queue = MergeQueue(
                 self._ranks(),
-                self._leads,
+                self._leaders,
                 self._token,
-                source=self.directory,
+                source=self.local_directory,
                 target=self.root,
                 timeout_seconds=self._timeout_seconds,
-                note=self._note,
+                on_committed=self._update_marker,
             )
 
-    def settle(self, step: int, name: str) -> bool:
-        """Collective, before the last save. Whether the last step saved locally is in the root too, once its copy is waited for. Raises
-        that copy's silence."""
+    def wait_until_in_root(self, step: int, name: str) -> bool:
+        """Collective, before the last save. Whether the last step saved locally is in the root too,
+        once its copy is waited for. Raises that copy's silence.
+        """
 
-        def settled(meeting: Meeting) -> dict[str, Any]:
-            self._copies.wait(step=step, beat=meeting.beat)
-            there, here = (
-                commit.committed(LocalStorage(path), name) for path in (self.root, self.directory)
+        def answer(collective: Collective) -> dict[str, Any]:
+            self._upload_queue.wait(step=step, heartbeat=collective.heartbeat)
+            root_manifest, local_manifest = (
+                commit.committed(LocalStorage(path), name)
+                for path in (self.root, self.local_directory)
             )
             return {
-                "settled": there is not None and (here is None or here.save_id == there.save_id)
+                "settled": root_manifest is not None
+                and (local_manifest is None or local_manifest.save_id == root_manifest.save_id)
             }
 
-        told = self._tell("settle", settled)
-        self._hear(
-            [one for one in told["outcomes"] if one["step"] != step], strict=False, final=True
+        reply = self._exchange("settle", answer)
+        self._count_outcomes(
+            [outcome for outcome in reply["outcomes"] if outcome["step"] != step],
+            strict=False,
+            is_last=True,
         )  # of `step`: as told
-        return bool(told["settled"])
+        return bool(reply["settled"])
 
-    def drain(self) -> None:
-        """Collective. Returns once nothing is owed to the root. Raises the error of a copy that failed, or its silence."""
+    def flush(self) -> None:
+        """Collective. Returns once nothing is owed to the root. Raises the error of a copy that
+        failed, or its silence.
+        """
 
-        def drained(meeting: Meeting) -> dict[str, Any]:
-            self._copies.wait(beat=meeting.beat)
+        def answer(collective: Collective) -> dict[str, Any]:
+            self._upload_queue.wait(heartbeat=collective.heartbeat)
             return {}
 
-        told = self._tell("copies", drained)
+        reply = self._exchange("copies", answer)
         if (
-            self._convoy is not None
-            and self._lineage is not None
-            and not any(one["error"] for one in told["outcomes"])
+            self._merge_queue is not None
+            and self._marker is not None
+            and not any(outcome["error"] for outcome in reply["outcomes"])
         ):
-            self._keep_local(set())
-        self._hear(told["outcomes"], strict=True)
+            self._apply_local_retention(set())
+        self._count_outcomes(reply["outcomes"], strict=True)
 
-    def _tell(
+    def _exchange(
         self,
-        what: str,
-        act: Callable[[Meeting], dict[str, Any]],
+        operation: str,
+        rank0_action: Callable[[Collective], dict[str, Any]],
         *,
-        others: Callable[[Meeting], None] | None = None,
+        leader_action: Callable[[Collective], None] | None = None,
     ) -> dict[str, Any]:
-        """What `act` says on rank 0, and how copies ended that were not told yet, on every rank. `others`: called on the other leads."""
-        meeting = self._ranks().meet(what, same=False, timeout_seconds=self._timeout_seconds)
-        with meeting.phase("tell"):
-            if meeting.rank == 0:
-                said = act(meeting)
+        """What `rank0_action` says on rank 0, and how copies ended that were not told yet, on every
+        rank.
+        `leader_action`: called on the other leads.
+        """
+        collective = self._ranks().begin_collective(
+            operation, cached=False, timeout_seconds=self._timeout_seconds
+        )
+        with collective.step("tell"):
+            if collective.rank == 0:
+                answer = rank0_action(collective)
                 outcomes = [
                     {
-                        "step": one.step,
-                        "error": one.error and encode_error(one.error, rank=0, world=1),
-                        "damaged": isinstance(one.error, DAMAGED),
+                        "step": outcome.step,
+                        "error": outcome.error and encode_error(outcome.error, rank=0, world=1),
+                        "damaged": isinstance(outcome.error, SOURCE_DAMAGED),
                     }
-                    for one in self._copies.outcomes()
+                    for outcome in self._upload_queue.pop_outcomes()
                 ]
-                saves = sorted(self._lineage.saves) if self._lineage is not None else []
-                meeting.put(
-                    "told", json.dumps({**said, "outcomes": outcomes, "saves": saves}).encode()
+                saves = sorted(self._marker.root_saves) if self._marker is not None else []
+                collective.put(
+                    "told", json.dumps({**answer, "outcomes": outcomes, "saves": saves}).encode()
                 )
-            elif others is not None and meeting.rank in self._leads:
-                others(meeting)
-            found: dict[str, Any] = json.loads(meeting.get("told"))
+            elif leader_action is not None and collective.rank in self._leaders:
+                leader_action(collective)
+            reply: dict[str, Any] = json.loads(collective.get("told"))
         if (
-            self._convoy is not None
-            and self._lineage is not None
-            and not self._lineage.saves.issuperset(found["saves"])
+            self._merge_queue is not None
+            and self._marker is not None
+            and not self._marker.root_saves.issuperset(reply["saves"])
         ):
-            self._note(frozenset(found["saves"]))
-        return found
+            self._update_marker(frozenset(reply["saves"]))
+        return reply
 
-    def _hear(self, outcomes: list[dict[str, Any]], *, strict: bool, final: bool = False) -> None:
-        """Every rank counts alike. `strict`: raises the first error, else the one that is `raise_after` in a row; `final`: none."""
+    def _count_outcomes(
+        self, outcomes: list[dict[str, Any]], *, strict: bool, is_last: bool = False
+    ) -> None:
+        """Every rank counts alike. `strict`: raises the first error, else the one that is
+        `raise_after` in a row; `is_last`: none.
+        """
         failure: CheckpointError | None = None
-        for one in outcomes:
-            self._distrusted = self._distrusted or one["damaged"]
-            self._failed = self._failed + 1 if one["error"] else 0
-            if one["error"] and (
-                strict or (self._failed >= self._options.raise_after and not final)
+        for outcome in outcomes:
+            self._local_suspect = self._local_suspect or outcome["damaged"]
+            self._failures_in_a_row = self._failures_in_a_row + 1 if outcome["error"] else 0
+            if outcome["error"] and (
+                strict or (self._failures_in_a_row >= self._options.raise_after and not is_last)
             ):
-                failure = failure or decode_error(one["error"])
-            elif one["error"] and self._ranks().rank == 0:
+                failure = failure or decode_error(outcome["error"])
+            elif outcome["error"] and self._ranks().rank == 0:
                 text = (
                     "the copy of step %d to %s failed, the training goes on; %d of %d in a row: %s"
                 )
                 _LOG.warning(
                     text,
-                    one["step"],
+                    outcome["step"],
                     self.root,
-                    self._failed,
+                    self._failures_in_a_row,
                     self._options.raise_after,
-                    decode_error(one["error"]),
+                    decode_error(outcome["error"]),
                 )
         if failure is not None:
             raise failure
 
     # of rank 0, and of the other leads
 
-    def _place(self, meeting: Meeting, name: str, *, due: bool, straight: bool) -> Place:
+    def _select_target(
+        self, collective: Collective, name: str, *, for_root: bool, direct: bool
+    ) -> SaveTarget:
         """On rank 0: the local directory, where all machines can use theirs."""
-        if straight:
-            return Place(name)
-        saves: list[frozenset[str]] = []
+        if direct:
+            return SaveTarget(name)
+        cached: list[frozenset[str]] = []
 
-        def committed() -> frozenset[str]:
-            saves[:] = saves or [self._committed()]
-            return saves[0]
+        def root_saves() -> frozenset[str]:
+            cached[:] = cached or [self._root_save_ids()]
+            return cached[0]
 
-        words, others = [self._look(name, committed)], self._leads[1:]
-        if any(meeting.get(f"opened/{rank}") == b"0" for rank in others):
+        answers, other_leaders = [self._check_local(name, root_saves)], self._leaders[1:]
+        if any(collective.get(f"opened/{rank}") == b"0" for rank in other_leaders):
             try:
-                body: list[str] | str = sorted(committed())
+                body: list[str] | str = sorted(root_saves())
             except (CheckpointError, OSError) as error:
                 body = str(error)
-            meeting.put("committed", json.dumps(body).encode())
-        words += [json.loads(meeting.get(f"look/{rank}")) for rank in others]
-        wrong = next((one["error"] for one in words if one["error"]), None)
-        if wrong is not None and due:
+            collective.put("committed", json.dumps(body).encode())
+        answers += [json.loads(collective.get(f"look/{rank}")) for rank in other_leaders]
+        problem = next((answer["error"] for answer in answers if answer["error"]), None)
+        if problem is not None and for_root:
             _LOG.warning(
-                "the local directory cannot be used, this save goes to %s: %s", self.root, wrong
+                "the local directory cannot be used, this save goes to %s: %s", self.root, problem
             )
-            return Place(name)
-        return Place(
-            name, local=True, replace=any(one["replace"] for one in words)
+            return SaveTarget(name)
+        return SaveTarget(
+            name, local=True, replace=any(answer["replace"] for answer in answers)
         )  # one that is not due says itself what is wrong
 
-    def _look_too(self, meeting: Meeting, name: str) -> None:
-        """On the other leads, what `_place` waits for."""
+    def _answer_target(self, collective: Collective, name: str) -> None:
+        """On the other leads, what `_select_target` waits for."""
 
-        def committed() -> frozenset[str]:
-            found = json.loads(meeting.get("committed"))
-            if isinstance(found, str):
-                raise StorageError(found)
-            return frozenset(found)
+        def root_saves() -> frozenset[str]:
+            body = json.loads(collective.get("committed"))
+            if isinstance(body, str):
+                raise StorageError(body)
+            return frozenset(body)
 
-        meeting.put(f"opened/{meeting.rank}", b"0" if self._lineage is None else b"1")
-        meeting.put(f"look/{meeting.rank}", json.dumps(self._look(name, committed)).encode())
+        collective.put(f"opened/{collective.rank}", b"0" if self._marker is None else b"1")
+        collective.put(
+            f"look/{collective.rank}", json.dumps(self._check_local(name, root_saves)).encode()
+        )
 
-    def _look(self, name: str, committed: Callable[[], frozenset[str]]) -> dict[str, Any]:
-        """Whether what this machine's local directory has by this name is to be replaced, or why it cannot be used."""
+    def _check_local(self, name: str, root_saves: Callable[[], frozenset[str]]) -> dict[str, Any]:
+        """Whether what this machine's local directory has by this name is to be replaced, or why it
+        cannot be used.
+        """
         try:
-            with self._housekeeping:
-                opened = self._lineage or self._open(committed())
-            found = commit.committed(LocalStorage(self.directory), name)
+            with self._local_lock:
+                marker = self._marker or self._open_local(root_saves())
+            manifest = commit.committed(LocalStorage(self.local_directory), name)
         except (CheckpointError, OSError) as error:
             return {"replace": False, "error": str(error)}
-        return {"replace": found is not None and found.save_id in opened.strangers, "error": None}
+        return {
+            "replace": manifest is not None and manifest.save_id in marker.foreign_saves,
+            "error": None,
+        }
 
-    def _open(self, committed: frozenset[str]) -> Lineage:
-        """Before the first save: whose the local directory is, by what is `committed` in the root. Clears away what this run's interrupted
-        saves have left there."""
-        os.makedirs(self.directory, exist_ok=True)
-        storage, prefix = LocalStorage(self.directory), self._options.step_prefix
-        said, local = run_marker.read(self.directory), scan(storage, prefix)
-        foreign = run_marker.strangers(
-            said, self.root, committed=committed, local=run_marker.ids(local.steps)
+    def _open_local(self, root_saves: frozenset[str]) -> RunMarker:
+        """Before the first save: whose the local directory is, by what is `root_saves` in the root.
+        Clears away what this run's interrupted saves have left there.
+        """
+        os.makedirs(self.local_directory, exist_ok=True)
+        storage, prefix = LocalStorage(self.local_directory), self._options.step_prefix
+        previous, local = run_marker.read(self.local_directory), scan(storage, prefix)
+        foreign_ids = run_marker.foreign_saves(
+            previous, self.root, root_saves=root_saves, local_saves=run_marker.save_ids(local.steps)
         )
-        opened = Lineage(self.root, committed, foreign)
-        run_marker.write(self.directory, opened)
-        if foreign:
+        marker = RunMarker(self.root, root_saves, foreign_ids)
+        run_marker.write(self.local_directory, marker)
+        if foreign_ids:
             _LOG.warning(
                 "%s: %d checkpoints are of another run; they are not used, and stay until `prune`",
-                self.directory,
-                len(foreign),
+                self.local_directory,
+                len(foreign_ids),
             )
-        if said is not None and said.root == self.root:
-            for left in local.leftovers:
-                if left.kind == "construction" and not left.needed:
-                    clear(storage, left.name)
-        self._lineage = opened
-        return opened
+        if previous is not None and previous.root == self.root:
+            for stale in local.stale_folders:
+                if stale.kind == "construction" and not stale.only_copy:
+                    remove_folder(storage, stale.name)
+        self._marker = marker
+        return marker
 
-    def committed(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
-        """After the commit, on every rank: leads have it copied where it is due, and apply the rules. What fails is a warning."""
+    def on_commit(
+        self, target: SaveTarget, step: int, *, for_root: bool, options: SaveOptions
+    ) -> None:
+        """After the commit, on every rank: leads have it copied where it is due, and apply the
+        rules. What fails is a warning.
+        """
         try:
-            self._after_commit(place, step, due=due, options=options)
+            self._after_commit(target, step, for_root=for_root, options=options)
         except (CheckpointError, OSError) as error:
             _LOG.warning(
                 "%s: step %d is saved; old checkpoints stay for now: %s",
-                self.directory,
+                self.local_directory,
                 step,
                 error,
             )
 
-    def _after_commit(self, place: Place, step: int, *, due: bool, options: SaveOptions) -> None:
-        if not place.local:
-            self._in_root.saved(step)
+    def _after_commit(
+        self, target: SaveTarget, step: int, *, for_root: bool, options: SaveOptions
+    ) -> None:
+        if not target.local:
+            self._protected.on_commit(step)
             if self._ranks().rank == 0:
-                self._keep_root()
-        elif self._ranks().rank in self._leads:
-            self._due += due
-            if due and self._convoy is not None:
-                self._convoy.due(self._due)
-            if due and self._ranks().rank == 0:
-                name = os.path.relpath(place.path, self.directory)
-                self._copies.order(
-                    Order(
+                self._apply_root_retention()
+        elif self._ranks().rank in self._leaders:
+            self._scheduled += for_root
+            if for_root and self._merge_queue is not None:
+                self._merge_queue.schedule(self._scheduled)
+            if for_root and self._ranks().rank == 0:
+                name = os.path.relpath(target.path, self.local_directory)
+                self._upload_queue.submit(
+                    UploadJob(
                         step,
                         name,
                         options.if_exists,
                         options.fsync,
                         options.max_file_bytes,
-                        self._due,
+                        self._scheduled,
                     )
                 )
-            self._newest = {step}
-            self._keep_local(
-                None if self._convoy is None else self._convoy.agree(self._copies.owed())
+            self._last_local_steps = {step}
+            self._apply_local_retention(
+                None
+                if self._merge_queue is None
+                else self._merge_queue.broadcast_pending(self._upload_queue.pending_steps())
             )
 
-    def _after_copy(self, order: Order) -> None:
-        self._in_root.copied(order.number)
-        self._keep_root()
-        if self._convoy is None:
-            self._copies.let_go()
-            self._keep_local(None)
-        elif self._lineage is not None:
-            self._convoy.tell(
-                self._lineage.saves
+    def _after_upload(self, job: UploadJob) -> None:
+        self._protected.on_upload(job.number)
+        self._apply_root_retention()
+        if self._merge_queue is None:
+            self._upload_queue.release()
+            self._apply_local_retention(None)
+        elif self._marker is not None:
+            self._merge_queue.publish_saves(
+                self._marker.root_saves
             )  # local ones go on all machines alike, with the next commit
 
-    def _keep_root(self) -> None:
-        """Touches the root's storage. The local directory learns of a new save there before an old one goes."""
-        committed = self._committed()
-        self._note(committed | (self._lineage.saves if self._lineage else frozenset()))
-        storage, rules, bad = (
+    def _apply_root_retention(self) -> None:
+        """Touches the root's storage. The local directory learns of a new save there before an old
+        one goes.
+        """
+        root_saves = self._root_save_ids()
+        self._update_marker(root_saves | (self._marker.root_saves if self._marker else frozenset()))
+        storage, rules, bad_ids = (
             LocalStorage(self.root),
-            when.rules(self._options),
-            {one.save_id for one in self.bad if not one.local},
+            when.retention_rules(self._options),
+            {bad.save_id for bad in self.bad_steps if not bad.local},
         )
-        keep(
+        rotate_after_save(
             storage,
             self._options.step_prefix,
             rules,
-            protected=lambda: self._in_root.steps() | self._copies.owed(),
-            apart=bad,
+            protected=lambda: self._protected.steps() | self._upload_queue.pending_steps(),
+            excluded=bad_ids,
         )
-        self._note(self._committed())
+        self._update_marker(self._root_save_ids())
 
-    def _keep_local(self, needed: set[int] | None) -> None:
-        """`needed`: steps that stay in any case; None: those that this machine still copies, asked for under the lock, so that of a
-        commit and the end of a copy the later one sees what both have changed."""
-        with self._housekeeping:
-            needed = self._copies.owed() if needed is None else needed
-            apart = self._lineage.strangers if self._lineage else frozenset()
-            apart |= {
-                one.save_id
-                for one in self.bad
-                if one.local and one.step > max(self._newest, default=0)
+    def _apply_local_retention(self, required: set[int] | None) -> None:
+        """`required`: steps that stay in any case; None: those that this machine still copies,
+        asked for under the lock, so that of a commit and the end of a copy the later one sees what
+        both have changed.
+        """
+        with self._local_lock:
+            required = self._upload_queue.pending_steps() if required is None else required
+            excluded = self._marker.foreign_saves if self._marker else frozenset()
+            excluded |= {
+                bad.save_id
+                for bad in self.bad_steps
+                if bad.local and bad.step > max(self._last_local_steps, default=0)
             }  # then it goes, for room
-            rules = when.local_rules(self._options)
-            keep(
-                LocalStorage(self.directory),
+            rules = when.local_retention_rules(self._options)
+            rotate_after_save(
+                LocalStorage(self.local_directory),
                 self._options.step_prefix,
                 rules,
-                protected=lambda: needed | self._newest,
-                apart=apart,
+                protected=lambda: required | self._last_local_steps,
+                excluded=excluded,
             )
-        self._note(None)
+        self._update_marker(None)
 
-    def _note(self, saves: frozenset[str] | None) -> None:
-        """The local directory, if this run has one, says which saves are in the root; None: those that it knows."""
-        with self._housekeeping:
-            if self._lineage is None:
+    def _update_marker(self, saves: frozenset[str] | None) -> None:
+        """The local directory, if this run has one, says which saves are in the root; None: those
+        that it knows.
+        """
+        with self._local_lock:
+            if self._marker is None:
                 return
             if saves is not None:
-                self._lineage = replace(self._lineage, saves=saves)
+                self._marker = replace(self._marker, root_saves=saves)
             try:
-                if run_marker.read(self.directory) != self._lineage:
-                    run_marker.write(self.directory, self._lineage)
+                if run_marker.read(self.local_directory) != self._marker:
+                    run_marker.write(self.local_directory, self._marker)
             except CheckpointError as error:
                 _LOG.warning(
                     "after a restart local checkpoints may be taken for those of another run: %s",
                     error,
                 )
 
-    def _committed(self) -> frozenset[str]:
-        return run_marker.ids(scan(LocalStorage(self.root), self._options.step_prefix).complete)
+    def _root_save_ids(self) -> frozenset[str]:
+        return run_marker.save_ids(
+            scan(LocalStorage(self.root), self._options.step_prefix).complete
+        )
 
     # of any rank
 
     def scan(self) -> Scan:
         """Both tiers, the best last; without the local checkpoints of other runs."""
-        return both_tiers(self.root, self.directory, self._options.step_prefix)[0]
+        return scan_tiers(self.root, self.local_directory, self._options.step_prefix)[0]
 
-    def finish_alone(self) -> None:
-        """Not collective: waits for what is owed as long as it gets on. Raises its silence, tells its failures."""
-        self._copies.wait()
-        for one in self._copies.outcomes():
-            if one.error is not None:
-                _LOG.warning("the copy of step %d to %s failed: %s", one.step, self.root, one.error)
-        if self._convoy is not None:
-            self._convoy.wait()
+    def flush_this_rank(self) -> None:
+        """Not collective: waits for what is owed as long as it gets on. Raises its silence, tells
+        its failures.
+        """
+        self._upload_queue.wait()
+        for outcome in self._upload_queue.pop_outcomes():
+            if outcome.error is not None:
+                _LOG.warning(
+                    "the copy of step %d to %s failed: %s", outcome.step, self.root, outcome.error
+                )
+        if self._merge_queue is not None:
+            self._merge_queue.wait()
 
     def stop(self) -> None:
-        self._copies.stop()
-        if self._convoy is not None:
-            self._convoy.stop()
+        self._upload_queue.stop()
+        if self._merge_queue is not None:
+            self._merge_queue.stop()
 
 
-def both_tiers(root: str, directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:
-    """What lies in both, the best last, and the ids of the local saves that are of other runs and not among them."""
-    there = scan(LocalStorage(root), prefix)
+def scan_tiers(root: str, local_directory: str, prefix: str) -> tuple[Scan, frozenset[str]]:
+    """What lies in both, the best last, and the ids of the local saves that are of other runs and
+    not among them.
+    """
+    root_scan = scan(LocalStorage(root), prefix)
     try:
-        here = scan(LocalStorage(directory), prefix)
+        local_scan = scan(LocalStorage(local_directory), prefix)
     except CheckpointError as error:
         _LOG.warning("the local directory cannot be looked at: %s", error)
-        here = Scan((), ())
-    said, committed = run_marker.read(directory), run_marker.ids(there.complete)
-    apart = run_marker.strangers(said, root, committed=committed, local=run_marker.ids(here.steps))
-    here = run_marker.attributable(said, root, here, committed=committed)
-    return run_marker.together(there, here, apart), apart
+        local_scan = Scan((), ())
+    marker, root_saves = run_marker.read(local_directory), run_marker.save_ids(root_scan.complete)
+    excluded = run_marker.foreign_saves(
+        marker, root, root_saves=root_saves, local_saves=run_marker.save_ids(local_scan.steps)
+    )
+    local_scan = run_marker.attributable_steps(marker, root, local_scan, root_saves=root_saves)
+    return run_marker.merge_tiers(root_scan, local_scan, excluded), excluded

@@ -9,10 +9,12 @@ from unified_ckpt.errors import CheckpointError, MismatchError, RankError
 
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:
-    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes a RankError."""
-    known = isinstance(error, CheckpointError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
-    where = (
+    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes
+    a RankError.
+    """
+    is_own_class = isinstance(error, CheckpointError)
+    text = str(error) if is_own_class else f"{type(error).__name__}: {error}"
+    prefix = (
         f"rank {rank}: "
         if world > 1 and not isinstance(error, RankError) and not getattr(error, "named", False)
         else ""
@@ -22,8 +24,8 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
     )
     return json.dumps(
         {
-            "kind": type(error).__name__ if known else "RankError",
-            "text": where + text,
+            "kind": type(error).__name__ if is_own_class else "RankError",
+            "text": prefix + text,
             "lists": lists,
         }
     )
@@ -31,10 +33,10 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
 
 def decode_error(text: str) -> CheckpointError:
     """The inverse: the same class and text on every rank."""
-    told = json.loads(text)
-    kind = getattr(errors, told["kind"], RankError)
-    if kind is MismatchError:
-        missing, unexpected, wrong = told["lists"]
-        return MismatchError(told["text"], missing=missing, unexpected=unexpected, wrong=wrong)
-    error: CheckpointError = kind(told["text"])
+    fields = json.loads(text)
+    error_class = getattr(errors, fields["kind"], RankError)
+    if error_class is MismatchError:
+        missing, unexpected, wrong = fields["lists"]
+        return MismatchError(fields["text"], missing=missing, unexpected=unexpected, wrong=wrong)
+    error: CheckpointError = error_class(fields["text"])
     return error

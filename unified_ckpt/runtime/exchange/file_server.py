@@ -1,6 +1,8 @@
-"""Files of other machines, read over TCP while a load lasts: every rank serves its machine's checkpoint folders to those who know a token.
+"""Files of other machines, read over TCP while a load lasts: every rank serves its machine's
+checkpoint folders to those who know a token.
 
-One request, one answer, over connections that are kept. A request names a folder by number and a file in it; nothing else can be read.
+One request, one answer, over connections that are kept. A request names a folder by number and a
+file in it; nothing else can be read.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from unified_ckpt.runtime.exchange.tcp import (
     Address,
     Listener,
     connect,
-    fill,
     receive,
-    receive_words,
-    send_words,
+    receive_header,
+    receive_into,
+    send_header,
 )
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-_PIECE_NBYTES = 1 << 20  # read and sent at a time
+_CHUNK_NBYTES = 1 << 20  # read and sent at a time
 
 
-class Server:
-    """Serves some folders until closed, those that are there now. `files`: the names that may be read, of each folder."""
+class FolderServer:
+    """Serves some folders until closed, those that are there now. `files`: the names that may be
+    read, of each folder.
+    """
 
     def __init__(
         self, folders: Sequence[tuple[str, Collection[str]]], *, timeout_seconds: float
@@ -33,61 +37,65 @@ class Server:
         self._folders = [(LocalStorage(root), frozenset(files)) for root, files in folders]
         try:
             for storage, _ in self._folders:
-                storage.pin()
+                storage.open_handle()
         except BaseException:
             self._close_files()
             raise
         self._listener = Listener(
-            self._serve, at_end=self._close_files, timeout_seconds=timeout_seconds
+            self._serve, on_closed=self._close_files, timeout_seconds=timeout_seconds
         )
         self.address = self._listener.address
 
     def _serve(self, connection: socket.socket) -> None:
         while True:
-            words, _ = receive_words(connection)
-            self._answer(connection, words)
+            header, _ = receive_header(connection)
+            self._handle(connection, header)
 
-    def _answer(self, connection: socket.socket, asked: Mapping[str, object]) -> None:
-        """Piece by piece, however much is asked for. What cannot be read to its end ends the connection."""
-        words: dict[str, object] = {}
+    def _handle(self, connection: socket.socket, request: Mapping[str, object]) -> None:
+        """Piece by piece, however much is asked for. What cannot be read to its end ends the
+        connection.
+        """
+        header: dict[str, object] = {}
         start = nbytes = 0
-        name, held = "", bytearray()
+        name, chunk = "", bytearray()
         try:
-            folder = int(str(asked["folder"]))
+            folder = int(str(request["folder"]))
             if not 0 <= folder < len(self._folders):
                 raise NotFoundError(f"{folder}: is no folder that is served")
             storage, files = self._folders[folder]
-            name = str(asked["file"])
+            name = str(request["file"])
             if name not in files:
                 raise NotFoundError(f"{name}: is no file of this checkpoint")
             size = storage.size(name)
-            if asked["what"] == "size":
-                words = {"size": size}
+            if request["what"] == "size":
+                header = {"size": size}
             elif size is None:
                 raise NotFoundError(f"{storage.path(name)}: no such file or folder")
             else:
                 start, nbytes = (
                     (0, size)
-                    if asked["what"] == "read"
-                    else (int(str(asked["start"])), int(str(asked["nbytes"])))
+                    if request["what"] == "read"
+                    else (int(str(request["start"])), int(str(request["nbytes"])))
                 )
                 if not 0 <= start <= start + nbytes <= size:
                     raise StorageError(
                         f"{storage.path(name)}: has {size} bytes; needed bytes [{start}, {start + nbytes})"
                     )
-                held = _held(
-                    storage, name, start, min(nbytes, _PIECE_NBYTES)
+                chunk = _read_chunk(
+                    storage, name, start, min(nbytes, _CHUNK_NBYTES)
                 )  # an error of the first is told in words
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
-            words, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
-        send_words(connection, words, nbytes=nbytes)
-        for at in range(start, start + nbytes, _PIECE_NBYTES):
-            if at != start:
+            header, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
+        send_header(connection, header, nbytes=nbytes)
+        for offset in range(start, start + nbytes, _CHUNK_NBYTES):
+            if offset != start:
                 try:
-                    held = _held(storage, name, at, min(start + nbytes - at, _PIECE_NBYTES))
+                    chunk = _read_chunk(
+                        storage, name, offset, min(start + nbytes - offset, _CHUNK_NBYTES)
+                    )
                 except CheckpointError as error:
                     raise ConnectionAbortedError(str(error)) from error
-            connection.sendall(held)
+            connection.sendall(chunk)
 
     def close(self) -> None:
         """Ends all connections. The files are closed once no thread reads in them."""
@@ -96,11 +104,13 @@ class Server:
     def _close_files(self) -> None:
         for storage, _ in self._folders:
             storage.close()
-            storage.place.close()
+            storage.directory.close()
 
 
 class PeerStorage:
-    """A folder that a rank of another machine serves, as a `Reader`. StorageError, naming the rank, where it does not answer."""
+    """A folder that a rank of another machine serves, as a `Reader`. StorageError, naming the rank,
+    where it does not answer.
+    """
 
     def __init__(
         self,
@@ -113,22 +123,24 @@ class PeerStorage:
         timeout_seconds: float,
     ) -> None:
         self.root, self._address, self._folder, self._rank = root, address, folder, rank
-        self._names, self._timeout = sorted(names), timeout_seconds
+        self._names, self._timeout_seconds = sorted(names), timeout_seconds
         self._connection: socket.socket | None = None
-        self._gone: StorageError | None = None  # it did not answer once: nobody waits for it again
+        self._failure: StorageError | None = (
+            None  # it did not answer once: nobody waits for it again
+        )
         self._lock = threading.Lock()
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        self._ask(name, "read_at", into=into, start=start)
+        self._request(name, "read_at", buffer=into, start=start)
 
     def read(self, name: str) -> bytes:
-        return self._ask(name, "read")[1]
+        return self._request(name, "read")[1]
 
     def size(self, name: str) -> int | None:
         if name not in self._names:
             return None
-        found = self._ask(name, "size")[0]["size"]
-        return None if found is None else int(str(found))
+        size = self._request(name, "size")[0]["size"]
+        return None if size is None else int(str(size))
 
     def names(self) -> list[str]:
         return list(self._names)
@@ -138,48 +150,48 @@ class PeerStorage:
             self._connection.close()
             self._connection = None
 
-    def _ask(
-        self, name: str, what: str, *, into: Buffer | None = None, start: int = 0
+    def _request(
+        self, name: str, operation: str, *, buffer: Buffer | None = None, start: int = 0
     ) -> tuple[Mapping[str, object], bytes]:
-        asked = {
+        request = {
             "folder": self._folder,
             "file": name,
-            "what": what,
+            "what": operation,
             "start": start,
-            "nbytes": len(into) if into is not None else 0,
+            "nbytes": len(buffer) if buffer is not None else 0,
         }
-        where = f"{self.root}/{name} at rank {self._rank}"
+        location = f"{self.root}/{name} at rank {self._rank}"
         with self._lock:
-            if self._gone is not None:
-                raise StorageError(str(self._gone))
+            if self._failure is not None:
+                raise StorageError(str(self._failure))
             try:
-                words, body = self._exchange(asked, into)
+                header, body = self._exchange(request, buffer)
             except OSError as error:
                 self.close()
-                self._gone = StorageError(
-                    f"{where}: the rank does not answer: {error.strerror or error}"
+                self._failure = StorageError(
+                    f"{location}: the rank does not answer: {error.strerror or error}"
                 )
-                raise self._gone from error
-        if "error" in words:
-            kind = NotFoundError if words["missing"] else StorageError
-            raise kind(f"{where}: {words['error']}")
-        return words, body
+                raise self._failure from error
+        if "error" in header:
+            error_class = NotFoundError if header["missing"] else StorageError
+            raise error_class(f"{location}: {header['error']}")
+        return header, body
 
     def _exchange(
-        self, asked: Mapping[str, object], into: Buffer | None
+        self, request: Mapping[str, object], buffer: Buffer | None
     ) -> tuple[Mapping[str, object], bytes]:
         if self._connection is None:
-            self._connection = connect(self._address, timeout_seconds=self._timeout)
-        send_words(self._connection, asked)
-        words, nbytes = receive_words(self._connection)
-        if into is None:
-            return words, receive(self._connection, nbytes)
-        if "error" not in words:
-            fill(self._connection, into)
-        return words, b""
+            self._connection = connect(self._address, timeout_seconds=self._timeout_seconds)
+        send_header(self._connection, request)
+        header, nbytes = receive_header(self._connection)
+        if buffer is None:
+            return header, receive(self._connection, nbytes)
+        if "error" not in header:
+            receive_into(self._connection, buffer)
+        return header, b""
 
 
-def _held(storage: LocalStorage, name: str, start: int, nbytes: int) -> bytearray:
-    found = bytearray(nbytes)
-    storage.read_at(name, start, memoryview(found))
-    return found
+def _read_chunk(storage: LocalStorage, name: str, start: int, nbytes: int) -> bytearray:
+    buffer = bytearray(nbytes)
+    storage.read_at(name, start, memoryview(buffer))
+    return buffer

@@ -1,15 +1,19 @@
-"""The files of a save under construction, as one rank writes to them: alone on a machine, or beside ranks of other machines."""
+"""The files of a save under construction, as one rank writes to them: alone on a machine, or beside
+ranks of other machines.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unified_ckpt.runtime.exchange.tcp_exchange import Post
+from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
 
-class Files:
-    """Positional writes into the files of a folder. All ranks that write to them are on one machine."""
+class FileWriter:
+    """Positional writes into the files of a folder. All ranks that write to them are on one
+    machine.
+    """
 
     def __init__(self, storage: LocalStorage, folder: str) -> None:
         self._storage, self._folder = storage, folder
@@ -20,10 +24,12 @@ class Files:
         start: int,
         buffers: Sequence[Buffer],
         *,
-        alone: tuple[int, int] | None = None,
+        exclusive_range: tuple[int, int] | None = None,
     ) -> None:
-        """Writes the buffers one after the other from byte `start`. `alone`: bytes of the file around them, all of them this rank's."""
-        del alone  # on one machine no border matters
+        """Writes the buffers one after the other from byte `start`. `exclusive_range`: bytes of the
+        file around them, all of them this rank's.
+        """
+        del exclusive_range  # on one machine no border matters
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
 
     def resize(self, file: str, nbytes: int) -> None:
@@ -36,12 +42,16 @@ class Files:
         """Returns once all bytes are where they are to be written from."""
 
 
-class SharedFiles(Files):
-    """The same where ranks of several machines write: each block of a file is written by one machine, see `Volume`."""
+class AlignedFileWriter(FileWriter):
+    """The same where ranks of several machines write: each block of a file is written by one
+    machine, see `Volume`.
+    """
 
-    def __init__(self, storage: LocalStorage, folder: str, *, post: Post, save: str) -> None:
+    def __init__(
+        self, storage: LocalStorage, folder: str, *, transport: PeerTransport, save_id: str
+    ) -> None:
         super().__init__(storage, folder)
-        self._post, self._save = post, save
+        self._transport, self._save_id = transport, save_id
 
     def write_at(
         self,
@@ -49,27 +59,31 @@ class SharedFiles(Files):
         start: int,
         buffers: Sequence[Buffer],
         *,
-        alone: tuple[int, int] | None = None,
+        exclusive_range: tuple[int, int] | None = None,
     ) -> None:
         stop = start + sum(len(buffer) for buffer in buffers)
-        for low, high, rank in self._post.volume.cut(
-            file, start, stop, alone=alone or (start, stop), rank=self._post.rank
+        for low, high, rank in self._transport.alignment.split_by_writer(
+            file,
+            start,
+            stop,
+            exclusive_range=exclusive_range or (start, stop),
+            rank=self._transport.rank,
         ):
-            piece = _between(buffers, low - start, high - start)
-            if rank == self._post.rank:
-                super().write_at(file, low, piece)
+            slices = _slice_buffers(buffers, low - start, high - start)
+            if rank == self._transport.rank:
+                super().write_at(file, low, slices)
             else:
-                self._post.write(self._save, rank, file, low, piece)
+                self._transport.write(self._save_id, rank, file, low, slices)
 
     def flush(self) -> None:
-        self._post.flush()
+        self._transport.flush_writes()
 
 
-def _between(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
+def _slice_buffers(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
     """Bytes [low, high) of the buffers laid end to end."""
-    found, seen = [], 0
+    slices, offset = [], 0
     for buffer in buffers:
-        if seen < high and seen + len(buffer) > low:
-            found.append(buffer[max(low - seen, 0) : high - seen])
-        seen += len(buffer)
-    return found
+        if offset < high and offset + len(buffer) > low:
+            slices.append(buffer[max(low - offset, 0) : high - offset])
+        offset += len(buffer)
+    return slices

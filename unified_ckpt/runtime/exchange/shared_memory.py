@@ -1,7 +1,9 @@
-"""Host buffers that ranks of one machine share: each rank owns a window of tiles, and its parties fill or empty them.
+"""Host buffers that ranks of one machine share: each rank owns a window of tiles, and its parties
+fill or empty them.
 
-The memory is a memfd, found through /proc: `/dev/shm` has 64 MB in containers. A window starts with counters. Each has one writer and
-only rises during one serving, so no locks are needed: data is written before its counter, and the interpreter's own lock orders them.
+The memory is a memfd, found through /proc: `/dev/shm` has 64 MB in containers. A window starts with
+counters. Each has one writer and only rises during one serving, so no locks are needed: data is
+written before its counter, and the interpreter's own lock orders them.
 """
 
 from __future__ import annotations
@@ -20,35 +22,38 @@ from unified_ckpt.errors import RankError, StorageError
 
 SLOTS = 2  # tiles of a window that is filled and emptied in turn
 _PAGE = 4096
-_SERVING, _PROGRESS, _FAILED, _CELLS = range(
+_EXCHANGE, _PROGRESS, _FAILED, _DONE = range(
     4
 )  # counters: which exchange, tiles moved, gave up; then one per rank
 
 
-class Window:
-    """One rank's shared buffer: `world` counters and SLOTS tiles of `tile_nbytes`. `token` lets the others open it."""
+class TileBuffer:
+    """One rank's shared buffer: `world` counters and SLOTS tiles of `tile_nbytes`. `token` lets the
+    others open it.
+    """
 
     def __init__(self, memory: mmap.mmap, *, world: int, tile_nbytes: int, token: str) -> None:
         self.token, self.tile_nbytes, self._world = token, tile_nbytes, world
         self._memory = memory
-        self._counters = np.frombuffer(memory, dtype=np.int64, count=_CELLS + world)
-        # By way of numpy, which keeps the mapping in place as long as a view of it lives; torch.frombuffer does not.
+        self._counters = np.frombuffer(memory, dtype=np.int64, count=_DONE + world)
+        # By way of numpy, which keeps the mapping in place as long as a view of it lives;
+        # torch.frombuffer does not.
         self.bytes = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))  # [header + tiles]
-        self._first = _header_nbytes(world)
+        self._tiles_start = _header_nbytes(world)
 
     def tile(self, number: int) -> torch.Tensor:
         """The memory of tile `number`, uint8 [tile_nbytes]."""
-        start = self._first + number % SLOTS * self.tile_nbytes
+        start = self._tiles_start + number % SLOTS * self.tile_nbytes
         return self.bytes[start : start + self.tile_nbytes]
 
-    def serve(self, exchange: int) -> None:
+    def open_for(self, exchange: int) -> None:
         """Opens the window for exchange number `exchange`, all counters at zero."""
         self._counters[_PROGRESS] = 0
-        self._counters[_CELLS:] = 0
-        self._counters[_SERVING] = exchange
+        self._counters[_DONE:] = 0
+        self._counters[_EXCHANGE] = exchange
 
-    def serving(self) -> int:
-        return int(self._counters[_SERVING])
+    def current_exchange(self) -> int:
+        return int(self._counters[_EXCHANGE])
 
     def progress(self) -> int:
         return int(self._counters[_PROGRESS])
@@ -58,26 +63,26 @@ class Window:
         self._counters[_PROGRESS] = tiles
 
     def done(self, rank: int) -> int:
-        return int(self._counters[_CELLS + rank])
+        return int(self._counters[_DONE + rank])
 
-    def mark(self, rank: int, tiles: int) -> None:
+    def set_done(self, rank: int, tiles: int) -> None:
         """Party `rank` only: it is through with all its tiles below this number."""
-        self._counters[_CELLS + rank] = tiles
+        self._counters[_DONE + rank] = tiles
 
-    def fail(self) -> None:
+    def mark_failed(self) -> None:
         """Owner only: tells all who wait for it that it will not come."""
         self._counters[_FAILED] = 1
 
-    def revive(self) -> None:
+    def reset_failed(self) -> None:
         """Owner only: a new call begins."""
         self._counters[_FAILED] = 0
 
     def failed(self) -> bool:
         return bool(self._counters[_FAILED])
 
-    def alive(self) -> bool:
+    def is_owner_alive(self) -> bool:
         """Whether the owner's process runs."""
-        return _alive(int(self.token.split(":")[0]))
+        return _is_process_alive(int(self.token.split(":")[0]))
 
     @property
     def nbytes(self) -> int:
@@ -93,15 +98,19 @@ class Window:
             pass  # a view is still held by a caller; the memory goes with it
 
 
-class FarWindow:
-    """A window of a rank on another machine. A party of its tiles fills an image of them here, and hands that in."""
+class RemoteTileBuffer:
+    """A window of a rank on another machine. A party of its tiles fills an image of them here, and
+    hands that in.
+    """
 
     def __init__(self, rank: int, token: str, *, tile_nbytes: int) -> None:
         self.rank, self.token, self.tile_nbytes = rank, token, tile_nbytes
         self._memory: torch.Tensor | None = None
 
     def tile(self, number: int) -> torch.Tensor:
-        """The image of tile `number`, uint8 [tile_nbytes]; memory that is never touched is never taken."""
+        """The image of tile `number`, uint8 [tile_nbytes]; memory that is never touched is never
+        taken.
+        """
         if self._memory is None:
             self._memory = torch.from_numpy(np.empty(SLOTS * self.tile_nbytes, dtype=np.uint8))
         start = number % SLOTS * self.tile_nbytes
@@ -111,7 +120,7 @@ class FarWindow:
     def nbytes(self) -> int:
         return SLOTS * self.tile_nbytes if self._memory is not None else 0
 
-    def serving(self) -> int:
+    def current_exchange(self) -> int:
         """Who hands in an image waits over there until there is room for it."""
         return sys.maxsize
 
@@ -119,10 +128,10 @@ class FarWindow:
         return sys.maxsize
 
     def failed(self) -> bool:
-        """Nobody here knows; `Wait` asks the ranks' store."""
+        """Nobody here knows; `PeerWait` asks the ranks' store."""
         return False
 
-    def alive(self) -> bool:
+    def is_owner_alive(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -130,111 +139,122 @@ class FarWindow:
 
 
 def _header_nbytes(world: int) -> int:
-    return -(-(_CELLS + world) * 8 // _PAGE) * _PAGE
+    return -(-(_DONE + world) * 8 // _PAGE) * _PAGE
 
 
-def create_window(*, world: int, tile_nbytes: int) -> tuple[Window, int]:
-    """A new window of this process and its file descriptor, which must stay open as long as others may open it."""
+def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int]:
+    """A new window of this process and its file descriptor, which must stay open as long as others
+    may open it.
+    """
     fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     os.ftruncate(fd, nbytes)
     memory = mmap.mmap(fd, nbytes)
     # The inode tells a window from an older one that had the same descriptor.
     token = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
-    return Window(memory, world=world, tile_nbytes=tile_nbytes, token=token), fd
+    return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, token=token), fd
 
 
-def open_window(token: str, *, world: int, tile_nbytes: int) -> Window:
-    """Another rank's window. StorageError where its memory cannot be reached: then the ranks are not on one machine."""
+def open_tile_buffer(token: str, *, world: int, tile_nbytes: int) -> TileBuffer:
+    """Another rank's window. StorageError where its memory cannot be reached: then the ranks are
+    not on one machine.
+    """
     pid, fd, inode = token.split(":")
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
     try:
-        found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        shared_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise StorageError(
             f"cannot open the shared memory of process {pid}: {error.strerror}; needed ranks that share memory"
         ) from error
     try:
-        if os.fstat(found).st_ino != int(inode):
+        if os.fstat(shared_fd).st_ino != int(inode):
             raise StorageError(
                 f"the shared memory of process {pid} is no longer there; needed ranks that stay until all are through"
             )
-        return Window(mmap.mmap(found, nbytes), world=world, tile_nbytes=tile_nbytes, token=token)
+        return TileBuffer(
+            mmap.mmap(shared_fd, nbytes), world=world, tile_nbytes=tile_nbytes, token=token
+        )
     finally:
-        os.close(found)
+        os.close(shared_fd)
 
 
-class Wait:
-    """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or died.
+class PeerWait:
+    """Waits for counters of other ranks, in bounded time, and learns when one of them gave up or
+    died.
 
-    `timeout_seconds`: of silence; `signs`: a number that grows as long as some rank gets on, asked for when the time is out.
-    `heed`: raises what any rank has failed with, if one has: those on other machines, and those that came to no exchange, mark no window.
+    `timeout_seconds`: of silence; `signs`: a number that grows as long as some rank gets on, asked
+    for when the time is out.
+    `heed`: raises what any rank has failed with, if one has: those on other machines, and those
+    that came to no exchange, mark no window.
     """
 
     def __init__(
         self,
         *,
         timeout_seconds: float,
-        windows: Mapping[int, Window | FarWindow],
-        heed: Callable[[], object],
-        signs: Callable[[], int],
+        tile_buffers: Mapping[int, TileBuffer | RemoteTileBuffer],
+        raise_if_failed: Callable[[], object],
+        progress: Callable[[], int],
     ) -> None:
-        self._timeout, self._windows, self._heed, self._signs = (
+        self._timeout_seconds, self._tile_buffers, self._raise_if_failed, self._progress = (
             timeout_seconds,
-            windows,
-            heed,
-            signs,
+            tile_buffers,
+            raise_if_failed,
+            progress,
         )
 
-    def until_done(self, window: Window, ranks: Sequence[int], tiles: int) -> None:
+    def until_done(self, tile_buffer: TileBuffer, ranks: Sequence[int], tiles: int) -> None:
         """Until all these parties are through with `tiles` tiles of the window."""
         for rank in ranks:
             for _ in self._pauses(rank, f"its part of tile {tiles - 1}"):
-                if window.done(rank) >= tiles:
+                if tile_buffer.done(rank) >= tiles:
                     break
 
     def until_progress(self, rank: int, *, exchange: int, tiles: int) -> None:
         """Until the rank serves this exchange and has moved this many tiles."""
-        window = self._windows[rank]
+        tile_buffer = self._tile_buffers[rank]
         for _ in self._pauses(rank, f"tile {tiles - 1} of exchange {exchange}"):
-            if window.serving() > exchange or (
-                window.serving() == exchange and window.progress() >= tiles
+            if tile_buffer.current_exchange() > exchange or (
+                tile_buffer.current_exchange() == exchange and tile_buffer.progress() >= tiles
             ):
                 break
 
-    def until(self, rank: int, what: str, ready: Callable[[], bool]) -> None:
+    def until(self, rank: int, event: str, ready: Callable[[], bool]) -> None:
         """Until `ready`, which the rank brings about."""
-        for _ in self._pauses(rank, what):
+        for _ in self._pauses(rank, event):
             if ready():
                 break
 
-    def _pauses(self, rank: int, what: str) -> Iterator[None]:
-        started, pause, looked, seen = time.monotonic(), 0.0, 0.0, 0
-        partner = self._windows[rank]
+    def _pauses(self, rank: int, event: str) -> Iterator[None]:
+        started, pause, last_check, last_progress = time.monotonic(), 0.0, 0.0, 0
+        tile_buffer = self._tile_buffers[rank]
         while True:
             yield
-            if partner.failed():
-                gave_up = RankError(f"rank {rank} gave up in the middle of the exchange")
-                gave_up.echo = True
-                raise gave_up
+            if tile_buffer.failed():
+                error = RankError(f"rank {rank} gave up in the middle of the exchange")
+                error.echo = True
+                raise error
             time.sleep(pause)
             pause = min(pause + 20e-6, 1e-3)
             waited = time.monotonic() - started
-            if waited > looked + 1:
-                looked = waited
-                self._heed()
-                if not partner.alive():
+            if waited > last_check + 1:
+                last_check = waited
+                self._raise_if_failed()
+                if not tile_buffer.is_owner_alive():
                     raise RankError(
-                        f"rank {rank} (process {partner.token.split(':')[0]}) is gone; waited for {what}"
+                        f"rank {rank} (process {tile_buffer.token.split(':')[0]}) is gone; waited for {event}"
                     )
-            if waited > self._timeout:
-                if (now := self._signs()) > seen:
-                    started, looked, seen = time.monotonic(), 0.0, now
+            if waited > self._timeout_seconds:
+                if (progress := self._progress()) > last_progress:
+                    started, last_check, last_progress = time.monotonic(), 0.0, progress
                     continue
-                raise RankError(f"rank {rank} did not come to {what} within {self._timeout:g} s")
+                raise RankError(
+                    f"rank {rank} did not come to {event} within {self._timeout_seconds:g} s"
+                )
 
 
-def _alive(pid: int) -> bool:
+def _is_process_alive(pid: int) -> bool:
     """Whether the process runs; one that has ended and that nobody has waited for does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -244,11 +264,13 @@ def _alive(pid: int) -> bool:
 
 
 @contextmanager
-def giving_up(window: Window | None) -> Iterator[None]:
-    """Tells the waiting ranks when the block fails, so that they fail at once and not after their time-out."""
+def marking_failed(tile_buffer: TileBuffer | None) -> Iterator[None]:
+    """Tells the waiting ranks when the block fails, so that they fail at once and not after their
+    time-out.
+    """
     try:
         yield
     except BaseException:
-        if window is not None:
-            window.fail()
+        if tile_buffer is not None:
+            tile_buffer.mark_failed()
         raise

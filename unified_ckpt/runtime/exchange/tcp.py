@@ -1,4 +1,6 @@
-"""Connections between ranks: a listener that answers those who know its token, and the frames that they send: words, then bytes."""
+"""Connections between ranks: a listener that answers those who know its token, and the frames that
+they send: words, then bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.storage import Buffer
 
-_HEAD = struct.Struct("<QQ")  # of a frame: bytes of its words, and of what follows them
-_MAX_WORDS = 1 << 26
+_FRAME = struct.Struct("<QQ")  # of a frame: bytes of its words, and of what follows them
+_MAX_HEADER_NBYTES = 1 << 26
 _TOKEN_CHARS = 32
-_BACKLOG = 1024  # connections that come at the same moment: 511 ranks do at 16,384; else some are tried again a second later
+# connections that come at the same moment: 511 ranks do at 16,384; else some are tried again a
+# second later
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ def parse_address(text: str) -> Address:
 
 
 class Listener:
-    """Accepts connections until closed, and has `serve` called with each, in a thread of its own; an OSError there ends the connection.
+    """Accepts connections until closed, and has `serve` called with each, in a thread of its own;
+    an OSError there ends the connection.
 
     `at_end`: called once, when it is closed and no thread serves any more.
     """
@@ -50,16 +55,16 @@ class Listener:
         self,
         serve: Callable[[socket.socket], object],
         *,
-        at_end: Callable[[], object],
+        on_closed: Callable[[], object],
         timeout_seconds: float,
     ) -> None:
-        self._serve, self._at_end, self._timeout = serve, at_end, timeout_seconds
-        host = _own_host()
+        self._serve, self._on_closed, self._timeout_seconds = serve, on_closed, timeout_seconds
+        host = _local_host()
         self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
         self.address = Address(
             host, self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
         )
-        self._open: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
 
@@ -73,29 +78,29 @@ class Listener:
                 if self._closed:
                     connection.close()
                     return
-                self._open.add(connection)
+                self._connections.add(connection)
             threading.Thread(
-                target=self._answer, args=(connection,), name="unified_ckpt-serve", daemon=True
+                target=self._handle, args=(connection,), name="unified_ckpt-serve", daemon=True
             ).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket) -> None:
         try:
             with (
                 contextlib.suppress(OSError, ValueError),
                 connection,
             ):  # ValueError: words that are no JSON
-                connection.settimeout(self._timeout)
-                _send_at_once(connection)
+                connection.settimeout(self._timeout_seconds)
+                _disable_nagle(connection)
                 if hmac.compare_digest(
                     receive(connection, _TOKEN_CHARS), self.address.token.encode()
                 ):
                     self._serve(connection)
         finally:
             with self._lock:
-                self._open.discard(connection)
-                last = self._closed and not self._open
-            if last:
-                self._at_end()
+                self._connections.discard(connection)
+                all_closed = self._closed and not self._connections
+            if all_closed:
+                self._on_closed()
 
     def close(self) -> None:
         """Ends all connections."""
@@ -103,81 +108,88 @@ class Listener:
             if self._closed:
                 return
             self._closed = True
-            for connection in self._open:
+            for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            last = not self._open
+            all_closed = not self._connections
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
         self._socket.close()
-        if last:
-            self._at_end()
+        if all_closed:
+            self._on_closed()
 
 
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
     """A connection to a listener, its token said. OSError where nobody answers."""
-    made = socket.create_connection(
-        (_seen_from_here(address.host), address.port), timeout=timeout_seconds
+    connection = socket.create_connection(
+        (_reachable_host(address.host), address.port), timeout=timeout_seconds
     )
     try:
-        _send_at_once(made)
-        made.sendall(address.token.encode())
+        _disable_nagle(connection)
+        connection.sendall(address.token.encode())
     except OSError:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection
 
 
-def _send_at_once(connection: socket.socket) -> None:
-    """At both ends: a frame is sent in two parts, and the second would wait for the other end's word that it has the first: 40 ms."""
+def _disable_nagle(connection: socket.socket) -> None:
+    """At both ends: a frame is sent in two parts, and the second would wait for the other end's
+    word that it has the first: 40 ms.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def send_words(connection: socket.socket, words: Mapping[str, object], *, nbytes: int = 0) -> None:
+def send_header(
+    connection: socket.socket, header: Mapping[str, object], *, nbytes: int = 0
+) -> None:
     """The first part of a frame; `nbytes` of anything are to follow."""
-    told = json.dumps(words).encode()
-    connection.sendall(_HEAD.pack(len(told), nbytes) + told)
+    encoded = json.dumps(header).encode()
+    connection.sendall(_FRAME.pack(len(encoded), nbytes) + encoded)
 
 
-def receive_words(connection: socket.socket) -> tuple[dict[str, object], int]:
+def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:
     """The first part of a frame, and how many bytes follow."""
-    size, nbytes = _HEAD.unpack(receive(connection, _HEAD.size))
-    if size > _MAX_WORDS:
+    size, nbytes = _FRAME.unpack(receive(connection, _FRAME.size))
+    if size > _MAX_HEADER_NBYTES:
         raise ConnectionAbortedError(f"a frame of {size} bytes of words")
-    words = json.loads(receive(connection, size))
-    if not isinstance(words, dict):
+    header = json.loads(receive(connection, size))
+    if not isinstance(header, dict):
         raise ConnectionAbortedError("a frame without names")
-    return words, nbytes
+    return header, nbytes
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
-    found = bytearray(nbytes)
-    fill(connection, memoryview(found))
-    return bytes(found)
+    buffer = bytearray(nbytes)
+    receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
 
 
-def fill(connection: socket.socket, into: Buffer) -> None:
+def receive_into(connection: socket.socket, buffer: Buffer) -> None:
     done = 0
-    while done < len(into):
-        count = connection.recv_into(into[done:])
+    while done < len(buffer):
+        count = connection.recv_into(buffer[done:])
         if count == 0:
             raise ConnectionResetError("the connection was closed")
         done += count
 
 
-def _seen_from_here(host: str) -> str:
-    """Rank 0's machine may know its own name as a loopback address (Debian's /etc/hosts); only there does the way to MASTER_ADDR lead
-    through one."""
+def _reachable_host(host: str) -> str:
+    """Rank 0's machine may know its own name as a loopback address (Debian's /etc/hosts); only
+    there does the way to MASTER_ADDR lead through one.
+    """
     return os.environ.get("MASTER_ADDR", host) if ipaddress.ip_address(host).is_loopback else host
 
 
-def _own_host() -> str:
+def _local_host() -> str:
     """This machine's address as the process that serves the store would see it; nothing is sent."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
+            master, 9, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
+            probe.connect(socket_address)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StorageError(

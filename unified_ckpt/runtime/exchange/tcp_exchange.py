@@ -1,10 +1,12 @@
-"""Bytes from rank to rank over TCP, for saves to a volume that ranks of several machines write to: pieces of tiles, and bytes of blocks
-that another machine writes.
+"""Bytes from rank to rank over TCP, for saves to a volume that ranks of several machines write to:
+pieces of tiles, and bytes of blocks that another machine writes.
 
-How bytes could be lost: a sender goes on before its bytes are in the file, a receiver's error reaches nobody, bytes of a failed save come
-late and land in the next one. So a sender waits for word of all it has sent (`flush`) before its rank says that it has written; that word
-carries the first error; and bytes are taken only for the save that they name, while it lasts. What was sent into a connection that breaks
-is missed by who waits for it, who cannot know why: so a sender asks for word of its pieces of tiles, too (`handed_in`).
+How bytes could be lost: a sender goes on before its bytes are in the file, a receiver's error
+reaches nobody, bytes of a failed save come late and land in the next one. So a sender waits for
+word of all it has sent (`flush`) before its rank says that it has written; that word carries the
+first error; and bytes are taken only for the save that they name, while it lasts. What was sent
+into a connection that breaks is missed by who waits for it, who cannot know why: so a sender asks
+for word of its pieces of tiles, too (`handed_in`).
 """
 
 from __future__ import annotations
@@ -19,113 +21,128 @@ from functools import partial
 import numpy as np
 import torch
 
-from unified_ckpt.core.nodes.write_alignment import Volume
+from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.errors import RankError, StorageError
-from unified_ckpt.runtime.exchange.shared_memory import SLOTS, FarWindow, Wait, Window
+from unified_ckpt.runtime.exchange.shared_memory import (
+    SLOTS,
+    PeerWait,
+    RemoteTileBuffer,
+    TileBuffer,
+)
 from unified_ckpt.runtime.exchange.tcp import (
     Address,
     Listener,
     connect,
-    fill,
-    receive_words,
-    send_words,
+    receive_header,
+    receive_into,
+    send_header,
 )
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-Span = tuple[int, int, int, int]  # of a tile: first byte, bytes, bytes to the next, how many
+TileSpan = tuple[int, int, int, int]  # of a tile: first byte, bytes, bytes to the next, how many
 
 
-class Post:
-    """One rank's way to those on other machines. `volume`: which ranks those are; `find`: where a rank listens."""
+class PeerTransport:
+    """One rank's way to those on other machines. `alignment`: which ranks those are; `find`: where
+    a rank listens.
+    """
 
     def __init__(
         self,
-        volume: Volume,
-        find: Callable[[int], Address],
+        alignment: WriteAlignment,
+        address_of: Callable[[int], Address],
         *,
         rank: int,
         ranks: Sequence[int],
         timeout_seconds: float,
     ) -> None:
-        self.volume, self.rank = volume, rank
-        self._find, self._ranks, self._timeout = find, ranks, timeout_seconds
-        self._sites: dict[str, tuple[LocalStorage, str]] = {}  # save -> where its files are
-        self._windows: dict[str, Window] = {}  # of this rank, by token
-        self._lines: dict[tuple[int, str], socket.socket] = {}  # to a rank, for tiles or for writes
-        self._writing, self._pasting, self._dialling = (
+        self.alignment, self.rank = alignment, rank
+        self._address_of, self._ranks, self._timeout_seconds = address_of, ranks, timeout_seconds
+        self._save_folders: dict[str, tuple[LocalStorage, str]] = {}  # save -> where its files are
+        self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by token
+        self._connections: dict[
+            tuple[int, str], socket.socket
+        ] = {}  # to a rank, for tiles or for writes
+        self._write_lock, self._tile_lock, self._connect_lock = (
             threading.Lock(),
             threading.Lock(),
             threading.Lock(),
         )
-        self._listener = Listener(self._serve, at_end=lambda: None, timeout_seconds=timeout_seconds)
+        self._listener = Listener(
+            self._serve, on_closed=lambda: None, timeout_seconds=timeout_seconds
+        )
         self.address = self._listener.address
 
     def close(self) -> None:
-        self.hang_up()
+        self.disconnect()
         self._listener.close()
-        self._windows.clear()
+        self._tile_buffers.clear()
 
     # what others may do here
 
-    def open(self, save: str, storage: LocalStorage, folder: str) -> None:
+    def accept_save(self, save_id: str, storage: LocalStorage, folder: str) -> None:
         """From now on others' bytes for this save are written to the files of a folder."""
-        with self._writing:
-            self._sites[save] = storage, folder
+        with self._write_lock:
+            self._save_folders[save_id] = storage, folder
 
-    def shut(self, save: str) -> None:
+    def end_save(self, save_id: str) -> None:
         """Returns once nothing of this save is written here any more."""
-        with self._writing:
-            self._sites.pop(save, None)
+        with self._write_lock:
+            self._save_folders.pop(save_id, None)
 
-    def lend(self, window: Window) -> None:
+    def register_tile_buffer(self, tile_buffer: TileBuffer) -> None:
         """Others may fill this rank's window, until it is taken back."""
-        with self._pasting:
-            self._windows[window.token] = window
+        with self._tile_lock:
+            self._tile_buffers[tile_buffer.token] = tile_buffer
 
-    def take_back(self, window: Window) -> None:
+    def unregister_tile_buffer(self, tile_buffer: TileBuffer) -> None:
         """Returns once nobody fills it any more."""
-        with self._pasting:
-            self._windows.pop(window.token, None)
+        with self._tile_lock:
+            self._tile_buffers.pop(tile_buffer.token, None)
 
     def _serve(self, connection: socket.socket) -> None:
         failure = ""
         while True:
             connection.settimeout(None)  # between two frames a save's whole life may lie
-            words, nbytes = receive_words(connection)
-            connection.settimeout(self._timeout)
-            if words["what"] == "flush":
-                send_words(connection, {"error": failure})
+            header, nbytes = receive_header(connection)
+            connection.settimeout(self._timeout_seconds)
+            if header["what"] == "flush":
+                send_header(connection, {"error": failure})
                 failure = ""
                 continue
-            held = bytearray(nbytes)
-            fill(connection, memoryview(held))
+            payload = bytearray(nbytes)
+            receive_into(connection, memoryview(payload))
             if not failure:
                 failure = (
-                    self._paste(words, held)
-                    if words["what"] == "tile"
-                    else self._write(words, held)
+                    self._store_tile(header, payload)
+                    if header["what"] == "tile"
+                    else self._write(header, payload)
                 )
 
-    def _write(self, words: Mapping[str, object], held: bytearray) -> str:
-        """The error, if there is one. One at a time, so that `shut` can wait for the last."""
-        with self._writing:
-            site = self._sites.get(str(words["save"]))
-            name = str(words["file"])
-            if site is None or "/" in name:
-                return f"save {words['save']} is not open here for {name!r}"
-            storage, folder = site
+    def _write(self, header: Mapping[str, object], payload: bytearray) -> str:
+        """The error, if there is one. One at a time, so that `end_save` can wait for the last."""
+        with self._write_lock:
+            destination = self._save_folders.get(str(header["save"]))
+            file = str(header["file"])
+            if destination is None or "/" in file:
+                return f"save {header['save']} is not open here for {file!r}"
+            storage, folder = destination
             try:
-                storage.write_at(f"{folder}/{name}", int(str(words["start"])), [memoryview(held)])
+                storage.write_at(
+                    f"{folder}/{file}", int(str(header["start"])), [memoryview(payload)]
+                )
             except Exception as error:  # told to the sender, on whose rank it is raised
                 return str(error)
         return ""
 
-    def _paste(self, words: Mapping[str, object], held: bytearray) -> str:
-        """Pieces of a tile, once it is free for them, however long this rank takes; the error, if there is one."""
+    def _store_tile(self, header: Mapping[str, object], payload: bytearray) -> str:
+        """Pieces of a tile, once it is free for them, however long this rank takes; the error, if
+        there is one.
+        """
         pause = 0.0
         try:
-            while not self._pasted(
-                words, held
+            while not self._try_store_tile(
+                header, payload
             ):  # ends when this rank fails, goes on to the next exchange, or takes the window back
                 time.sleep(pause)
                 pause = min(pause + 20e-6, 1e-3)
@@ -133,114 +150,155 @@ class Post:
             return str(error)
         return ""
 
-    def _pasted(self, words: Mapping[str, object], held: bytearray) -> bool:
-        """False where the window does not serve the exchange yet, or its slot is not empty. Nobody takes the window away meanwhile."""
-        exchange, party, tiles, number = (
-            int(str(words[name])) for name in ("exchange", "party", "tiles", "number")
+    def _try_store_tile(self, header: Mapping[str, object], payload: bytearray) -> bool:
+        """False where the window does not serve the exchange yet, or its slot is not empty. Nobody
+        takes the window away meanwhile.
+        """
+        exchange, member, tiles, number = (
+            int(str(header[name])) for name in ("exchange", "party", "tiles", "number")
         )
-        with self._pasting:
-            window = self._windows.get(str(words["window"]))
-            if window is None or window.failed() or window.serving() > exchange:
+        with self._tile_lock:
+            tile_buffer = self._tile_buffers.get(str(header["window"]))
+            if (
+                tile_buffer is None
+                or tile_buffer.failed()
+                or tile_buffer.current_exchange() > exchange
+            ):
                 raise ConnectionAbortedError("no such tile, or not any more")
-            if window.serving() < exchange or window.progress() <= number - SLOTS:
+            if (
+                tile_buffer.current_exchange() < exchange
+                or tile_buffer.progress() <= number - SLOTS
+            ):
                 return False
-            tile, body, first = (
-                window.tile(number),
-                torch.from_numpy(np.frombuffer(held, dtype=np.uint8)),
+            tile, payload_tensor, offset = (
+                tile_buffer.tile(number),
+                torch.from_numpy(np.frombuffer(payload, dtype=np.uint8)),
                 0,
             )
-            spans: list[Span] = words["spans"]  # type: ignore[assignment]
+            spans: list[TileSpan] = header["spans"]  # type: ignore[assignment]
             for span in spans:
                 _, nbytes, _, count = span
-                _strided(tile, span).copy_(body[first : first + nbytes * count].view(count, nbytes))
-                first += nbytes * count
-            window.mark(party, tiles)
+                _strided(tile, span).copy_(
+                    payload_tensor[offset : offset + nbytes * count].view(count, nbytes)
+                )
+                offset += nbytes * count
+            tile_buffer.set_done(member, tiles)
             return True
 
     # what this rank has others do
 
-    def write(self, save: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]) -> None:
-        """Has a rank write these bytes to a file of a save. Errors of its storage come with `flush`."""
-        words = {"what": "write", "save": save, "file": file, "start": start}
-        self._send(rank, "write", words, buffers)
+    def write(
+        self, save_id: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]
+    ) -> None:
+        """Has a rank write these bytes to a file of a save. Errors of its storage come with
+        `flush_writes`.
+        """
+        header = {"what": "write", "save": save_id, "file": file, "start": start}
+        self._send(rank, "write", header, buffers)
 
-    def flush(self) -> None:
-        """Returns once everything sent to be written is. StorageError, naming the rank, where it is not. Ends the connections."""
+    def flush_writes(self) -> None:
+        """Returns once everything sent to be written is. StorageError, naming the rank, where it is
+        not. Ends the connections.
+        """
         try:
-            for rank, error in self._answers("write", None):
+            for rank, error in self._flush_errors("write", None):
                 raise StorageError(
                     f"{error} (bytes of rank {self._ranks[self.rank]}, sent to rank {self._ranks[rank]})"
                 )
         finally:
-            self.hang_up()
+            self.disconnect()
 
-    def handed_in(self, wait: Wait) -> None:
-        """Returns once all pieces of tiles are where they belong. RankError, naming the rank, where they are not."""
-        for rank, error in self._answers("tile", wait):
-            with self._trouble(rank):
+    def flush_tiles(self, wait: PeerWait) -> None:
+        """Returns once all pieces of tiles are where they belong. RankError, naming the rank, where
+        they are not.
+        """
+        for rank, error in self._flush_errors("tile", wait):
+            with self._as_rank_error(rank):
                 raise ConnectionAbortedError(error)
 
-    def _answers(self, kind: str, wait: Wait | None) -> Iterator[tuple[int, str]]:
-        """Asks every rank that was sent something of a kind, and yields the errors of those that have one. `wait`: for who gets on."""
-        lines = {rank: line for (rank, of), line in self._lines.items() if of == kind}
-        for rank, line in lines.items():
-            with self._trouble(rank):
-                send_words(line, {"what": "flush"})
-        for rank, line in lines.items():
+    def _flush_errors(self, kind: str, wait: PeerWait | None) -> Iterator[tuple[int, str]]:
+        """Asks every rank that was sent something of a kind, and yields the errors of those that
+        have one. `wait`: for who gets on.
+        """
+        connections = {
+            rank: connection
+            for (rank, connection_kind), connection in self._connections.items()
+            if connection_kind == kind
+        }
+        for rank, connection in connections.items():
+            with self._as_rank_error(rank):
+                send_header(connection, {"what": "flush"})
+        for rank, connection in connections.items():
             if wait is not None:
-                wait.until(rank, "the end of its tiles", partial(_has_word, line))
-            with self._trouble(rank):
-                words, _ = receive_words(line)
-            if words["error"]:
-                yield rank, str(words["error"])
+                wait.until(rank, "the end of its tiles", partial(_has_answer, connection))
+            with self._as_rank_error(rank):
+                header, _ = receive_header(connection)
+            if header["error"]:
+                yield rank, str(header["error"])
 
-    def hand_in(
-        self, window: FarWindow, *, exchange: int, number: int, tiles: int, spans: Sequence[Span]
+    def send_tile(
+        self,
+        tile_buffer: RemoteTileBuffer,
+        *,
+        exchange: int,
+        number: int,
+        tiles: int,
+        spans: Sequence[TileSpan],
     ) -> None:
-        """Fills these pieces of a tile in another rank's window as they are in its image here; then says that `tiles` are filled."""
-        image = window.tile(number)
-        body = [
+        """Fills these pieces of a tile in another rank's window as they are in its image here; then
+        says that `tiles` are filled.
+        """
+        image = tile_buffer.tile(number)
+        payload = [
             np.ascontiguousarray(_strided(image, span).numpy()).data.cast("B") for span in spans
         ]
-        words = {
+        header = {
             "what": "tile",
-            "window": window.token,
+            "window": tile_buffer.token,
             "exchange": exchange,
             "party": self.rank,
             "number": number,
             "tiles": tiles,
         }
-        self._send(window.rank, "tile", {**words, "spans": spans}, body)
+        self._send(tile_buffer.rank, "tile", {**header, "spans": spans}, payload)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Ends the connections to others; the next bytes make them anew."""
-        with self._dialling:
-            lines, self._lines = self._lines, {}
-        for line in lines.values():
-            line.close()
+        with self._connect_lock:
+            connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            connection.close()
 
     def _send(
-        self, rank: int, kind: str, words: Mapping[str, object], buffers: Sequence[Buffer]
+        self, rank: int, kind: str, header: Mapping[str, object], buffers: Sequence[Buffer]
     ) -> None:
-        with self._trouble(rank):
-            line = self._line(rank, kind)
-            send_words(line, words, nbytes=sum(len(buffer) for buffer in buffers))
+        with self._as_rank_error(rank):
+            connection = self._connection(rank, kind)
+            send_header(connection, header, nbytes=sum(len(buffer) for buffer in buffers))
             for buffer in buffers:
-                line.sendall(buffer)
+                connection.sendall(buffer)
 
-    def _line(self, rank: int, kind: str) -> socket.socket:
-        """One for tiles, which wait until there is room for them, and one for writes, which must wait for nobody."""
-        with self._dialling:
-            if (rank, kind) not in self._lines:
-                self._lines[rank, kind] = connect(self._find(rank), timeout_seconds=self._timeout)
-            return self._lines[rank, kind]
+    def _connection(self, rank: int, kind: str) -> socket.socket:
+        """One for tiles, which wait until there is room for them, and one for writes, which must
+        wait for nobody.
+        """
+        with self._connect_lock:
+            if (rank, kind) not in self._connections:
+                self._connections[rank, kind] = connect(
+                    self._address_of(rank), timeout_seconds=self._timeout_seconds
+                )
+            return self._connections[rank, kind]
 
-    def _trouble(self, rank: int) -> _Trouble:
-        return _Trouble(f"rank {self._ranks[rank]} took no bytes of rank {self._ranks[self.rank]}")
+    def _as_rank_error(self, rank: int) -> _RankErrorContext:
+        return _RankErrorContext(
+            f"rank {self._ranks[rank]} took no bytes of rank {self._ranks[self.rank]}"
+        )
 
 
-class _Trouble:
-    """Says of an OSError inside which rank it is about; that rank, or the one that it waits for, knows why."""
+class _RankErrorContext:
+    """Says of an OSError inside which rank it is about; that rank, or the one that it waits for,
+    knows why.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -249,22 +307,22 @@ class _Trouble:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if isinstance(error, OSError):
-            told = RankError(f"{self._text}: {error.strerror or error}")
-            told.echo = True
-            raise told from error
+            rank_error = RankError(f"{self._text}: {error.strerror or error}")
+            rank_error.echo = True
+            raise rank_error from error
 
 
-def _has_word(line: socket.socket) -> bool:
+def _has_answer(connection: socket.socket) -> bool:
     """Whether there is something to receive, or the other side has hung up."""
-    look = select.poll()
-    look.register(line, select.POLLIN)
-    return bool(look.poll(0))
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(0))
 
 
-def _strided(tile: torch.Tensor, span: Span) -> torch.Tensor:
+def _strided(tile: torch.Tensor, span: TileSpan) -> torch.Tensor:
     """The bytes of a span, [count, nbytes]; an alias. ValueError where the tile does not hold them."""
     start, nbytes, step, count = span
     if (

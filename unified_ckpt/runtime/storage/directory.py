@@ -1,7 +1,8 @@
-"""A folder to read in: by its name, whatever has that at the moment; or, once pinned, itself, whatever takes its name.
+"""A folder to read in: by its name, whatever has that at the moment; or, once pinned, itself,
+whatever takes its name.
 
-How bytes of two checkpoints could be mixed: files are opened one by one, when they are first wanted, and between two of them another save
-takes the name of the folder.
+How bytes of two checkpoints could be mixed: files are opened one by one, when they are first
+wanted, and between two of them another save takes the name of the folder.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import stat
 
 from unified_ckpt.runtime.storage.regular_files import check_regular, open_regular
 
-_HOLD = getattr(
+_HANDLE_FLAGS = getattr(
     os, "O_PATH", os.O_RDONLY
 )  # the former, where a system has it, asks for no right to read
 _CLOSED = -1  # every call that is given it fails
 
 
-class Place:
+class Directory:
     """Its calls raise OSError."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._fd: int | None = None  # None for the name
 
-    def pin(self) -> None:
+    def open_handle(self) -> None:
         """From now on, until it is closed, the folder that has the name at this moment."""
-        self._fd = os.open(self._root, _HOLD | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(self._root, _HANDLE_FLAGS | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def is_replaced(self) -> bool:
+    def was_replaced(self) -> bool:
         """Whether another folder has the name than the one that was pinned, or none."""
         try:
             return not os.path.samestat(self.stat(""), os.stat(self._root))

@@ -1,4 +1,6 @@
-"""Work beside the caller: one thread where a core is free for it, none where the machine's ranks use all cores already."""
+"""Work beside the caller: one thread where a core is free for it, none where the machine's ranks
+use all cores already.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,33 @@ from threading import Thread
 from types import TracebackType
 
 
-class Lane:
-    """Runs calls one after the other, in order. `ranks`: on this machine; each is taken to keep one core busy.
+class IOThread:
+    """Runs calls one after the other, in order. `ranks`: on this machine; each is taken to keep one
+    core busy.
 
-    `ahead`: how many calls may usefully wait for the thread; 0 where there is none. A plain thread: the pools of concurrent.futures take
-    no work while the interpreter ends, which is when a save in the background may still be going on.
+    `queue_depth`: how many calls may usefully wait for the thread; 0 where there is none. A plain
+    thread: the pools of concurrent.futures take no work while the interpreter ends, which is when a
+    save in the background may still be going on.
     """
 
     def __init__(self, *, ranks: int) -> None:
-        free = len(os.sched_getaffinity(0)) > ranks
-        self.ahead = 2 if free else 0
-        self._calls: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        has_free_core = len(os.sched_getaffinity(0)) > ranks
+        self.queue_depth = 2 if has_free_core else 0
+        self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         self._thread = (
-            Thread(target=self._run, name="unified_ckpt-lane", daemon=True) if free else None
+            Thread(target=self._run, name="unified_ckpt-lane", daemon=True)
+            if has_free_core
+            else None
         )  # it ends with its owner
         if self._thread is not None:
             self._thread.start()
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> IOThread:
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -42,24 +48,24 @@ class Lane:
         """Queues a call, or makes it at once; its error comes with the result."""
         future: Future[None] = Future()
         if self._thread is not None:
-            self._calls.put((call, future))
+            self._queue.put((call, future))
         else:
-            _make(call, future)
+            _run_call(call, future)
         return future
 
     def _run(self) -> None:
-        while (queued := self._calls.get()) is not None:
-            _make(*queued)
+        while (item := self._queue.get()) is not None:
+            _run_call(*item)
 
     def close(self) -> None:
         """Returns once all calls are done."""
         if self._thread is not None:
-            self._calls.put(None)
+            self._queue.put(None)
             self._thread.join()
             self._thread = None
 
 
-def _make(call: Callable[[], None], future: Future[None]) -> None:
+def _run_call(call: Callable[[], None], future: Future[None]) -> None:
     try:
         call()
     except BaseException as error:  # told to whoever asks for the result

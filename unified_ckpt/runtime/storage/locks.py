@@ -1,5 +1,6 @@
-"""Readers and removers of a checkpoint keep out of each other's way: a shared `flock` on its manifest, an exclusive one to remove it.
-Those who mend it keep out of each other's way by an exclusive one on the folder.
+"""Readers and removers of a checkpoint keep out of each other's way: a shared `flock` on its
+manifest, an exclusive one to remove it. Those who mend it keep out of each other's way by an
+exclusive one on the folder.
 
 Where the file system knows no locks, there are none.
 """
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.storage.directory import Place
+from unified_ckpt.runtime.storage.directory import Directory
 from unified_ckpt.runtime.storage.regular_files import open_regular
 
 _NO_LOCKS = (
@@ -27,20 +28,21 @@ _NO_LOCKS = (
 
 
 @contextmanager
-def reading(folder: str, *, place: Place | None = None) -> Iterator[None]:
-    """While inside, nobody who asks removes this checkpoint. A folder without a manifest, or behind a URL, is not locked.
+def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[None]:
+    """While inside, nobody who asks removes this checkpoint. A folder without a manifest, or behind
+    a URL, is not locked.
 
-    `place`: the folder itself, where it is pinned. NotFoundError where it was removed just now.
+    `directory`: the folder itself, where it is pinned. NotFoundError where it was removed just now.
     """
-    place = place or Place(folder)
+    directory = directory or Directory(folder)
     try:
-        fd = place.open(names.MANIFEST)
+        fd = directory.open(names.MANIFEST)
     except OSError:
         yield  # what is wrong with it, the reader will say
         return
     try:
         _lock(fd, fcntl.LOCK_SH)
-        if not _is_at(fd, place):
+        if not _is_current(fd, directory):
             raise NotFoundError(f"{folder}: was removed while it was opened")
         yield
     finally:
@@ -48,8 +50,10 @@ def reading(folder: str, *, place: Place | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def removing(folder: str) -> Iterator[bool]:
-    """Whether nobody reads this checkpoint, and nobody will begin to while inside. Waits for nobody; False where there is none."""
+def exclusive_lock(folder: str) -> Iterator[bool]:
+    """Whether nobody reads this checkpoint, and nobody will begin to while inside. Waits for
+    nobody; False where there is none.
+    """
     manifest = os.path.join(folder, names.MANIFEST)
     try:
         fd = _open_to_lock(manifest)
@@ -57,16 +61,18 @@ def removing(folder: str) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_at(fd, Place(folder))
+        yield _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_current(fd, Directory(folder))
     finally:
         os.close(fd)
 
 
 @contextmanager
-def mending(folder: str) -> Iterator[os.stat_result]:
-    """While inside, nobody else mends what is in this folder; gives what tells it from another one that takes its name.
+def repair_lock(folder: str) -> Iterator[os.stat_result]:
+    """While inside, nobody else mends what is in this folder; gives what tells it from another one
+    that takes its name.
 
-    Readers may read meanwhile: a file that is put in is the one that they had to find. StorageError where somebody mends it.
+    Readers may read meanwhile: a file that is put in is the one that they had to find. StorageError
+    where somebody mends it.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -89,10 +95,10 @@ def _open_to_lock(path: str) -> int:
         return open_regular(path)
 
 
-def _lock(fd: int, how: int) -> bool:
+def _lock(fd: int, operation: int) -> bool:
     """False where another one holds it. True also where the file system has no locks."""
     try:
-        fcntl.flock(fd, how)
+        fcntl.flock(fd, operation)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -101,9 +107,9 @@ def _lock(fd: int, how: int) -> bool:
     return True
 
 
-def _is_at(fd: int, place: Place) -> bool:
+def _is_current(fd: int, directory: Directory) -> bool:
     """Whether the open file is still the manifest there."""
     try:
-        return os.path.samestat(os.fstat(fd), place.stat(names.MANIFEST))
+        return os.path.samestat(os.fstat(fd), directory.stat(names.MANIFEST))
     except OSError:
         return False

@@ -1,4 +1,6 @@
-"""Opening files of a checkpoint to read. Regular files only: to open a FIFO waits for a writer, to open a device may do anything."""
+"""Opening files of a checkpoint to read. Regular files only: to open a FIFO waits for a writer, to
+open a device may do anything.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import BinaryIO
 
 from unified_ckpt.errors import NotFoundError, StorageError
 
-_KINDS = {
+_KIND_NAMES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -19,7 +21,9 @@ _KINDS = {
 
 
 def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -> int:
-    """A descriptor of a regular file, or of a link to one. OSError for anything else, which is not opened."""
+    """A descriptor of a regular file, or of a link to one. OSError for anything else, which is not
+    opened.
+    """
     check_regular(os.stat(path, dir_fd=dir_fd), path)
     # Something else may take the name now: O_NONBLOCK does not wait for the other end of a FIFO.
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -32,8 +36,10 @@ def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -
     return fd
 
 
-def open_file(path: str) -> BinaryIO:
-    """A regular file, to read. NotFoundError where there is none, StorageError where it is of another kind or cannot be opened."""
+def open_binary(path: str) -> BinaryIO:
+    """A regular file, to read. NotFoundError where there is none, StorageError where it is of
+    another kind or cannot be opened.
+    """
     try:
         return os.fdopen(open_regular(path), "rb")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -42,15 +48,16 @@ def open_file(path: str) -> BinaryIO:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
-def check_files(root: str) -> None:
-    """StorageError for the first entry of a folder, at any depth, that is neither a regular file nor a folder nor a link to one: for
-    libraries that open files themselves."""
+def check_regular_files(root: str) -> None:
+    """StorageError for the first entry of a folder, at any depth, that is neither a regular file
+    nor a folder nor a link to one: for libraries that open files themselves.
+    """
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 if entry.is_dir():
                     if not entry.is_symlink():
-                        check_files(entry.path)
+                        check_regular_files(entry.path)
                 elif not entry.is_file() and os.path.exists(entry.path):
                     check_regular(entry.stat(), entry.path)
     except OSError as error:
@@ -60,5 +67,5 @@ def check_files(root: str) -> None:
 def check_regular(status: os.stat_result, path: str) -> None:
     """OSError that says what is there, where it is no regular file."""
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        kind = _KIND_NAMES.get(stat.S_IFMT(status.st_mode), "no file")
         raise OSError(errno.EINVAL, f"is {kind}; needed a regular file", path)

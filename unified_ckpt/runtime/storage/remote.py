@@ -18,33 +18,37 @@ class RemoteStorage:
 
         self.root = url.rstrip("/")
         try:
-            self._files, self._prefix = fsspec.core.url_to_fs(self.root)
+            self._file_system, self._prefix = fsspec.core.url_to_fs(self.root)
         except (ValueError, ImportError, OSError) as error:
             raise StorageError(f"{self.root}: cannot be opened: {error}") from error
 
     def read_at(self, name: str, start: int, into: memoryview) -> None:
-        found = self._call(
+        data = self._call(
             "read",
             name,
-            lambda: self._files.cat_file(self._path(name), start=start, end=start + len(into)),
+            lambda: self._file_system.cat_file(
+                self._path(name), start=start, end=start + len(into)
+            ),
         )
-        if len(found) != len(into):
+        if len(data) != len(into):
             raise StorageError(
-                f"{self.root}/{name}: got {len(found)} bytes from byte {start}; needed {len(into)}"
+                f"{self.root}/{name}: got {len(data)} bytes from byte {start}; needed {len(into)}"
             )
-        into[:] = found
+        into[:] = data
 
     def read(self, name: str) -> bytes:
-        return bytes(self._call("read", name, lambda: self._files.cat_file(self._path(name))))
+        return bytes(self._call("read", name, lambda: self._file_system.cat_file(self._path(name))))
 
     def size(self, name: str) -> int | None:
         try:
-            return int(self._call("stat", name, lambda: self._files.info(self._path(name)))["size"])
+            return int(
+                self._call("stat", name, lambda: self._file_system.info(self._path(name)))["size"]
+            )
         except NotFoundError:
             return None
 
     def names(self) -> list[str]:
-        entries = self._call("list", "", lambda: self._files.ls(self._prefix, detail=False))
+        entries = self._call("list", "", lambda: self._file_system.ls(self._prefix, detail=False))
         return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 
     def close(self) -> None:
@@ -53,10 +57,10 @@ class RemoteStorage:
     def _path(self, name: str) -> str:
         return f"{self._prefix.rstrip('/')}/{name}" if name else self._prefix
 
-    def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
+    def _call(self, operation: str, name: str, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
         except FileNotFoundError as error:
-            raise NotFoundError(f"{self.root}/{name}: {what}: no such file") from error
+            raise NotFoundError(f"{self.root}/{name}: {operation}: no such file") from error
         except OSError as error:
-            raise StorageError(f"{self.root}/{name}: {what} failed: {error}") from error
+            raise StorageError(f"{self.root}/{name}: {operation} failed: {error}") from error

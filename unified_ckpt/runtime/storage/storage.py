@@ -1,6 +1,8 @@
-"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches local files.
+"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches
+local files.
 
-Names are relative to a root folder, with `/` between folder and file. Local folders are written and read; fsspec URLs are read.
+Names are relative to a root folder, with `/` between folder and file. Local folders are written and
+read; fsspec URLs are read.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.storage.directory import Place
-from unified_ckpt.runtime.storage.open_files import READERS, OpenFiles
+from unified_ckpt.runtime.storage.directory import Directory
+from unified_ckpt.runtime.storage.open_files import SHARED_READ_CACHE, OpenFiles
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
-    WAITED_FOR,
-    Calls,
-    after,
-    calls,
-    can_be_uncached,
+    FOREGROUND,
+    WritePolicy,
+    skip_bytes,
+    split_iovecs,
+    supports_uncached,
     write_uncached,
 )
 
 Buffer = memoryview
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
-_SHORTENED_URL = re.compile(
+_COLLAPSED_URL = re.compile(
     r"(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)"
 )  # as pathlib.Path("s3://bucket/run") gives it
 _Result = TypeVar("_Result")
@@ -50,7 +52,9 @@ class Reader(Protocol):
         """A whole small file. NotFoundError when there is none."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None when there is none. StorageError for anything but a regular file, which no call here opens."""
+        """Bytes of a file, None when there is none. StorageError for anything but a regular file,
+        which no call here opens.
+        """
 
     def names(self) -> list[str]:
         """Entries of the root folder, sorted."""
@@ -61,11 +65,17 @@ class Reader(Protocol):
 class LocalStorage:
     """A folder of a POSIX file system. Keeps some files open until `sync` or `close`."""
 
-    def __init__(self, root: str, *, how: Calls = WAITED_FOR) -> None:
-        self.root, self.place, self._call_nbytes = root, Place(root), how.nbytes
-        self._uncached = how.uncached and can_be_uncached(os.uname().release)
-        self._reading = OpenFiles(root, self._open_to_read, room=READERS, look=self.place.stat)
-        self._writing = OpenFiles(root, self._open_to_write)
+    def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
+        self.root, self.directory, self._call_nbytes = (
+            root,
+            Directory(root),
+            write_policy.call_nbytes,
+        )
+        self._uncached = write_policy.uncached and supports_uncached(os.uname().release)
+        self._read_files = OpenFiles(
+            root, self._open_to_read, cache=SHARED_READ_CACHE, stat=self.directory.stat
+        )
+        self._write_files = OpenFiles(root, self._open_to_write)
         self._unsynced: dict[str, None] = {}
 
     def __enter__(self) -> LocalStorage:
@@ -73,7 +83,7 @@ class LocalStorage:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -84,12 +94,14 @@ class LocalStorage:
 
     # reading
 
-    def pin(self) -> None:
-        """What is read from now on is this folder's, though another takes its name, until `place` is closed; after that nothing can be."""
-        self._call("open", "", self.place.pin)
+    def open_handle(self) -> None:
+        """What is read from now on is this folder's, though another takes its name, until
+        `directory` is closed; after that nothing can be.
+        """
+        self._call("open", "", self.directory.open_handle)
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        done, file = 0, self._reading.take(name)
+        done, file = 0, self._read_files.acquire(name)
         try:
             while done < len(into):
                 count = self._call(
@@ -101,39 +113,39 @@ class LocalStorage:
                     )
                 done += count
         finally:
-            self._reading.give_back(file)
+            self._read_files.release(file)
 
     def read(self, name: str) -> bytes:
-        def whole() -> bytes:
-            with os.fdopen(self.place.open(name), "rb") as file:
+        def read_all() -> bytes:
+            with os.fdopen(self.directory.open(name), "rb") as file:
                 return file.read()
 
-        return self._call("read", name, whole)
+        return self._call("read", name, read_all)
 
     def size(self, name: str) -> int | None:
         try:
-            return self._call("stat", name, lambda: self.place.nbytes(name))
+            return self._call("stat", name, lambda: self.directory.nbytes(name))
         except NotFoundError:
             return None
 
     def names(self) -> list[str]:
         return self.entries("")
 
-    def stamp(self, name: str) -> tuple[int, int, int] | None:
+    def version_token(self, name: str) -> tuple[int, int, int] | None:
         """What changes when a file is written to or replaced; None where there is no such file."""
         try:
-            found = self._call("stat", name, lambda: self.place.stat(name))
+            status = self._call("stat", name, lambda: self.directory.stat(name))
         except NotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def entries(self, name: str) -> list[str]:
         """Entries of a folder, sorted."""
-        return sorted(self._call("list", name, lambda: self.place.entries(name)))
+        return sorted(self._call("list", name, lambda: self.directory.entries(name)))
 
     def kind(self, name: str) -> str | None:
         """What has this name: "folder", "file", "link" or None."""
-        return self.place.kind(name)
+        return self.directory.kind(name)
 
     # writing
 
@@ -141,22 +153,24 @@ class LocalStorage:
         self._call("make folder", name, lambda: os.mkdir(self.path(name)))
 
     def resize(self, name: str, nbytes: int) -> None:
-        """Sets the file's length, creating it where needed. Never allocates: other ranks may have written to it already."""
-        with self._writing.use(name) as fd:
+        """Sets the file's length, creating it where needed. Never allocates: other ranks may have
+        written to it already.
+        """
+        with self._write_files.use(name) as fd:
             self._call("resize", name, lambda: os.ftruncate(fd, nbytes))
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Writes the buffers one after the other from byte `start`, creating the file where needed."""
-        with self._writing.use(name) as fd:
-            for left in calls(start, buffers, nbytes=self._call_nbytes):
-                while left:
+        with self._write_files.use(name) as fd:
+            for remaining in split_iovecs(start, buffers, call_nbytes=self._call_nbytes):
+                while remaining:
                     count = self._call(
                         f"write at byte {start} of",
                         name,
-                        functools.partial(self._write, fd, left, start),
+                        functools.partial(self._write, fd, remaining, start),
                     )
                     start += count
-                    left = after(left, count)
+                    remaining = skip_bytes(remaining, count)
 
     def _write(self, fd: int, buffers: Sequence[Buffer], start: int) -> int:
         if self._uncached:
@@ -167,37 +181,43 @@ class LocalStorage:
         return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
-        """A small new file; with `fsync` its bytes are on the disk on return, its name is once the folder is synced."""
+        """A small new file; with `fsync` its bytes are on the disk on return, its name is once the
+        folder is synced.
+        """
         self.write_at(name, 0, [memoryview(body)])
         if fsync:
             self.sync(name)
 
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
-        """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a hint."""
+        """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a
+        hint.
+        """
         flush = _libc_function("sync_file_range")
-        file = self._writing.take_open(name) if flush is not None else None
+        file = self._write_files.acquire_open(name) if flush is not None else None
         if flush is not None and file is not None:
             flush(file.fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
-            self._writing.give_back(file)
+            self._write_files.release(file)
 
-    def written(self) -> list[str]:
+    def unsynced_files(self) -> list[str]:
         """The files that were written to and not synced yet."""
         return list(self._unsynced)
 
     def sync(self, name: str) -> None:
         """Returns once the file's bytes are on the disk, and closes it."""
-        with self._writing.use(name) as fd:
+        with self._write_files.use(name) as fd:
             self._call("fsync", name, lambda: os.fsync(fd))
         self._unsynced.pop(name, None)
-        self._writing.close(name)
+        self._write_files.close(name)
 
     def sync_tree(self, name: str) -> None:
-        """`sync` for a file, or for everything in a folder. What is no regular file has nothing to sync, and is not opened."""
+        """`sync` for a file, or for everything in a folder. What is no regular file has nothing to
+        sync, and is not opened.
+        """
         if self.kind(name) == "folder":
             for entry in self.entries(name):
                 self.sync_tree(f"{name}/{entry}")
             self.sync_folder(name)
-        elif self.kind(name) == "file" and stat.S_ISREG(self.place.stat(name).st_mode):
+        elif self.kind(name) == "file" and stat.S_ISREG(self.directory.stat(name).st_mode):
             self._sync_path(
                 name, os.O_RDONLY
             )  # it may be a file that others made, and made read-only
@@ -217,20 +237,23 @@ class LocalStorage:
         self._call("fsync", name, sync)
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a file or folder another name in one step. StorageError where the new name is taken."""
+        """Gives a file or folder another name in one step. StorageError where the new name is
+        taken.
+        """
         if os.path.lexists(self.path(new)):
             raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
-        number = self._rename_flags(
+        error_number = self._rename_flags(
             old, new, _RENAME_NOREPLACE
         )  # os.rename replaces a file that appears after the check
-        if number == errno.EEXIST:
+        if error_number == errno.EEXIST:
             raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
-        if number:
+        if error_number:
             self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        """Gives a file of the root folder the name of another one there, in one step. StorageError where the root's name is another
-        folder's by now than `folder`: nothing is changed there then.
+        """Gives a file of the root folder the name of another one there, in one step. StorageError
+        where the root's name is another folder's by now than `folder`: nothing is changed there
+        then.
         """
 
         def swap() -> None:
@@ -248,12 +271,12 @@ class LocalStorage:
 
     def exchange(self, old: str, new: str) -> bool:
         """Swaps two names in one step; False where the system cannot."""
-        number = self._rename_flags(old, new, _RENAME_EXCHANGE)
-        if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        error_number = self._rename_flags(old, new, _RENAME_EXCHANGE)
+        if error_number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
             return False
-        if number:
+        if error_number:
             raise StorageError(
-                f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(number)}"
+                f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(error_number)}"
             )
         return True
 
@@ -262,7 +285,7 @@ class LocalStorage:
         rename = _libc_function("renameat2")
         if rename is None:
             return errno.ENOSYS
-        done = (
+        succeeded = (
             rename(
                 _AT_FDCWD,
                 os.fsencode(self.path(old)),
@@ -272,7 +295,7 @@ class LocalStorage:
             )
             == 0
         )
-        return 0 if done else ctypes.get_errno()
+        return 0 if succeeded else ctypes.get_errno()
 
     def remove_file(self, name: str) -> None:
         self._call("remove", name, lambda: os.unlink(self.path(name)))
@@ -301,12 +324,12 @@ class LocalStorage:
     def close(self) -> None:
         self._unsynced = {}
         try:
-            self._writing.close()
+            self._write_files.close()
         finally:
-            self._reading.close()
+            self._read_files.close()
 
     def _open_to_read(self, name: str) -> int:
-        return self._call("open", name, lambda: self.place.open(name))
+        return self._call("open", name, lambda: self.directory.open(name))
 
     def _open_to_write(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -317,14 +340,16 @@ class LocalStorage:
         self._unsynced[name] = None
         return fd
 
-    def _call(self, what: str, name: str, call: Callable[[], _Result]) -> _Result:
+    def _call(self, operation: str, name: str, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFoundError(f"{self.path(name)}: {what}: no such file or folder") from error
+            raise NotFoundError(
+                f"{self.path(name)}: {operation}: no such file or folder"
+            ) from error
         except OSError as error:
             raise StorageError(
-                f"{self.path(name)}: {what} failed: {error.strerror or error}"
+                f"{self.path(name)}: {operation} failed: {error.strerror or error}"
             ) from error
 
 
@@ -333,35 +358,43 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-def local(path: str) -> str:
+def strip_file_scheme(path: str) -> str:
     """A local path without the scheme that it may have."""
     return path.removeprefix("file://")
 
 
-def writable(path: str) -> str:
+def writable_path(path: str) -> str:
     """The absolute path of a local folder to write to or to list. StorageError for a URL."""
-    found = absolute(path)
-    if is_url(found):
+    full_path = absolute_path(path)
+    if is_url(full_path):
         raise StorageError(
-            f"{found}: is a URL, expected a local folder; this version reads fsspec URLs, and does not write or list them"
+            f"{full_path}: is a URL, expected a local folder; this version reads fsspec URLs, and does not write or list them"
         )
-    return found
+    return full_path
 
 
-def absolute(path: str, *, root: str = "") -> str:
-    """A URL as it is, with both slashes; any other path from `root`, the working directory as it is now without it."""
+def absolute_path(path: str, *, root: str = "") -> str:
+    """A URL as it is, with both slashes; any other path from `root`, the working directory as it is
+    now without it.
+    """
     path, root = (
-        _SHORTENED_URL.sub(r"\1/", one, count=1) if _SHORTENED_URL.match(one) else one
-        for one in (path, root)
+        _COLLAPSED_URL.sub(r"\1/", text, count=1) if _COLLAPSED_URL.match(text) else text
+        for text in (path, root)
     )
-    if is_url(root) and not is_url(path) and not os.path.isabs(local(path)):
+    if is_url(root) and not is_url(path) and not os.path.isabs(strip_file_scheme(path)):
         return f"{root.rstrip('/')}/{path}"
-    return path if is_url(path) else os.path.abspath(os.path.join(local(root), local(path)))
+    return (
+        path
+        if is_url(path)
+        else os.path.abspath(os.path.join(strip_file_scheme(root), strip_file_scheme(path)))
+    )
 
 
-def place_of(path: str) -> tuple[str, str]:
-    """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's name in it. StorageError."""
-    parent, name = os.path.split(writable(path))
+def ensure_parent(path: str) -> tuple[str, str]:
+    """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's
+    name in it. StorageError.
+    """
+    parent, name = os.path.split(writable_path(path))
     if not name:
         raise StorageError(f"{path}: is no name for a checkpoint; needed a folder name")
     try:
@@ -373,9 +406,9 @@ def place_of(path: str) -> tuple[str, str]:
     return os.path.realpath(parent), name
 
 
-def reader(path: str) -> LocalStorage | RemoteStorage:
+def open_reader(path: str) -> LocalStorage | RemoteStorage:
     """The storage whose root is this folder."""
-    return RemoteStorage(path) if is_url(path) else LocalStorage(local(path))
+    return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
 
-# State that the first step of torch's optimizers, and of those that are made after them, makes of zeros.
-_ZEROS = (
+# State that the first step of torch's optimizers, and of those that are made after them, makes of
+# zeros.
+_ZERO_INITIALIZED = (
     "exp_avg",
     "exp_avg_sq",
     "max_exp_avg_sq",
@@ -26,16 +27,18 @@ _ZEROS = (
 )
 
 
-def begin_grown(target: OptimizerTarget, grown: Collection[str]) -> None:
-    """Gives the tensors that were made for `grown`, as "fqn/state", what the optimizer has, or what its first step would make.
+def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
+    """Gives the tensors that were made for `grown`, as "fqn/state", what the optimizer has, or what
+    its first step would make.
 
-    State of the optimizer itself stays as it is. MismatchError for state whose first value is not known.
+    State of the optimizer itself stays as it is. MismatchError for state whose first value is not
+    known.
     """
-    unknown = []
+    unsupported = []
     params = {
-        target.names[id(p)]: (o, p)
-        for o in target.optimizers
-        for group in o.param_groups
+        target.names[id(p)]: (owner, p)
+        for owner in target.optimizers
+        for group in owner.param_groups
         for p in group["params"]
     }
     for key in sorted(grown):
@@ -49,14 +52,14 @@ def begin_grown(target: OptimizerTarget, grown: Collection[str]) -> None:
         elif name in MASTER_KEYS and tensor.is_floating_point():
             _local(tensor).copy_(_local(param))
         elif (
-            name in _ZEROS or name in MASTER_KEYS
+            name in _ZERO_INITIALIZED or name in MASTER_KEYS
         ):  # which as integers are what the parameter's rounding took off
             _local(tensor).zero_()
         else:
-            unknown.append(key)
-    if unknown:
+            unsupported.append(key)
+    if unsupported:
         raise MismatchError(
-            f"optimizer:{', '.join(unknown)}: grows with its parameter, and what new elements begin with is not known; "
+            f"optimizer:{', '.join(unsupported)}: grows with its parameter, and what new elements begin with is not known; "
             "needed an optimizer that has this state: step it once before the load"
         )
 

@@ -1,4 +1,6 @@
-"""Modules by fully qualified name: wrappers' prefixes stripped, tied weights found, extra state apart. Moves no bytes."""
+"""Modules by fully qualified name: wrappers' prefixes stripped, tied weights found, extra state
+apart. Moves no bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,78 +18,85 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
-_TRANSPARENT = (
+_WRAPPER_NAMES = (
     "_orig_mod.",
     "_checkpoint_wrapped_module.",
 )  # torch.compile, activation checkpointing
-_FLAT = "_flat_param"  # FSDP1
-_EXTRA = "_extra_state"
+_FLAT_PARAM = "_flat_param"  # FSDP1
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
 class FlatModel:
-    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name -> stored name. `followed`: buffers of
-    DistributedDataParallel on all ranks but the first of its group, from which they are overwritten before each forward pass."""
+    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name ->
+    stored name. `rank0_buffers`: buffers of DistributedDataParallel on all ranks but the first of
+    its group, from which they are overwritten before each forward pass.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra_owners: dict[str, nn.Module] = field(default_factory=dict)
-    followed: set[str] = field(default_factory=set)
+    rank0_buffers: set[str] = field(default_factory=set)
 
-    def names(self) -> dict[int, str]:
+    def param_names(self) -> dict[int, str]:
         """id of a parameter -> its stored name."""
         return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
 
 
 def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
-    """Every tensor of the model. LayoutError naming what cannot be told. `argument`: the caller's name for it."""
+    """Every tensor of the model. LayoutError naming what cannot be told. `argument`: the caller's
+    name for it.
+    """
     flat = FlatModel()
     if model is None:
         return flat
-    seen: dict[object, str] = {}
+    names_by_memory: dict[object, str] = {}
     if isinstance(model, Mapping):
         check_tensors(model, argument)
         for fqn, tensor in model.items():
-            _add(flat, seen, fqn, tensor)
+            _add(flat, names_by_memory, fqn, tensor)
         return flat
     modules: Sequence[object] = model if isinstance(model, Sequence) else [model]
     for module in modules:
         if not isinstance(module, nn.Module):
-            got = type(module).__name__
+            type_name = type(module).__name__
             raise LayoutError(
-                f"{argument}: got a {got}, expected an nn.Module, a list of them, or a dict of tensors"
+                f"{argument}: got a {type_name}, expected an nn.Module, a list of them, or a dict of tensors"
             )
-        _flatten_module(flat, seen, module)
+        _flatten_module(flat, names_by_memory, module)
     return flat
 
 
-def _flatten_module(flat: FlatModel, seen: dict[object, str], module: nn.Module) -> None:
-    # state_dict() first: it puts FSDP2's parameters back in shards after a forward pass without backward.
+def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module: nn.Module) -> None:
+    # state_dict() first: it puts FSDP2's parameters back in shards after a forward pass without
+    # backward.
     state = module.state_dict(keep_vars=True)
-    wrapped = _wrapped_prefixes(module)
+    wrapper_prefixes = _wrapper_prefixes(module)
     for raw, value in state.items():
-        fqn = clean_name(raw, wrapped)
-        if _FLAT in raw:
+        fqn = clean_name(raw, wrapper_prefixes)
+        if _FLAT_PARAM in raw:
             raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; needed fully_shard (FSDP2)")
         if is_extra_state(fqn):
             flat.extra_state[fqn] = value
         elif isinstance(value, torch.Tensor):
-            _add(flat, seen, fqn, value)
+            _add(flat, names_by_memory, fqn, value)
         else:
             raise LayoutError(
                 f"{fqn}: the module's state holds a {type(value).__name__}; needed a tensor, or get_extra_state"
             )
     for name, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            raw = f"{name}.{_EXTRA}" if name else _EXTRA
-            flat.extra_owners[clean_name(raw, wrapped)] = inner
-    flat.followed |= {clean_name(raw, wrapped) for raw in _followed(module)}
+            raw = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
+            flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
+    flat.rank0_buffers |= {clean_name(raw, wrapper_prefixes) for raw in _rank0_buffers(module)}
     _rename_tied(flat, module)
 
 
-def _followed(module: nn.Module) -> Iterator[str]:
-    """Source: DistributedDataParallel's `broadcast_buffers`, which sends them from rank 0 of its group."""
+def _rank0_buffers(module: nn.Module) -> Iterator[str]:
+    """Source: DistributedDataParallel's `broadcast_buffers`, which sends them from rank 0 of its
+    group.
+    """
     for prefix, inner in module.named_modules():
         if (
             isinstance(inner, DistributedDataParallel)
@@ -97,7 +106,7 @@ def _followed(module: nn.Module) -> Iterator[str]:
             yield from (f"{prefix}.{name}" if prefix else name for name, _ in inner.named_buffers())
 
 
-def _wrapped_prefixes(module: nn.Module) -> list[str]:
+def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """Raw name prefixes whose `module.` is that of a wrapper, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     names = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
@@ -106,27 +115,31 @@ def _wrapped_prefixes(module: nn.Module) -> list[str]:
     )
 
 
-def clean_name(raw: str, wrapped: Sequence[str]) -> str:
+def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
     """A name without the prefixes that wrappers add."""
-    for prefix in wrapped:
+    for prefix in wrapper_prefixes:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
-    return unwrapped(raw)
+    return strip_wrappers(raw)
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether what a module's `get_extra_state` gave stands under this name of a state dict; it may be a tensor."""
-    return name.rpartition(".")[2] == _EXTRA
+    """Whether what a module's `get_extra_state` gave stands under this name of a state dict; it may
+    be a tensor.
+    """
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """A name without what torch.compile and activation checkpointing put into it."""
-    for part in _TRANSPARENT:
-        name = name.replace(part, "")
+    for wrapper in _WRAPPER_NAMES:
+        name = name.replace(wrapper, "")
     return name
 
 
-def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tensor) -> None:
+def _add(
+    flat: FlatModel, names_by_memory: dict[object, str], fqn: str, tensor: torch.Tensor
+) -> None:
     if is_lazy(tensor):
         raise LayoutError(f"{fqn}: has no shape before the model's first forward pass; needed one")
     if fqn in flat.tensors or fqn in flat.aliases:
@@ -135,14 +148,14 @@ def _add(flat: FlatModel, seen: dict[object, str], fqn: str, tensor: torch.Tenso
         raise LayoutError(
             f"{fqn}: two modules of the model have this name for different tensors; needed one name for each"
         )
-    first = seen.setdefault(_memory(tensor), fqn)
-    if first == fqn:
+    stored_name = names_by_memory.setdefault(_memory_key(tensor), fqn)
+    if stored_name == fqn:
         flat.tensors[fqn] = tensor
     else:
-        flat.aliases[fqn] = first
+        flat.aliases[fqn] = stored_name
 
 
-def _memory(tensor: torch.Tensor) -> object:
+def _memory_key(tensor: torch.Tensor) -> object:
     """Equal for two tensors that are one piece of memory seen in one way."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if (
@@ -166,7 +179,9 @@ def _memory(tensor: torch.Tensor) -> object:
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:
-    """A stage that holds only the second name of a weight that transformers ties stores it under the first, like the other stage."""
+    """A stage that holds only the second name of a weight that transformers ties stores it under
+    the first, like the other stage.
+    """
     tied = getattr(module, "_tied_weights_keys", None)
     if not isinstance(tied, Mapping) or not getattr(
         getattr(module, "config", None), "tie_word_embeddings", False

@@ -1,4 +1,6 @@
-"""What the next step of an optimizer reads from its state, also before its first step. By class; runs no code of an optimizer."""
+"""What the next step of an optimizer reads from its state, also before its first step. By class;
+runs no code of an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,24 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-COUNTER = "step"
+STEP = "step"
 MASTER_KEYS = (
     "master_param",
     "master_params",
     "master_weight",
     "master_weights",
 )  # apex and TransformerEngine call it so
-_MASTERS = frozenset(
+_OPTIONAL_MASTERS = frozenset(
     MASTER_KEYS
 )  # a copy of a parameter that is no more precise: any step may ignore it
-NUMBERS = (
-    COUNTER,
+SCALAR_STATES = (
+    STEP,
     "mu_product",
     "eta",
     "mu",
 )  # of torch's optimizers: never in the parameter's dtype
-# class -> (state that the next step reads, further state that it makes or reads under other options)
+# class -> (state that the next step reads, further state that it makes or reads under other
+# options)
 _TORCH: dict[str, tuple[str, str]] = {
     "ASGD": ("step eta mu ax", ""),
     "Adadelta": ("step square_avg acc_delta", ""),
@@ -52,23 +55,25 @@ _BY_OPTION = {
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """State names of a parameter that has been stepped. `required`: the next step reads them; `optional`: it may.
+    """State names of a parameter that has been stepped. `required`: the next step reads them;
+    `optional`: it may.
 
-    `dtypes`: of the states, None where they have the parameter's. `master`: the name under which a step makes and reads master weights.
-    `counts_in_group`: the step count is `group["step"]`.
+    `dtypes`: of the states, None where they have the parameter's. `master`: the name under which a
+    step makes and reads master weights.
+    `step_in_group`: the step count is `group["step"]`.
     """
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
     dtypes: Mapping[str, torch.dtype] | None = None
     master: str | None = None
-    counts_in_group: bool = False
+    step_in_group: bool = False
 
     def dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
         """The dtype in which a step reads this state of a parameter, None for any."""
         if self.dtypes is not None:
             return self.dtypes.get(name)
-        return None if name in NUMBERS else param.dtype
+        return None if name in SCALAR_STATES else param.dtype
 
 
 def class_name(optimizer: Optimizer) -> str:
@@ -78,7 +83,8 @@ def class_name(optimizer: Optimizer) -> str:
 def state_rule(
     optimizer: Optimizer, param: torch.Tensor, options: Mapping[str, Any]
 ) -> StateRule | None:
-    """The rule for a parameter under these options of its group; None for a class that this module does not know.
+    """The rule for a parameter under these options of its group; None for a class that this module
+    does not know.
 
     A subclass of torch's that steps as torch does has torch's state.
     """
@@ -88,33 +94,33 @@ def state_rule(
         if (
             not getattr(optimizer, "master_weights", False) or param.dtype == torch.float32
         ):  # whose master no step reads
-            return StateRule(moments, _MASTERS, dtypes, counts_in_group=True)
+            return StateRule(moments, _OPTIONAL_MASTERS, dtypes, step_in_group=True)
         if getattr(optimizer, "store_param_remainders", False) and param.dtype == torch.bfloat16:
             return StateRule(
                 moments | {"master_param"},
                 dtypes={**dtypes, "master_param": torch.int16},
-                counts_in_group=True,
+                step_in_group=True,
             )
-        return StateRule(moments, dtypes=dtypes, master="master_param", counts_in_group=True)
+        return StateRule(moments, dtypes=dtypes, master="master_param", step_in_group=True)
     if (
         type(optimizer).__module__.partition(".")[0] == "apex"
         and type(optimizer).__name__ == "FusedAdam"
     ):
         moments = frozenset(("exp_avg", "exp_avg_sq"))
         return StateRule(
-            moments, _MASTERS, dict.fromkeys(moments, torch.float32), counts_in_group=True
+            moments, _OPTIONAL_MASTERS, dict.fromkeys(moments, torch.float32), step_in_group=True
         )
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it, in each class that is made
     owner = step.__qualname__.partition(".")[0]
     if not f"{step.__module__}.".startswith("torch.optim.") or owner not in _TORCH:
         return None
-    chosen = (name for option, name in _BY_OPTION.get(owner, {}).items() if options.get(option))
-    return _torch_rule(owner, frozenset(chosen))
+    enabled = (name for option, name in _BY_OPTION.get(owner, {}).items() if options.get(option))
+    return _torch_rule(owner, frozenset(enabled))
 
 
 @cache
-def _torch_rule(name: str, chosen: frozenset[str]) -> StateRule:
+def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
     required, optional = (frozenset(names.split()) for names in _TORCH[name])
     return StateRule(
-        required | chosen, optional - chosen | _MASTERS, {} if name == "LBFGS" else None
+        required | enabled, optional - enabled | _OPTIONAL_MASTERS, {} if name == "LBFGS" else None
     )

@@ -1,4 +1,6 @@
-"""Random states as objects: those of this process, which another number of ranks derives anew, and generators of the job's own."""
+"""Random states as objects: those of this process, which another number of ranks derives anew, and
+generators of the job's own.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class RandomStates:
-    """All random generators that a training step draws from by default, as one object with `state_dict` and `load_state_dict`.
+    """All random generators that a training step draws from by default, as one object with
+    `state_dict` and `load_state_dict`.
 
-    Python's, NumPy's old global one, torch's of the CPU and of every CUDA device that this process sees. Generators of the job's own
-    (`torch.Generator`, `np.random.Generator`) stand beside it. Belongs in `rank_extra`: each rank has its own states.
+    Python's, NumPy's old global one, torch's of the CPU and of every CUDA device that this process
+    sees. Generators of the job's own (`torch.Generator`, `np.random.Generator`) stand beside it.
+    Belongs in `rank_extra`: each rank has its own states.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,7 +37,9 @@ class RandomStates:
         return states
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Exactly as they were. Those of CUDA devices stay as they are where it is another number of devices."""
+        """Exactly as they were. Those of CUDA devices stay as they are where it is another number
+        of devices.
+        """
         version, inner, gauss = state_dict["python"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(tuple(state_dict["numpy"]))
@@ -52,7 +58,9 @@ class RandomStates:
             torch.cuda.set_rng_state_all(saved)
 
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:
-        """New states for rank `rank` of `world`, from those of another number of ranks: always the same from the same."""
+        """New states for rank `rank` of `world`, from those of another number of ranks: always the
+        same from the same.
+        """
         seed = zlib.crc32(
             f"{zlib.crc32(saved[rank % len(saved)]['torch'].numpy())}/{rank}/{world}".encode()
         )  # 32 bits: NumPy takes no more
@@ -69,7 +77,7 @@ class RandomStates:
 
 
 # What a generator is called, its state as plain values, and the reverse, by type.
-_GENERATORS: dict[
+_GENERATOR_TYPES: dict[
     type, tuple[Callable[[Any], str], Callable[[Any], Any], Callable[[Any, Any], None]]
 ] = {
     torch.Generator: (
@@ -102,29 +110,31 @@ class GeneratorState:
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        kind, self._get, self._set = next(
-            of for one, of in _GENERATORS.items() if isinstance(generator, one)
+        describe, self._get, self._set = next(
+            functions
+            for generator_type, functions in _GENERATOR_TYPES.items()
+            if isinstance(generator, generator_type)
         )
-        self._kind = kind(generator)
+        self._description = describe(generator)
 
     def state_dict(self) -> dict[str, Any]:
         """The state now, and of what kind of generator."""
-        return {"generator": self._kind, "state": self._get(self._generator)}
+        return {"generator": self._description, "state": self._get(self._generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Exactly as it was."""
         self._set(self._generator, state_dict["state"])
 
-    def problem(self, state: Any) -> str:
+    def mismatch(self, state: Any) -> str:
         """Why the generator cannot take this state; empty where it can."""
         saved = state.get("generator") if isinstance(state, Mapping) else None
         return (
             ""
-            if saved == self._kind
-            else f"the checkpoint has {saved or 'no generator'}, the target is a {self._kind}"
+            if saved == self._description
+            else f"the checkpoint has {saved or 'no generator'}, the target is a {self._description}"
         )
 
 
 def is_generator(value: Any) -> bool:
     """Whether `GeneratorState` knows it."""
-    return isinstance(value, tuple(_GENERATORS))
+    return isinstance(value, tuple(_GENERATOR_TYPES))

@@ -1,4 +1,6 @@
-"""The bytes of one rank's tensors: dtypes, views and copies between a part in memory and the lines of a tile. Knows no names."""
+"""The bytes of one rank's tensors: dtypes, views and copies between a part in memory and the lines
+of a tile. Knows no names.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.planning.slabs import inner_boxes
+from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import Row
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.errors import LayoutError, MismatchError
 
-_NAMES = {
+_TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -37,35 +39,45 @@ _NAMES = {
     "F4": "float4_e2m1fn_x2",
 }
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, theirs) for name, theirs in _NAMES.items() if hasattr(torch, theirs)
+    name: getattr(torch, torch_name)
+    for name, torch_name in _TORCH_NAMES.items()
+    if hasattr(torch, torch_name)
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-ELEMENT = ((Box((), ()), Box((), ())),)  # the boxes of a line that is one element
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of an item size
+SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a line that is one element
+INT_DTYPES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # integers of an item size
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of one tensor. `row.spec.dtype` is the dtype on disk; `local`'s may differ, then copies cast.
+class LocalTensor:
+    """One rank's part of one tensor. `row.spec.dtype` is the dtype on disk; `local`'s may differ,
+    then copies cast.
 
     `local` aliases the caller's memory and has the shape that the row's sharding gives this rank.
     """
 
-    row: Row
+    decl: TensorDecl
     local: torch.Tensor
 
     @property
     def casts(self) -> bool:
-        return DTYPE_NAMES[self.local.dtype] != self.row.spec.dtype
+        return DTYPE_NAMES[self.local.dtype] != self.decl.spec.dtype
 
     @property
-    def plain(self) -> bool:
+    def is_stored_bytes(self) -> bool:
         """Whether the part's memory is, byte for byte, what a file holds of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
 
 
 def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
-    """LayoutError for a key that is no name, or a value that is no tensor. `argument`: of the caller, who gave this dict."""
+    """LayoutError for a key that is no name, or a value that is no tensor. `argument`: of the
+    caller, who gave this dict.
+    """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise LayoutError(f"{argument}: got the key {name!r}, expected names of tensors")
@@ -95,46 +107,50 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def same_bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_int_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as integers of its item size: copies then keep every bit and work for every dtype."""
-    return tensor.view(BITS[tensor.element_size()])
+    return tensor.view(INT_DTYPES[tensor.element_size()])
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in row-major memory: itself where it is so, else a copy."""
-    return tensor if tensor.is_contiguous() else same_bits(tensor).contiguous().view(tensor.dtype)
+    return tensor if tensor.is_contiguous() else as_int_bits(tensor).contiguous().view(tensor.dtype)
 
 
-def lines_of(part: Part, *, split: int, first_line: int, lines: int) -> torch.Tensor:
-    """Lines [first_line, +lines) of the part: its dims left of `split` flattened; an alias where the part is contiguous."""
-    shape = part.local.shape
-    flat = part.local.reshape(
-        prod(shape[:split]), *shape[split:]
+def slabs_of(tensor: LocalTensor, *, outer_ndim: int, first_slab: int, count: int) -> torch.Tensor:
+    """Lines [first_line, +lines) of the part: its dims left of `outer_ndim` flattened; an alias
+    where the part is contiguous.
+    """
+    shape = tensor.local.shape
+    flat = tensor.local.reshape(
+        prod(shape[:outer_ndim]), *shape[outer_ndim:]
     )  # [all lines, rest of the local shape]
-    return flat[first_line : first_line + lines]
+    return flat[first_slab : first_slab + count]
 
 
-def fill_lines(
+def copy_slabs_to_tile(
     tile: torch.Tensor,
-    part: Part,
+    tensor: LocalTensor,
     boxes: Sequence[tuple[Box, Box]],
     *,
-    split: int,
-    first_line: int,
-    lines: int,
+    outer_ndim: int,
+    first_slab: int,
+    count: int,
 ) -> None:
     """Copies what the part holds of the lines into the tile's bytes (uint8 [lines * line bytes])."""
-    source = lines_of(part, split=split, first_line=first_line, lines=lines)
-    target = _typed(tile, part, split=split, lines=lines)
-    if not part.casts:
-        source, target = same_bits(source), same_bits(target)
-    for in_line, in_local in boxes:
-        target[_slices(in_line)].copy_(source[_slices(in_local)])
+    source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
+    target = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
+    if not tensor.casts:
+        source, target = as_int_bits(source), as_int_bits(target)
+    for in_slab, in_local in boxes:
+        target[_slices(in_slab)].copy_(source[_slices(in_local)])
 
 
-def fill_whole(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Copies tensors of one dtype and device into the tile's bytes, one after the other: one call for many small ones."""
-    flat = [same_bits(local.reshape(-1)) for local in locals_]
+def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
+    """Copies tensors of one dtype and device into the tile's bytes, one after the other: one call
+    for many small ones.
+    """
+    flat = [as_int_bits(local.reshape(-1)) for local in locals_]
     target = tile.view(flat[0].dtype)
     if flat[0].device.type == "cpu":
         torch.cat(flat, out=target)
@@ -142,50 +158,60 @@ def fill_whole(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
         target.copy_(torch.cat(flat))
 
 
-def empty_whole(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """The reverse: copies from the tile's bytes into tensors of one dtype and device, one after the other."""
-    flat = [same_bits(local.view(-1)) for local in locals_]
+def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
+    """The reverse: copies from the tile's bytes into tensors of one dtype and device, one after the
+    other.
+    """
+    flat = [as_int_bits(local.view(-1)) for local in locals_]
     source = tile.view(flat[0].dtype).to(flat[0].device)
-    torch._foreach_copy_(flat, list(torch.split(source, [one.numel() for one in flat])))
+    torch._foreach_copy_(flat, list(torch.split(source, [tensor.numel() for tensor in flat])))
 
 
-def copy_lines(target: torch.Tensor, part: Part, *, split: int, first_line: int) -> None:
-    """Copies as many lines of the part as the target has, [lines, *local shape from `split` on], of the dtype on disk."""
-    source = lines_of(part, split=split, first_line=first_line, lines=len(target))
-    if not part.casts:
-        source, target = same_bits(source), same_bits(target)
+def copy_slabs(
+    target: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, first_slab: int
+) -> None:
+    """Copies as many lines of the part as the target has, [lines, *local shape from `outer_ndim`
+    on], of the dtype on disk.
+    """
+    source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=len(target))
+    if not tensor.casts:
+        source, target = as_int_bits(source), as_int_bits(target)
     target.copy_(source)
 
 
-def empty_lines(
+def copy_slabs_from_tile(
     tile: torch.Tensor,
-    part: Part,
+    tensor: LocalTensor,
     boxes: Sequence[tuple[Box, Box]],
     *,
-    split: int,
-    first_line: int,
-    lines: int,
+    outer_ndim: int,
+    first_slab: int,
+    count: int,
 ) -> None:
     """The reverse: copies from the tile's bytes into the part, which must be contiguous."""
-    target = lines_of(part, split=split, first_line=first_line, lines=lines)
-    source = _typed(tile, part, split=split, lines=lines)
-    if not part.casts:
-        source, target = same_bits(source), same_bits(target)
-    for in_line, in_local in boxes:
-        target[_slices(in_local)].copy_(source[_slices(in_line)])
+    target = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
+    source = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
+    if not tensor.casts:
+        source, target = as_int_bits(source), as_int_bits(target)
+    for in_slab, in_local in boxes:
+        target[_slices(in_local)].copy_(source[_slices(in_slab)])
 
 
-def boxes_in_line(part: Part, rank: int, split: int) -> tuple[tuple[Box, Box], ...]:
+def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
     """What the rank holds of each line: (box in the line, box in the local line)."""
-    sharding = part.row.sharding
+    sharding = tensor.decl.sharding
     position = sharding.position(rank)
     if position is None:
         return ()
-    return inner_boxes(part.row.spec.shape, sharding, sharding.coordinates(position), split)
+    return slab_boxes(tensor.decl.spec.shape, sharding, sharding.coordinates(position), outer_ndim)
 
 
-def _typed(tile: torch.Tensor, part: Part, *, split: int, lines: int) -> torch.Tensor:
-    return tile.view(TORCH_DTYPES[part.row.spec.dtype]).view(lines, *part.row.spec.shape[split:])
+def _typed_slabs(
+    tile: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, count: int
+) -> torch.Tensor:
+    return tile.view(TORCH_DTYPES[tensor.decl.spec.dtype]).view(
+        count, *tensor.decl.spec.shape[outer_ndim:]
+    )
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

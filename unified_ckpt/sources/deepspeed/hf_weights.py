@@ -1,4 +1,6 @@
-"""Hugging Face's `model.safetensors` beside DeepSpeed's folder, as the Trainer writes it: under stage 3 the only low-precision weights."""
+"""Hugging Face's `model.safetensors` beside DeepSpeed's folder, as the Trainer writes it: under
+stage 3 the only low-precision weights.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,31 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.format import names
 from unified_ckpt.runtime.torch_state.flatten import MODEL
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
-from unified_ckpt.sources.restricted_pickle.archive import Mapped
+from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 
 
-def weights_beside(root: str) -> dict[str, tuple[torch.Tensor, str]]:
-    """Tensors, aliases of their files, and the files; none where there are no weights. FormatError or IncompleteError where they are
-    damaged."""
+def read_hf_weights(root: str) -> dict[str, tuple[torch.Tensor, str]]:
+    """Tensors, aliases of their files, and the files; none where there are no weights. FormatError
+    or IncompleteError where they are damaged.
+    """
     if not {names.index_name(MODEL), names.file_name(MODEL, number=1, count=1)} & set(
         os.listdir(root)
     ):
         return {}
-    with closing(open_path(root, hold=True)) as folder:
-        stored = folder.names(MODEL)
-        specs = folder.specs(MODEL, stored)
-        locations = folder.catalog({(MODEL, name) for name in stored}).locations
-    files = {one.file: Mapped(os.path.join(root, one.file)) for one in locations.values()}
-    found = {}
+    with closing(open_path(root, lock=True)) as folder:
+        stored_names = folder.names(MODEL)
+        specs = folder.specs(MODEL, stored_names)
+        locations = folder.catalog({(MODEL, name) for name in stored_names}).locations
+    files = {entry.file: MappedFile(os.path.join(root, entry.file)) for entry in locations.values()}
+    tensors = {}
     for name, spec in specs.items():
-        at = locations[MODEL, name]
-        held = files[at.file].bytes(at.start, spec.nbytes)
+        location = locations[MODEL, name]
+        buffer = files[location.file].bytes(location.start, spec.nbytes)
         dtype = TORCH_DTYPES[spec.dtype]
         tensor = (
-            torch.frombuffer(held, dtype=dtype).view(spec.shape)
+            torch.frombuffer(buffer, dtype=dtype).view(spec.shape)
             if spec.nbytes
             else torch.empty(spec.shape, dtype=dtype, device="cpu")
         )
-        found[name] = tensor, files[at.file].path
-    return found
+        tensors[name] = tensor, files[location.file].path
+    return tensors

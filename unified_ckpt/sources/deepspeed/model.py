@@ -1,6 +1,8 @@
-"""The model's file of a DeepSpeed folder, `*mp_rank_00_model_states.pt`: weights, names and shapes, and what the job said beside them.
+"""The model's file of a DeepSpeed folder, `*mp_rank_00_model_states.pt`: weights, names and shapes,
+and what the job said beside them.
 
-Under stage 3 each rank has one, with empty tensors in place of the parameters, and its parts of those that are frozen.
+Under stage 3 each rank has one, with empty tensors in place of the parameters, and its parts of
+those that are frozen.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.torch_state.modules import is_extra_state
-from unified_ckpt.sources.deepspeed.layout import Span, in_parts
-from unified_ckpt.sources.deepspeed.optimizer_files import STUBS, check_whole, unstubbed
-from unified_ckpt.sources.deepspeed.parameters import spans_tensor
+from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
+from unified_ckpt.sources.deepspeed.optimizer_files import (
+    PLACEHOLDER_CLASSES,
+    check_archives,
+    placeholder_fields,
+)
+from unified_ckpt.sources.deepspeed.parameters import tensor_from_ranges
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.views.shards import Assembly
+from unified_ckpt.views.shards import ShardedTensor
 
 MODEL_FILE = (
     "mp_rank_00_model_states.pt"  # without stage 3; with it "zero_pp_rank_<rank>_" stands before
 )
-_OURS = (
+_PARSED_KEYS = (
     "module",
     "buffer_names",
     "optimizer",
@@ -41,149 +47,176 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """`held`: the module's tensors. `groups`: trained parameters by flat group, in order. `shapes`: of these and of the frozen ones.
-    `parts`: this rank's of frozen parameters that are cut. `aliases`: of tied weights. `world`: ranks of data parallelism. `modules`: extra
-    state."""
+    """`tensors`: the module's tensors. `flat_groups`: trained parameters by flat group, in order.
+    `shapes`: of these and of the frozen ones.
+    `frozen_parts`: this rank's of frozen parameters that are cut. `aliases`: of tied weights.
+    `world_size`: ranks of data parallelism. `extra_states`: extra state.
+    """
 
     path: str
-    held: Mapping[str, torch.Tensor]
-    buffers: frozenset[str]
-    groups: Sequence[Shapes]
+    tensors: Mapping[str, torch.Tensor]
+    buffer_names: frozenset[str]
+    flat_groups: Sequence[Shapes]
     shapes: Shapes
-    parts: Mapping[str, torch.Tensor]
+    frozen_parts: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
     step: int | None
-    world: int
+    world_size: int
     extra: Mapping[str, Any]
-    modules: Mapping[str, Any]
+    extra_states: Mapping[str, Any]
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Whether it is of stage 3."""
         return os.path.split(self.path)[1] != MODEL_FILE
 
-    def lacks(self, name: str) -> bool:
-        """Whether `held` has an empty tensor in place of this one."""
-        one = self.held[name]
+    def is_placeholder(self, name: str) -> bool:
+        """Whether `tensors` has an empty tensor in place of this one."""
+        tensor = self.tensors[name]
         return (
-            self.is_cut
-            and name not in self.buffers
-            and not one.numel()
-            and self.shapes.get(name) != tuple(one.shape)
+            self.is_partitioned
+            and name not in self.buffer_names
+            and not tensor.numel()
+            and self.shapes.get(name) != tuple(tensor.shape)
         )
 
 
 def read_model_file(path: str) -> ModelFile:
     """FormatError where it is not what DeepSpeed writes."""
-    told = load_torch(path, stubs=STUBS)
+    content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     try:
-        found = _model_file(path, told)
+        model = _parse_model_file(path, content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(
             f"{path}: is not what DeepSpeed writes: {type(error).__name__}: {error}"
         ) from error
-    absent = [name for name in found.shapes if name not in found.held]
-    if absent:
-        raise FormatError(listed(f"{path}: has shapes and no tensors of", absent))
-    for name, shape in found.shapes.items():
-        if tuple(found.held[name].shape) != shape and not found.lacks(name):
+    missing = [name for name in model.shapes if name not in model.tensors]
+    if missing:
+        raise FormatError(format_list(f"{path}: has shapes and no tensors of", missing))
+    for name, shape in model.shapes.items():
+        if tuple(model.tensors[name].shape) != shape and not model.is_placeholder(name):
             raise FormatError(
-                f"{path}: {name}: has shape {tuple(found.held[name].shape)}; its shapes of parameters say {shape}"
+                f"{path}: {name}: has shape {tuple(model.tensors[name].shape)}; its shapes of parameters say {shape}"
             )
-    return found
+    return model
 
 
-def _model_file(path: str, told: Mapping[str, Any]) -> ModelFile:
-    if told["module"] is None:
+def _parse_model_file(path: str, content: Mapping[str, Any]) -> ModelFile:
+    if content["module"] is None:
         raise FormatError(
             f"{path}: has no weights, as those of pipelines; needed a model that is whole in this file"
         )
-    modules = {name: unstubbed(one) for name, one in told["module"].items() if is_extra_state(name)}
-    held = {
-        name: one.detach()
-        for name, one in told["module"].items()
-        if isinstance(one, torch.Tensor) and name not in modules
+    extra_states = {
+        name: placeholder_fields(tensor)
+        for name, tensor in content["module"].items()
+        if is_extra_state(name)
     }
-    groups = [_shapes(group) for group in told.get("param_shapes") or ()]
-    shapes = {name: shape for group in groups for name, shape in group.items()} | _shapes(
-        told.get("frozen_param_shapes") or {}
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in content["module"].items()
+        if isinstance(tensor, torch.Tensor) and name not in extra_states
+    }
+    groups = [_parse_shapes(group) for group in content.get("param_shapes") or ()]
+    shapes = {name: shape for group in groups for name, shape in group.items()} | _parse_shapes(
+        content.get("frozen_param_shapes") or {}
     )
-    shared = {
+    aliases = {
         alias: name
-        for alias, name in (told.get("shared_params") or {}).items()
-        if alias not in shapes and name in held
+        for alias, name in (content.get("shared_params") or {}).items()
+        if alias not in shapes and name in tensors
     }
-    step = told.get("global_steps")
+    step = content.get("global_steps")
     return ModelFile(
         path,
-        held,
-        frozenset(told.get("buffer_names") or ()),
+        tensors,
+        frozenset(content.get("buffer_names") or ()),
         groups,
         shapes,
-        {name: one.detach() for name, one in (told.get("frozen_param_fragments") or {}).items()},
-        shared if groups else _one_memory(held),
-        step if isinstance(step, int) else None,
-        int(told.get("dp_world_size") or 1),
         {
-            key: unstubbed(value)
-            for key, value in told.items()
-            if key not in _OURS and value is not None
+            name: tensor.detach()
+            for name, tensor in (content.get("frozen_param_fragments") or {}).items()
         },
-        modules,
+        aliases if groups else _memory_aliases(tensors),
+        step if isinstance(step, int) else None,
+        int(content.get("dp_world_size") or 1),
+        {
+            key: placeholder_fields(value)
+            for key, value in content.items()
+            if key not in _PARSED_KEYS and value is not None
+        },
+        extra_states,
     )
 
 
-def _shapes(told: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(map(int, shape)) for name, shape in told.items()}
+def _parse_shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(map(int, shape)) for name, shape in sizes.items()}
 
 
-def _one_memory(held: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _memory_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names of tensors that are one piece of memory -> the first of them."""
-    first: dict[object, str] = {}
-    seen = {
-        name: first.setdefault(
-            (one.data_ptr(), one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()), name
+    names_by_memory: dict[object, str] = {}
+    first_names = {
+        name: names_by_memory.setdefault(
+            (
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            ),
+            name,
         )
-        for name, one in held.items()
-        if one.numel()
+        for name, tensor in tensors.items()
+        if tensor.numel()
     }
-    return {name: stored for name, stored in seen.items() if name != stored}
+    return {name: first_name for name, first_name in first_names.items() if name != first_name}
 
 
-class FrozenParts:
-    """Frozen parameters that stage 3 has cut: each of `world` ranks has a part in its own model file. IncompleteError naming those that
-    are missing."""
+class FrozenParameters:
+    """Frozen parameters that stage 3 has cut: each of `world` ranks has a part in its own model
+    file. IncompleteError naming those that are missing.
+    """
 
-    def __init__(self, first: ModelFile, world: int) -> None:
+    def __init__(self, model: ModelFile, world_size: int) -> None:
         self._paths = [
-            first.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_") for rank in range(world)
+            model.path.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
+            for rank in range(world_size)
         ]
-        check_whole(self._paths)
-        self._first, self._open = first, {0: first.parts}
+        check_archives(self._paths)
+        self._model, self._parts = model, {0: model.frozen_parts}
 
-    def tensor(self, name: str) -> Assembly:
-        shape, part = self._first.shapes[name], self._first.parts[name]
-        world = len(self._paths)
-        if part.numel() != -(-prod(shape) // world):
-            needed = f"needed {-(-prod(shape) // world)} of shape {shape} on {world} ranks"
-            raise FormatError(
-                f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {needed}"
+    def tensor(self, name: str) -> ShardedTensor:
+        shape, part = self._model.shapes[name], self._model.frozen_parts[name]
+        world_size = len(self._paths)
+        if part.numel() != -(-prod(shape) // world_size):
+            expected = (
+                f"needed {-(-prod(shape) // world_size)} of shape {shape} on {world_size} ranks"
             )
-        spans = tuple(in_parts(prod(shape), world=world, group=0, start=0))
-        return spans_tensor(
+            raise FormatError(
+                f"{self._paths[0]}: {name}: has a part of {part.numel()} elements; {expected}"
+            )
+        ranges = tuple(
+            partitioned_ranges(prod(shape), world_size=world_size, group=0, partition_offset=0)
+        )
+        return tensor_from_ranges(
             shape,
             part.dtype,
-            spans,
-            partial(self._load, name, spans),
-            lambda span: self._paths[span.rank],
+            ranges,
+            partial(self._load, name, ranges),
+            lambda flat_range: self._paths[flat_range.rank],
         )
 
-    def _load(self, name: str, spans: Sequence[Span], number: int) -> torch.Tensor:
-        span = spans[number]
-        if span.rank not in self._open:
-            self._open[span.rank] = read_model_file(self._paths[span.rank]).parts
-        if name not in self._open[span.rank]:
+    def _load(self, name: str, ranges: Sequence[FlatRange], index: int) -> torch.Tensor:
+        flat_range = ranges[index]
+        if flat_range.rank not in self._parts:
+            self._parts[flat_range.rank] = read_model_file(
+                self._paths[flat_range.rank]
+            ).frozen_parts
+        if name not in self._parts[flat_range.rank]:
             raise FormatError(
-                f"{self._paths[span.rank]}: has no part of {name}; needed {span.numel} elements of it"
+                f"{self._paths[flat_range.rank]}: has no part of {name}; needed {flat_range.numel} elements of it"
             )
-        return self._open[span.rank][name][span.start : span.start + span.numel]
+        return self._parts[flat_range.rank][name][
+            flat_range.partition_offset : flat_range.partition_offset + flat_range.numel
+        ]

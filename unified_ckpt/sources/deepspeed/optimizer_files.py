@@ -1,7 +1,9 @@
-"""The optimizer's files of ZeRO, one a rank: what one says, and all of them, each opened when it is first needed.
+"""The optimizer's files of ZeRO, one a rank: what one says, and all of them, each opened when it is
+first needed.
 
-A file that is missing or cut short is found out when the folder is opened, for archives end with their own table of contents. What a file
-says is compared with rank 0's when it is opened: files of two saves are an error.
+A file that is missing or cut short is found out when the folder is opened, for archives end with
+their own table of contents. What a file says is compared with rank 0's when it is opened: files of
+two saves are an error.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError, IncompleteError, StorageError
-from unified_ckpt.sources.deepspeed.layout import Layout, Span
+from unified_ckpt.sources.deepspeed.layout import FlatLayout, FlatRange
 from unified_ckpt.sources.restricted_pickle.archive import check_archive_name
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import Stub
+from unified_ckpt.sources.restricted_pickle.stubs import Placeholder
 
 FP32 = "fp32"  # our key for the weights, among the keys of the optimizer's state
-Owners = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]
-STUBS = (
+ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]
+PLACEHOLDER_CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -35,116 +37,141 @@ STUBS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """What one rank's file says. By group: `flats`, the rank's share of the weights and of each state; `scalars`, state that is one number.
+class RankFile:
+    """What one rank's file says. By group: `flat_tensors`, the rank's share of the weights and of
+    each state; `scalars`, state that is one number.
 
-    `owners`: as `owners_of` gives them. `paddings`: elements of each group that are left out at
-    the end. `gaps`: unused elements after each parameter, None where there are none.
+    `param_groups`: as `parse_param_groups` gives them. `paddings`: elements of each group that are
+    left out at the end. `gaps`: unused elements after each parameter, None where there are none.
     """
 
     path: str
     stage: int
-    world: int
-    flats: tuple[Mapping[str, torch.Tensor], ...]
+    world_size: int
+    flat_tensors: tuple[Mapping[str, torch.Tensor], ...]
     scalars: tuple[Mapping[str, torch.Tensor], ...]
-    owners: Owners
+    param_groups: ParamGroups
     paddings: tuple[int, ...]
     gaps: tuple[tuple[int, ...], ...] | None
     loss_scaler: Any
 
 
-def read_shard(path: str) -> Shard:
+def read_rank_file(path: str) -> RankFile:
     """FormatError where it is not what ZeRO writes."""
-    told = load_torch(path, stubs=STUBS)
+    content = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     try:
-        return _shard(path, told["optimizer_state_dict"])
+        return _parse_rank_file(path, content["optimizer_state_dict"])
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise FormatError(
             f"{path}: is not what DeepSpeed's ZeRO writes: {type(error).__name__}: {error}"
         ) from error
 
 
-def _shard(path: str, told: Mapping[str, Any]) -> Shard:
-    stage = plain_int(told.get("zero_stage", 1))  # BF16_Optimizer says none
-    inner = told["optimizer_state_dict"] if stage == 3 else told["base_optimizer_state"]
-    weights = told["fp32_flat_groups"] if stage == 3 else told["single_partition_of_fp32_groups"]
-    elastic = isinstance(inner, list)  # the states alone, without padding
-    states = dict(enumerate(inner)) if elastic else inner["state"]
-    groups = [] if elastic else inner["param_groups"]
-    steps = {number: one["step"] for one in groups if "step" in one for number in one["params"]}
-    everybody = (
-        {"step": told["base_optimizer_state_step"]} if "base_optimizer_state_step" in told else {}
+def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
+    stage = as_int(content.get("zero_stage", 1))  # BF16_Optimizer says none
+    optimizer_state = (
+        content["optimizer_state_dict"] if stage == 3 else content["base_optimizer_state"]
     )
-    flats, scalars = [], []
-    for number, weight in enumerate(weights):
-        said = (
-            everybody
-            | ({"step": steps[number]} if number in steps else {})
-            | dict(states.get(number, {}))
+    weights = (
+        content["fp32_flat_groups"] if stage == 3 else content["single_partition_of_fp32_groups"]
+    )
+    elastic = isinstance(optimizer_state, list)  # the states alone, without padding
+    states_by_index = dict(enumerate(optimizer_state)) if elastic else optimizer_state["state"]
+    groups = [] if elastic else optimizer_state["param_groups"]
+    steps = {
+        index: value["step"] for value in groups if "step" in value for index in value["params"]
+    }
+    common = (
+        {"step": content["base_optimizer_state_step"]}
+        if "base_optimizer_state_step" in content
+        else {}
+    )
+    flat_tensors, scalars = [], []
+    for index, weight in enumerate(weights):
+        values = (
+            common
+            | ({"step": steps[index]} if index in steps else {})
+            | dict(states_by_index.get(index, {}))
         )
-        flats.append(
-            {FP32: weight.detach()} | {key: one for key, one in said.items() if _is_flat(one)}
+        flat_tensors.append(
+            {FP32: weight.detach()}
+            | {key: value for key, value in values.items() if _is_flat_tensor(value)}
         )
         scalars.append(
-            {key: as_number(path, key, one) for key, one in said.items() if not _is_flat(one)}
+            {
+                key: as_state_tensor(path, key, value)
+                for key, value in values.items()
+                if not _is_flat_tensor(value)
+            }
         )
-    gaps = told.get("param_alignment_paddings")
-    stripped = stage < 3 and "zero_stage" in told
-    return Shard(
+    gaps = content.get("param_alignment_paddings")
+    without_padding = stage < 3 and "zero_stage" in content
+    return RankFile(
         path,
         stage,
-        _world(path, told["partition_count"]),
-        tuple(flats),
+        _world_size(path, content["partition_count"]),
+        tuple(flat_tensors),
         tuple(scalars),
-        owners_of(path, groups, len(weights)),
-        tuple(told.get("group_paddings") or [0] * len(weights))
-        if stripped
+        parse_param_groups(path, groups, len(weights)),
+        tuple(content.get("group_paddings") or [0] * len(weights))
+        if without_padding
         else (0,) * len(weights),
         tuple(map(tuple, gaps)) if gaps is not None else None,
-        unstubbed(told.get("loss_scaler")),
+        placeholder_fields(content.get("loss_scaler")),
     )
 
 
-def _is_flat(one: object) -> bool:
-    return isinstance(one, torch.Tensor) and one.dim() > 0
+def _is_flat_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def owners_of(path: str, groups: Sequence[Mapping[str, Any]], count: int) -> Owners:
-    """For each param group its options, and which of the `count` flat groups are its. None where the file says nothing of them."""
-    owners = tuple(
-        ({str(k): v for k, v in one.items() if k not in ("params", "step")}, tuple(one["params"]))
-        for one in groups
-    )
-    if owners and [number for _, numbers in owners for number in numbers] != list(range(count)):
-        raise FormatError(
-            f"{path}: param groups have flat groups {[numbers for _, numbers in owners]}; needed {count}, in order"
+def parse_param_groups(path: str, groups: Sequence[Mapping[str, Any]], count: int) -> ParamGroups:
+    """For each param group its options, and which of the `count` flat groups are its. None where
+    the file says nothing of them.
+    """
+    param_groups = tuple(
+        (
+            {str(k): v for k, v in group.items() if k not in ("params", "step")},
+            tuple(group["params"]),
         )
-    return owners
+        for group in groups
+    )
+    if param_groups and [index for _, indices in param_groups for index in indices] != list(
+        range(count)
+    ):
+        raise FormatError(
+            f"{path}: param groups have flat groups {[indices for _, indices in param_groups]}; needed {count}, in order"
+        )
+    return param_groups
 
 
-def as_number(path: str, key: str, one: Any) -> torch.Tensor:
-    """Optimizer state as a tensor. A plain number as torch's optimizers keep their count: in float32."""
-    if isinstance(one, torch.Tensor):
-        return one.detach()
-    if isinstance(one, int | float):
-        return torch.tensor(float(one), device="cpu")
+def as_state_tensor(path: str, key: str, value: Any) -> torch.Tensor:
+    """Optimizer state as a tensor. A plain number as torch's optimizers keep their count: in
+    float32.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, int | float):
+        return torch.tensor(float(value), device="cpu")
     raise FormatError(
-        f"{path}: optimizer state {key!r} is a {type(one).__name__}; needed a tensor or a number"
+        f"{path}: optimizer state {key!r} is a {type(value).__name__}; needed a tensor or a number"
     )
 
 
-def unstubbed(one: Any) -> Any:
+def placeholder_fields(value: Any) -> Any:
     """An object's fields in place of it."""
-    return one.state if isinstance(one, Stub) and isinstance(one.state, dict) else one
+    return (
+        value.state if isinstance(value, Placeholder) and isinstance(value.state, dict) else value
+    )
 
 
-def plain_int(told: Any) -> int:
+def as_int(value: Any) -> int:
     """Of a number that may be a member of an enum."""
-    return int(told.args[0] if isinstance(told, Stub) else told)
+    return int(value.args[0] if isinstance(value, Placeholder) else value)
 
 
-def _world(path: str, told: Any) -> int:
-    counts = set(told) if isinstance(told, list) else {told}
+def _world_size(path: str, partition_count: Any) -> int:
+    counts = set(partition_count) if isinstance(partition_count, list) else {partition_count}
     if len(counts) != 1:
         raise FormatError(
             f"{path}: its groups are spread over {sorted(counts)} ranks, as experts are; needed one number for all"
@@ -152,84 +179,100 @@ def _world(path: str, told: Any) -> int:
     return int(counts.pop())
 
 
-class Ranks:
-    """The files of all ranks. `paths`: by rank. Rank 0's is open; another is opened when it is first asked for, and stays so."""
+class OptimizerFiles:
+    """The files of all ranks. `paths`: by rank. Rank 0's is open; another is opened when it is
+    first asked for, and stays so.
+    """
 
-    def __init__(self, first: Shard, paths: Sequence[str], layout: Layout) -> None:
-        self._first, self._paths, self._layout = first, paths, layout
+    def __init__(self, reference: RankFile, paths: Sequence[str], layout: FlatLayout) -> None:
+        self._reference, self._paths, self._layout = reference, paths, layout
         self._lock = threading.Lock()
-        self._open: dict[int, Shard] = {0: first}
-        self._check(first, 0)
+        self._open_files: dict[int, RankFile] = {0: reference}
+        self._check(reference, 0)
 
-    def where(self, span: Span) -> str:
-        return self._paths[span.rank]
+    def file_path(self, flat_range: FlatRange) -> str:
+        return self._paths[flat_range.rank]
 
-    def elements(self, span: Span, key: str) -> torch.Tensor:
+    def elements(self, flat_range: FlatRange, key: str) -> torch.Tensor:
         """An alias of the file of the span's rank."""
-        rank = span.rank
+        rank = flat_range.rank
         with self._lock:
-            if rank not in self._open:
-                found = read_shard(self._paths[rank])
-                self._check(found, rank)
-                self._open[rank] = found
-            return self._open[rank].flats[span.group][key][span.start : span.start + span.numel]
+            if rank not in self._open_files:
+                rank_file = read_rank_file(self._paths[rank])
+                self._check(rank_file, rank)
+                self._open_files[rank] = rank_file
+            return self._open_files[rank].flat_tensors[flat_range.group][key][
+                flat_range.partition_offset : flat_range.partition_offset + flat_range.numel
+            ]
 
-    def _check(self, one: Shard, rank: int) -> None:
-        first = self._first
-        if (one.stage, one.world, one.gaps) != (first.stage, first.world, first.gaps):
-            raise FormatError(
-                f"{one.path}: is of ZeRO stage {one.stage} on {one.world} ranks, {first.path} of {first.stage} on {first.world}"
-            )
-        if [set(flat) for flat in one.flats] != [set(flat) for flat in first.flats]:
-            raise FormatError(
-                f"{one.path}: has other groups or states than {first.path}; needed files of one save"
-            )
-        if any(
-            not _equal(mine, theirs)
-            for mine, theirs in zip(one.scalars, first.scalars, strict=True)
+    def _check(self, rank_file: RankFile, rank: int) -> None:
+        reference = self._reference
+        if (rank_file.stage, rank_file.world_size, rank_file.gaps) != (
+            reference.stage,
+            reference.world_size,
+            reference.gaps,
         ):
             raise FormatError(
-                f"{one.path}: is of step {_step(one)}, {first.path} of {_step(first)}; needed files of one save"
+                f"{rank_file.path}: is of ZeRO stage {rank_file.stage} on {rank_file.world_size} ranks, {reference.path} of {reference.stage} on {reference.world_size}"
             )
-        for group, flats in enumerate(one.flats):
-            least, most = self._layout.least(rank, group), self._layout.partitions[group]
-            for key, flat in flats.items():
+        if [set(tensor) for tensor in rank_file.flat_tensors] != [
+            set(tensor) for tensor in reference.flat_tensors
+        ]:
+            raise FormatError(
+                f"{rank_file.path}: has other groups or states than {reference.path}; needed files of one save"
+            )
+        if any(
+            not _equal(scalars, expected)
+            for scalars, expected in zip(rank_file.scalars, reference.scalars, strict=True)
+        ):
+            raise FormatError(
+                f"{rank_file.path}: is of step {_steps(rank_file)}, {reference.path} of {_steps(reference)}; needed files of one save"
+            )
+        for group, flat_tensors in enumerate(rank_file.flat_tensors):
+            min_numel, max_numel = (
+                self._layout.min_numel(rank, group),
+                self._layout.partition_numels[group],
+            )
+            for key, tensor in flat_tensors.items():
                 if (
-                    flat.dim() != 1
-                    or not least <= flat.numel() <= most
-                    or flat.dtype != first.flats[group][key].dtype
+                    tensor.dim() != 1
+                    or not min_numel <= tensor.numel() <= max_numel
+                    or tensor.dtype != reference.flat_tensors[group][key].dtype
                 ):
-                    has = f"has {tuple(flat.shape)} elements of {flat.dtype} for {key} of group {group}"
+                    got = f"has {tuple(tensor.shape)} elements of {tensor.dtype} for {key} of group {group}"
                     raise FormatError(
-                        f"{one.path}: {has}; needed {least} to {most} of {first.flats[group][key].dtype}"
+                        f"{rank_file.path}: {got}; needed {min_numel} to {max_numel} of {reference.flat_tensors[group][key].dtype}"
                     )
 
     def close(self) -> None:
         """Forgets the files; what was read of them stays mapped as long as somebody holds it."""
         with self._lock:
-            self._open.clear()
+            self._open_files.clear()
 
 
-def _equal(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+def _equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def _step(one: Shard) -> list[float]:
-    return [float(scalars["step"]) for scalars in one.scalars if "step" in scalars]
+def _steps(rank_file: RankFile) -> list[float]:
+    return [float(scalars["step"]) for scalars in rank_file.scalars if "step" in scalars]
 
 
-def check_whole(paths: Sequence[str]) -> None:
-    """IncompleteError naming the files that are not there, or end before their table of contents, which archives have last.
+def check_archives(paths: Sequence[str]) -> None:
+    """IncompleteError naming the files that are not there, or end before their table of contents,
+    which archives have last.
 
     FormatError for a file that was written as another rank's.
     """
-    cut = [path for path in paths if not os.path.isfile(path) or not _has_contents(path)]
-    if cut:
-        raise IncompleteError(listed("files are missing or end early", cut))
+    incomplete = [path for path in paths if not os.path.isfile(path) or not _is_complete(path)]
+    if incomplete:
+        raise IncompleteError(format_list("files are missing or end early", incomplete))
 
 
-def _has_contents(path: str) -> bool:
-    """A file of before archives, which DeepSpeed can be told to write, only has to have something: what lacks is seen when it is read."""
+def _is_complete(path: str) -> bool:
+    """A file of before archives, which DeepSpeed can be told to write, only has to have something:
+    what lacks is seen when it is read.
+    """
     try:
         check_archive_name(path)
         return os.path.getsize(path) > 1

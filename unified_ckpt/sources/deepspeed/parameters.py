@@ -1,7 +1,9 @@
-"""A parameter that DeepSpeed trained, as tensors of the parts: its weights, fp32 weights and moments from spans of flat elements.
+"""A parameter that DeepSpeed trained, as tensors of the parts: its weights, fp32 weights and
+moments from spans of flat elements.
 
-How wrong bytes could be read: the spans are put together in an order that is not the one in which they were written, and all shapes fit. So
-each span of fp32 weights, cast to the model's dtype, is compared with the model's own weights before anything of that span is given out.
+How wrong bytes could be read: the spans are put together in an order that is not the one in which
+they were written, and all shapes fit. So each span of fp32 weights, cast to the model's dtype, is
+compared with the model's own weights before anything of that span is given out.
 """
 
 from __future__ import annotations
@@ -18,139 +20,164 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.runtime.storage.mapped_pages import Pages
+from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
-from unified_ckpt.sources.deepspeed.layout import Span
+from unified_ckpt.sources.deepspeed.layout import FlatRange
 from unified_ckpt.sources.deepspeed.optimizer_files import FP32
-from unified_ckpt.views.shards import Assembly, Fragment, whole_tensor
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, whole_tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A parameter of the optimizer. `dtype`: of its fp32 weights, which may be of another. `load`: of a span, the elements of the fp32
-    weights or of a state, by its key; `where`: the file that they are in. `states`: dtypes of those of the parameter's shape."""
+class TrainedParameter:
+    """A parameter of the optimizer. `dtype`: of its fp32 weights, which may be of another. `load`:
+    of a span, the elements of the fp32 weights or of a state, by its key; `file_path`: the file
+    that they are in. `states`: dtypes of those of the parameter's shape.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    spans: Sequence[Span]
-    load: Callable[[Span, str], torch.Tensor]
-    where: Callable[[Span], str]
+    ranges: Sequence[FlatRange]
+    load: Callable[[FlatRange, str], torch.Tensor]
+    file_path: Callable[[FlatRange], str]
     states: Mapping[str, torch.dtype]
     scalars: Mapping[str, torch.Tensor]
 
 
-class _Fragments(Sequence[Fragment]):
-    """Fragments that are made when they are looked at: of a large job there is one for each rank, state and parameter."""
+class _LazyShards(Sequence[TensorShard]):
+    """Fragments that are made when they are looked at: of a large job there is one for each rank,
+    state and parameter.
+    """
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        ranges: Sequence[FlatRange],
         load: Callable[[int], torch.Tensor],
-        where: Callable[[Span], str],
+        file_path: Callable[[FlatRange], str],
     ) -> None:
-        self._spans, self._load, self._where = spans, load, where
+        self._ranges, self._load, self._file_path = ranges, load, file_path
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._ranges)
 
     @overload
-    def __getitem__(self, index: int) -> Fragment: ...
+    def __getitem__(self, index: int) -> TensorShard: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Fragment]: ...
-    def __getitem__(self, index: int | slice) -> Fragment | Sequence[Fragment]:
+    def __getitem__(self, index: slice) -> Sequence[TensorShard]: ...
+    def __getitem__(self, index: int | slice) -> TensorShard | Sequence[TensorShard]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        span = self._spans[index]
-        return Fragment(
-            Box((span.first,), (span.numel,)), partial(self._load, index), self._where(span)
+        span = self._ranges[index]
+        return TensorShard(
+            Box((span.param_offset,), (span.numel,)),
+            partial(self._load, index),
+            self._file_path(span),
         )
 
 
-def spans_tensor(
+def tensor_from_ranges(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    spans: Sequence[Span],
+    ranges: Sequence[FlatRange],
     load: Callable[[int], torch.Tensor],
-    where: Callable[[Span], str],
-) -> Assembly:
+    file_path: Callable[[FlatRange], str],
+) -> ShardedTensor:
     """Of spans that follow one another. `load`: of one, by its number."""
     spec = TensorSpec(DTYPE_NAMES[dtype], shape)
-    at = 0
-    for span in spans:
-        if span.first != at:
+    offset = 0
+    for flat_range in ranges:
+        if flat_range.param_offset != offset:
             raise FormatError(
-                f"{where(span)}: has elements from {span.first} of a tensor of shape {shape}; needed those from {at}"
+                f"{file_path(flat_range)}: has elements from {flat_range.param_offset} of a tensor of shape {shape}; needed those from {offset}"
             )
-        at += span.numel
-    if at != prod(shape):
-        raise FormatError(f"its files have {at} elements of shape {shape}; needed {prod(shape)}")
-    return Assembly(spec, _Fragments(spans, load, where), (prod(shape),))
+        offset += flat_range.numel
+    if offset != prod(shape):
+        raise FormatError(
+            f"its files have {offset} elements of shape {shape}; needed {prod(shape)}"
+        )
+    return ShardedTensor(spec, _LazyShards(ranges, load, file_path), (prod(shape),))
 
 
-def trained_tensors(
+def parameter_tensors(
     name: str,
-    one: Trained,
-    held: torch.Tensor | None,
+    parameter: TrainedParameter,
+    weights: torch.Tensor | None,
     *,
     dtype: torch.dtype,
-    where: str,
-    pages: Pages,
-) -> dict[Key, Assembly]:
-    """`held`: the model's own weights, from the file `where`, None where nothing has them: they are made from the fp32 weights then, in
-    `dtype`. `pages`: of files that were read for this.
+    weights_path: str,
+    reclaimer: PageReclaimer,
+) -> dict[Key, ShardedTensor]:
+    """`weights`: the model's own weights, from the file `weights_path`, None where nothing has
+    them: they are made from the fp32 weights then, in
+    `dtype`. `reclaimer`: of files that were read for this.
 
     fp32 weights of a model in that very dtype are the model's, and no part of their own.
     """
 
     @cache  # each span once; an error is not kept
-    def compare(number: int) -> None:
-        if held is not None:
-            _compare(name, one, one.spans[number], held, where, pages)
+    def verify_range(index: int) -> None:
+        if weights is not None:
+            _verify_range(
+                name, parameter, parameter.ranges[index], weights, weights_path, reclaimer
+            )
 
-    def load(key: str, number: int) -> torch.Tensor:
-        compare(number)
-        return one.load(one.spans[number], key)
+    def load(key: str, index: int) -> torch.Tensor:
+        verify_range(index)
+        return parameter.load(parameter.ranges[index], key)
 
-    def cast(number: int) -> torch.Tensor:
-        master = one.load(one.spans[number], FP32)
-        found = master.to(dtype)
-        pages.read(master)
-        return found
+    def cast_master(index: int) -> torch.Tensor:
+        master = parameter.load(parameter.ranges[index], FP32)
+        converted = master.to(dtype)
+        reclaimer.mark_read(master)
+        return converted
 
-    def joined(key: str, of: torch.dtype) -> Assembly:
-        return spans_tensor(one.shape, of, one.spans, partial(load, key), one.where)
+    def from_ranges(key: str, state_dtype: torch.dtype) -> ShardedTensor:
+        return tensor_from_ranges(
+            parameter.shape, state_dtype, parameter.ranges, partial(load, key), parameter.file_path
+        )
 
-    found = {(OPTIMIZER, f"{name}/{key}"): joined(key, of) for key, of in one.states.items()}
-    found |= {
-        (OPTIMIZER, f"{name}/{key}"): whole_tensor(scalar, where)
-        for key, scalar in one.scalars.items()
+    tensors = {
+        (OPTIMIZER, f"{name}/{key}"): from_ranges(key, state_dtype)
+        for key, state_dtype in parameter.states.items()
     }
-    found[MODEL, name] = (
-        whole_tensor(held, where)
-        if held is not None
-        else spans_tensor(one.shape, dtype, one.spans, cast, one.where)
+    tensors |= {
+        (OPTIMIZER, f"{name}/{key}"): whole_tensor(scalar, weights_path)
+        for key, scalar in parameter.scalars.items()
+    }
+    tensors[MODEL, name] = (
+        whole_tensor(weights, weights_path)
+        if weights is not None
+        else tensor_from_ranges(
+            parameter.shape, dtype, parameter.ranges, cast_master, parameter.file_path
+        )
     )
-    if dtype != one.dtype:
-        found[MASTER, name] = joined(FP32, one.dtype)
-    return found
+    if dtype != parameter.dtype:
+        tensors[MASTER, name] = from_ranges(FP32, parameter.dtype)
+    return tensors
 
 
-def _compare(
-    name: str, one: Trained, span: Span, held: torch.Tensor, where: str, pages: Pages
+def _verify_range(
+    name: str,
+    parameter: TrainedParameter,
+    flat_range: FlatRange,
+    weights: torch.Tensor,
+    weights_path: str,
+    reclaimer: PageReclaimer,
 ) -> None:
-    mine = held.reshape(-1)[span.first : span.first + span.numel]
-    precise = one.load(span, FP32)
-    master = precise.to(held.dtype)
-    for read in (precise, mine):
-        pages.read(read)
-    if torch.equal(master, mine):
+    model_values = weights.reshape(-1)[
+        flat_range.param_offset : flat_range.param_offset + flat_range.numel
+    ]
+    fp32_values = parameter.load(flat_range, FP32)
+    rounded = fp32_values.to(weights.dtype)
+    for values in (fp32_values, model_values):
+        reclaimer.mark_read(values)
+    if torch.equal(rounded, model_values):
         return
-    wrong = (master != mine) & ~(master.isnan() & mine.isnan())
-    if wrong.any():
-        at = int(wrong.nonzero()[0])
+    differs = (rounded != model_values) & ~(rounded.isnan() & model_values.isnan())
+    if differs.any():
+        index = int(differs.nonzero()[0])
         raise IntegrityError(
-            f"{one.where(span)}: {name}: element {span.first + at} of the fp32 weights is {float(master[at])} in {held.dtype}, the model's "
-            f"in {where} is {float(mine[at])}, and {int(wrong.sum())} of {span.numel} differ; needed the same: these are files of two "
+            f"{parameter.file_path(flat_range)}: {name}: element {flat_range.param_offset + index} of the fp32 weights is {float(rounded[index])} in {weights.dtype}, the model's "
+            f"in {weights_path} is {float(model_values[index])}, and {int(differs.sum())} of {flat_range.numel} differ; needed the same: these are files of two "
             "saves, or were put together in a wrong order"
         )

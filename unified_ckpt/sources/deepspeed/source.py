@@ -1,9 +1,12 @@
-"""DeepSpeed: a folder that `save_checkpoint` wrote, of ZeRO 1, 2, 3 or BF16_Optimizer, with fp32 weights and the optimizer's state.
+"""DeepSpeed: a folder that `save_checkpoint` wrote, of ZeRO 1, 2, 3 or BF16_Optimizer, with fp32
+weights and the optimizer's state.
 
-Read: the step that `latest` names, or the step's folder itself; what the Trainer and Lightning write is such a folder. The names are the
-module's. Not read: models cut by tensor or pipeline parallelism, or with experts spread over ranks.
+Read: the step that `latest` names, or the step's folder itself; what the Trainer and Lightning
+write is such a folder. The names are the module's. Not read: models cut by tensor or pipeline
+parallelism, or with experts spread over ranks.
 
-How wrong bytes could be read: a rank's file is missing, or left from another save; the order of the parameters is not the flat groups'.
+How wrong bytes could be read: a rank's file is missing, or left from another save; the order of the
+parameters is not the flat groups'.
 """
 
 from __future__ import annotations
@@ -17,35 +20,42 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, NotFoundError
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.mapped_pages import Pages
-from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
+from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MODEL
-from unified_ckpt.sources.deepspeed.hf_weights import weights_beside
-from unified_ckpt.sources.deepspeed.layout import Layout, chained, scattered
-from unified_ckpt.sources.deepspeed.model import MODEL_FILE, FrozenParts, ModelFile, read_model_file
+from unified_ckpt.sources.deepspeed.hf_weights import read_hf_weights
+from unified_ckpt.sources.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
+from unified_ckpt.sources.deepspeed.model import (
+    MODEL_FILE,
+    FrozenParameters,
+    ModelFile,
+    read_model_file,
+)
 from unified_ckpt.sources.deepspeed.optimizer_files import (
     FP32,
-    Owners,
-    Ranks,
-    Shard,
-    check_whole,
-    read_shard,
+    OptimizerFiles,
+    ParamGroups,
+    RankFile,
+    check_archives,
+    read_rank_file,
 )
-from unified_ckpt.sources.deepspeed.parameters import Trained, trained_tensors
-from unified_ckpt.sources.deepspeed.universal import UNIVERSAL, universal_parameters
+from unified_ckpt.sources.deepspeed.parameters import TrainedParameter, parameter_tensors
+from unified_ckpt.sources.deepspeed.universal import UNIVERSAL_FOLDER, read_universal_parameters
 from unified_ckpt.sources.detect.names import DEEPSPEED_LATEST, DEEPSPEED_MODEL
-from unified_ckpt.views.shards import Assembled, Assembly, whole_tensor
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_SPREAD = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
+_UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
 
 
-def open_deepspeed(root: str, _options: SourceOptions) -> Assembled:
-    """FormatError for a folder that is damaged or of a kind that is not read, IncompleteError naming files that are missing or cut."""
+def open_deepspeed(root: str, _options: SourceOptions) -> ShardedSource:
+    """FormatError for a folder that is damaged or of a kind that is not read, IncompleteError
+    naming files that are missing or cut.
+    """
     folder = step_folder(root)
     try:
         return _open(root, folder)
@@ -53,51 +63,72 @@ def open_deepspeed(root: str, _options: SourceOptions) -> Assembled:
         raise error if folder in str(error) else type(error)(f"{folder}: {error}") from error
 
 
-def _open(root: str, folder: str) -> Assembled:
+def _open(root: str, folder: str) -> ShardedSource:
     entries = frozenset(os.listdir(folder))
-    spread = sorted(name for name in entries if _SPREAD.fullmatch(name))
-    if spread:
+    unsupported = sorted(name for name in entries if _UNSUPPORTED.fullmatch(name))
+    if unsupported:
         raise FormatError(
-            listed(
+            format_list(
                 "is of a model cut by tensor or pipeline parallelism, or with experts, which is not read",
-                spread,
+                unsupported,
             )
         )
     model = read_model_file(_model_path(folder, entries))
-    close, world = _nothing, model.world
-    trained: Mapping[str, Trained] = {}
-    owners: Owners = ()
+    close, world_size = _no_op, model.world_size
+    parameters: Mapping[str, TrainedParameter] = {}
+    param_groups: ParamGroups = ()
     extra = dict(model.extra)
-    if UNIVERSAL in entries:
-        trained, owners = universal_parameters(os.path.join(folder, UNIVERSAL), model)
-    elif model.groups:
-        first, paths = _optimizer_files(folder, entries)
-        layout = _layout(model, first)
-        ranks = Ranks(first, paths, layout)
-        trained = {
-            name: _trained(model, first, layout, ranks, name)
-            for group in model.groups
+    if UNIVERSAL_FOLDER in entries:
+        parameters, param_groups = read_universal_parameters(
+            os.path.join(folder, UNIVERSAL_FOLDER), model
+        )
+    elif model.flat_groups:
+        rank0_file, paths = _list_optimizer_files(folder, entries)
+        layout = _flat_layout(model, rank0_file)
+        optimizer_files = OptimizerFiles(rank0_file, paths, layout)
+        parameters = {
+            name: _trained_parameter(model, rank0_file, layout, optimizer_files, name)
+            for group in model.flat_groups
             for name in group
         }
-        owners, close, world = first.owners, ranks.close, first.world
-        extra |= {"loss_scaler": first.loss_scaler} if first.loss_scaler is not None else {}
-    tensors, pages = dict[Key, Assembly](), Pages()
-    beside = weights_beside(root) if model.is_cut and root != folder else {}
-    for name, one in trained.items():
-        held, where = _held(model, beside, name, one.shape)
-        tensors |= trained_tensors(
-            name, one, held, dtype=model.held[name].dtype, where=where, pages=pages
+        param_groups, close, world_size = (
+            rank0_file.param_groups,
+            optimizer_files.close,
+            rank0_file.world_size,
         )
-    tensors |= _others(model, trained, world)
-    said = Said(
-        step=model.step, extra=extra or None, modules=model.modules, groups=_groups(model, owners)
+        extra |= (
+            {"loss_scaler": rank0_file.loss_scaler} if rank0_file.loss_scaler is not None else {}
+        )
+    tensors, reclaimer = dict[Key, ShardedTensor](), PageReclaimer()
+    hf_weights = read_hf_weights(root) if model.is_partitioned and root != folder else {}
+    for name, parameter in parameters.items():
+        weights, weights_path = _model_weights(model, hf_weights, name, parameter.shape)
+        tensors |= parameter_tensors(
+            name,
+            parameter,
+            weights,
+            dtype=model.tensors[name].dtype,
+            weights_path=weights_path,
+            reclaimer=reclaimer,
+        )
+    tensors |= _untrained_tensors(model, parameters, world_size)
+    metadata = SourceMetadata(
+        step=model.step,
+        extra=extra or None,
+        modules=model.extra_states,
+        groups=_named_groups(model, param_groups),
     )
-    return Assembled(
-        root, tensors, format="deepspeed", said=said, aliases={MODEL: model.aliases}, close=close
+    return ShardedSource(
+        root,
+        tensors,
+        format="deepspeed",
+        metadata=metadata,
+        aliases={MODEL: model.aliases},
+        close=close,
     )
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     """Nothing is open."""
 
 
@@ -105,18 +136,20 @@ def _nothing() -> None:
 
 
 def step_folder(root: str) -> str:
-    """The folder of one step: the one that `latest` names, or `root` itself. IncompleteError where it is not there."""
+    """The folder of one step: the one that `latest` names, or `root` itself. IncompleteError where
+    it is not there.
+    """
     if not os.path.isdir(root):
         raise NotFoundError(f"{root}: there is no such folder")
     entries = frozenset(os.listdir(root))
     if any(DEEPSPEED_MODEL.fullmatch(name) for name in entries):
         return root
-    marks = [name for name in DEEPSPEED_LATEST if name in entries]
-    if not marks:
+    tag_files = [name for name in DEEPSPEED_LATEST if name in entries]
+    if not tag_files:
         raise FormatError(
             f"{root}: has neither {DEEPSPEED_LATEST[0]} nor files of a model's states; needed a folder of DeepSpeed's"
         )
-    tags = [_tag(root, mark) for mark in marks]
+    tags = [_read_tag(root, tag_file) for tag_file in tag_files]
     # The step's own folder may be gone once it has been made universal.
     converted = [tag for tag in tags[1:] if tag.startswith(f"{tags[0]}_")]
     tag = next(
@@ -124,17 +157,17 @@ def step_folder(root: str) -> str:
     )
     if tag is None:
         raise IncompleteError(
-            f"{root}/{marks[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
+            f"{root}/{tag_files[0]}: names {tags[0]!r}, and there is no such folder; give the folder of a step that is there"
         )
     return os.path.normpath(os.path.join(root, tag))
 
 
-def _tag(root: str, mark: str) -> str:
+def _read_tag(root: str, tag_file: str) -> str:
     """The folder that `latest` or `latest_universal` names. FormatError where it lies elsewhere."""
-    with open_file(os.path.join(root, mark)) as file:
+    with open_binary(os.path.join(root, tag_file)) as file:
         tag = file.read().decode(errors="replace").strip()
     if not tag or not os.path.normpath(os.path.join(root, tag)).startswith(os.path.join(root, "")):
-        raise FormatError(f"{root}/{mark}: names {tag!r}; needed a folder in {root}")
+        raise FormatError(f"{root}/{tag_file}: names {tag!r}; needed a folder in {root}")
     return tag
 
 
@@ -142,106 +175,137 @@ def _model_path(folder: str, entries: frozenset[str]) -> str:
     """Rank 0's; under stage 3 the others have one each."""
     names = [name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if name in entries]
     if len(names) > 1:
-        raise FormatError(listed("has files of two saves", names))
-    cut = any(name.startswith("zero_pp_rank_") and name.endswith(MODEL_FILE) for name in entries)
-    path = os.path.join(folder, f"zero_pp_rank_0_{MODEL_FILE}" if cut else MODEL_FILE)
-    check_whole([path])
+        raise FormatError(format_list("has files of two saves", names))
+    is_partitioned = any(
+        name.startswith("zero_pp_rank_") and name.endswith(MODEL_FILE) for name in entries
+    )
+    path = os.path.join(folder, f"zero_pp_rank_0_{MODEL_FILE}" if is_partitioned else MODEL_FILE)
+    check_archives([path])
     return path
 
 
-def _optimizer_files(folder: str, entries: frozenset[str]) -> tuple[Shard, list[str]]:
+def _list_optimizer_files(folder: str, entries: frozenset[str]) -> tuple[RankFile, list[str]]:
     """Rank 0's, read, and the paths of all. IncompleteError naming those that are missing."""
-    found: dict[int, list[str]] = {}
+    names_by_rank: dict[int, list[str]] = {}
     for name in sorted(entries):
         if match := _OPTIMIZER.fullmatch(name):
-            found.setdefault(int(match[1]), []).append(name)
-    double = [name for names in found.values() if len(names) > 1 for name in names]
-    if double:
-        raise FormatError(listed("has files of two saves", double))
-    if 0 not in found:
+            names_by_rank.setdefault(int(match[1]), []).append(name)
+    duplicates = [name for names in names_by_rank.values() if len(names) > 1 for name in names]
+    if duplicates:
+        raise FormatError(format_list("has files of two saves", duplicates))
+    if 0 not in names_by_rank:
         raise IncompleteError(
             "rank 0's file of the optimizer, zero_pp_rank_0_mp_rank_00_optim_states.pt, is missing"
         )
-    first = read_shard(os.path.join(folder, found[0][0]))
-    named = [
-        found.get(rank, [found[0][0].replace("rank_0", f"rank_{rank}", 1)])[0]
-        for rank in range(first.world)
+    rank0_file = read_rank_file(os.path.join(folder, names_by_rank[0][0]))
+    rank_names = [
+        names_by_rank.get(rank, [names_by_rank[0][0].replace("rank_0", f"rank_{rank}", 1)])[0]
+        for rank in range(rank0_file.world_size)
     ]
-    more = sorted(set(found) - set(range(first.world)))
-    if more:
+    surplus = sorted(set(names_by_rank) - set(range(rank0_file.world_size)))
+    if surplus:
         raise FormatError(
-            f"has files of ranks {more}, and {first.path} is of {first.world} ranks; needed files of one save"
+            f"has files of ranks {surplus}, and {rank0_file.path} is of {rank0_file.world_size} ranks; needed files of one save"
         )
-    paths = [os.path.join(folder, name) for name in named]
-    check_whole(paths)
-    return first, paths
+    paths = [os.path.join(folder, name) for name in rank_names]
+    check_archives(paths)
+    return rank0_file, paths
 
 
 # ---- tensors
 
 
-def _held(
+def _model_weights(
     model: ModelFile,
-    beside: Mapping[str, tuple[torch.Tensor, str]],
+    hf_weights: Mapping[str, tuple[torch.Tensor, str]],
     name: str,
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor | None, str]:
-    """The model's own weights of a trained parameter, and their file. FormatError where those beside the folder are of another shape."""
-    if not model.lacks(name):
-        return model.held[name], model.path
-    if name not in beside:
+    """The model's own weights of a trained parameter, and their file. FormatError where those
+    beside the folder are of another shape.
+    """
+    if not model.is_placeholder(name):
+        return model.tensors[name], model.path
+    if name not in hf_weights:
         return None, model.path
-    found, where = beside[name]
-    if tuple(found.shape) != shape:
+    weights, path = hf_weights[name]
+    if tuple(weights.shape) != shape:
         raise FormatError(
-            f"{where}: {name}: has shape {tuple(found.shape)}; {model.path} says {shape}"
+            f"{path}: {name}: has shape {tuple(weights.shape)}; {model.path} says {shape}"
         )
-    return (found, where) if found.dtype == model.held[name].dtype else (None, model.path)
+    return (weights, path) if weights.dtype == model.tensors[name].dtype else (None, model.path)
 
 
-def _layout(model: ModelFile, first: Shard) -> Layout:
-    groups = [{name: prod(shape) for name, shape in group.items()} for group in model.groups]
-    partitions = [
-        flats[FP32].numel() + padding
-        for flats, padding in zip(first.flats, first.paddings, strict=True)
+def _flat_layout(model: ModelFile, rank0_file: RankFile) -> FlatLayout:
+    groups = [{name: prod(shape) for name, shape in group.items()} for group in model.flat_groups]
+    partition_numels = [
+        flat_tensors[FP32].numel() + padding
+        for flat_tensors, padding in zip(rank0_file.flat_tensors, rank0_file.paddings, strict=True)
     ]
     try:
-        if first.stage == 3:
-            return scattered(groups, partitions, world=first.world)
-        gaps = first.gaps if first.gaps is not None else [(0,) * len(group) for group in groups]
-        return chained(groups, gaps, partitions, world=first.world)
+        if rank0_file.stage == 3:
+            return zero3_layout(groups, partition_numels, world_size=rank0_file.world_size)
+        gaps = (
+            rank0_file.gaps
+            if rank0_file.gaps is not None
+            else [(0,) * len(group) for group in groups]
+        )
+        return zero12_layout(groups, gaps, partition_numels, world_size=rank0_file.world_size)
     except FormatError as error:
-        raise FormatError(f"{first.path}: {error}") from error
+        raise FormatError(f"{rank0_file.path}: {error}") from error
 
 
-def _trained(model: ModelFile, first: Shard, layout: Layout, ranks: Ranks, name: str) -> Trained:
-    number = next(number for number, group in enumerate(model.groups) if name in group)
-    flats = first.flats[number]
-    states = {key: one.dtype for key, one in flats.items() if key != FP32}
-    shape, spans = model.groups[number][name], layout.spans[name]
-    return Trained(
-        shape, flats[FP32].dtype, spans, ranks.elements, ranks.where, states, first.scalars[number]
+def _trained_parameter(
+    model: ModelFile,
+    rank0_file: RankFile,
+    layout: FlatLayout,
+    optimizer_files: OptimizerFiles,
+    name: str,
+) -> TrainedParameter:
+    index = next(index for index, group in enumerate(model.flat_groups) if name in group)
+    flat_tensors = rank0_file.flat_tensors[index]
+    states = {key: tensor.dtype for key, tensor in flat_tensors.items() if key != FP32}
+    shape, ranges = model.flat_groups[index][name], layout.ranges[name]
+    return TrainedParameter(
+        shape,
+        flat_tensors[FP32].dtype,
+        ranges,
+        optimizer_files.elements,
+        optimizer_files.file_path,
+        states,
+        rank0_file.scalars[index],
     )
 
 
-def _groups(model: ModelFile, owners: Owners) -> list[dict[str, Any]]:
+def _named_groups(model: ModelFile, param_groups: ParamGroups) -> list[dict[str, Any]]:
     return [
-        {"names": [name for one in numbers for name in model.groups[one]], "options": options}
-        for options, numbers in owners
+        {
+            "names": [name for index in indices for name in model.flat_groups[index]],
+            "options": options,
+        }
+        for options, indices in param_groups
     ]
 
 
-def _others(model: ModelFile, trained: Mapping[str, Trained], world: int) -> dict[Key, Assembly]:
-    """Buffers, and parameters without an optimizer. IncompleteError for one whose elements are nowhere."""
-    rest = [name for name in model.held if name not in trained and name not in model.aliases]
-    frozen = [name for name in rest if model.lacks(name)]
-    lost = [name for name in frozen if name not in model.parts]
-    if lost:
-        raise IncompleteError(listed(f"{model.path}: has no elements of", lost))
-    parts = FrozenParts(model, world) if frozen else None
-    found = {
-        (MODEL, name): whole_tensor(model.held[name], model.path)
-        for name in rest
+def _untrained_tensors(
+    model: ModelFile, parameters: Mapping[str, TrainedParameter], world_size: int
+) -> dict[Key, ShardedTensor]:
+    """Buffers, and parameters without an optimizer. IncompleteError for one whose elements are
+    nowhere.
+    """
+    names = [name for name in model.tensors if name not in parameters and name not in model.aliases]
+    frozen = [name for name in names if model.is_placeholder(name)]
+    missing = [name for name in frozen if name not in model.frozen_parts]
+    if missing:
+        raise IncompleteError(format_list(f"{model.path}: has no elements of", missing))
+    frozen_parameters = FrozenParameters(model, world_size) if frozen else None
+    tensors = {
+        (MODEL, name): whole_tensor(model.tensors[name], model.path)
+        for name in names
         if name not in frozen
     }
-    return found | {(MODEL, name): parts.tensor(name) for name in frozen if parts is not None}
+    return tensors | {
+        (MODEL, name): frozen_parameters.tensor(name)
+        for name in frozen
+        if frozen_parameters is not None
+    }

@@ -1,4 +1,6 @@
-"""Formats that are known by their files and not read: each is refused by its name, with what to do instead. No torch."""
+"""Formats that are known by their files and not read: each is refused by its name, with what to do
+instead. No torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _TRANSFORMERS_4 = "load it with transformers 4 ({}) and call save_pretrained"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class UnsupportedFormat:
     """`patterns`: of a file's name, or of an entry of a folder."""
 
     name: str
@@ -28,38 +30,38 @@ class Refused:
         return any(fnmatchcase(entry, pattern) for entry in entries for pattern in self.patterns)
 
 
-REFUSED = (
-    Refused(
+UNSUPPORTED_FORMATS = (
+    UnsupportedFormat(
         "diffusers",
         "a pipeline of diffusers",
         ("model_index.json",),
         "load it with diffusers and save each component's module with uc.save",
     ),
-    Refused(
+    UnsupportedFormat(
         "gguf",
         "GGUF, quantized weights of llama.cpp",
         ("*.gguf",),
         "load it with transformers (from_pretrained(folder, gguf_file=...)) and call save_pretrained",
     ),
-    Refused(
+    UnsupportedFormat(
         "nemo",
         "NeMo",
         ("*.nemo", "model_weights.ckpt"),
         "export it to Hugging Face with NeMo (nemo.collections.llm.export_ckpt, or its scripts/checkpoint_converters)",
     ),
-    Refused(
+    UnsupportedFormat(
         "paddle-pickle",
         "a pickle of paddle.save",
         ("*.pdparams", "*.pdopt", "*.pdmodel", "*.pdiparams"),
         "give the folder that has model_state*.pdparams beside config.json, or save it with PaddleNLP as safetensors",
     ),
-    Refused(
+    UnsupportedFormat(
         "flax",
         "Flax",
         ("*.msgpack",),
         _TRANSFORMERS_4.format("from_pretrained(folder, from_flax=True)"),
     ),
-    Refused(
+    UnsupportedFormat(
         "tensorflow",
         "TensorFlow",
         (
@@ -72,7 +74,7 @@ REFUSED = (
         ),
         _TRANSFORMERS_4.format("from_pretrained(folder, from_tf=True)"),
     ),
-    Refused(
+    UnsupportedFormat(
         "onnx",
         "ONNX, a graph for inference",
         ("*.onnx",),
@@ -84,5 +86,5 @@ REFUSED = (
 def refuse(path: str, _options: SourceOptions) -> NoReturn:
     """Raises FormatError with the format's name, and what to do instead."""
     entries = os.listdir(path) if os.path.isdir(path) else [os.path.split(path)[1]]
-    found = next(one for one in REFUSED if one.matches(entries))
-    raise FormatError(f"{path}: is {found.title}, which is not read; {found.advice}")
+    unsupported = next(candidate for candidate in UNSUPPORTED_FORMATS if candidate.matches(entries))
+    raise FormatError(f"{path}: is {unsupported.title}, which is not read; {unsupported.advice}")

@@ -1,4 +1,6 @@
-"""Folders of PEFT: an adapter's weights in PEFT's own names, as parts of the names that a checkpoint of ours has for them."""
+"""Folders of PEFT: an adapter's weights in PEFT's own names, as parts of the names that a
+checkpoint of ours has for them.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +10,86 @@ from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
-from unified_ckpt.sources.files.json import read_object
-from unified_ckpt.sources.files.safetensors import open_tensors, whole_tensors
-from unified_ckpt.sources.pytorch.state_dict import read_state
+from unified_ckpt.sources.files.json import read_json_object
+from unified_ckpt.sources.files.safetensors import open_tensor_file, whole_tensors
+from unified_ckpt.sources.pytorch.state_dict import parse_state_dict
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.views.shards import Assembled, Assembly
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
-ADAPTER = "adapter_model"  # a part of this name is the file that PEFT looks for
-DEFAULT = "default"  # PEFT's files of this adapter lie in the folder itself, those of others in a folder of their name
+ADAPTER_PART = "adapter_model"  # a part of this name is the file that PEFT looks for
+# PEFT's files of this adapter lie in the folder itself, those of others in a folder of their name
+DEFAULT_ADAPTER = "default"
 
 
 def adapter_part(adapter: str) -> str:
     """The part of an adapter: `adapter_model` of the default one."""
-    return ADAPTER if adapter == DEFAULT else f"{ADAPTER}_{re.sub('[^A-Za-z0-9]', '_', adapter)}"
+    return (
+        ADAPTER_PART
+        if adapter == DEFAULT_ADAPTER
+        else f"{ADAPTER_PART}_{re.sub('[^A-Za-z0-9]', '_', adapter)}"
+    )
 
 
-def open_adapters(root: str, _options: SourceOptions) -> Assembled:
-    """A folder of `PeftModel.save_pretrained`: `adapter_config.json` and its weights, of other adapters in folders of their names."""
+def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
+    """A folder of `PeftModel.save_pretrained`: `adapter_config.json` and its weights, of other
+    adapters in folders of their names.
+    """
     tensors = adapter_tensors(root)
     if not tensors:
         raise IncompleteError(
-            f"{root}: has no adapter's weights beside {ADAPTER_CONFIG}; needed {ADAPTER}.safetensors or {ADAPTER}.bin"
+            f"{root}: has no adapter's weights beside {ADAPTER_CONFIG}; needed {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
         )
-    configs = {part: _config(folder) for part, folder in _folders(root).items()}
-    return Assembled(root, tensors, format="peft", said=Said(extra={"adapters": configs}))
+    configs = {
+        part: _read_adapter_config(folder) for part, folder in _adapter_folders(root).items()
+    }
+    return ShardedSource(
+        root, tensors, format="peft", metadata=SourceMetadata(extra={"adapters": configs})
+    )
 
 
-def adapter_tensors(root: str) -> dict[Key, Assembly]:
-    """The weights of every adapter in a folder, none where it has no adapter. IncompleteError for an adapter without its weights."""
-    found: dict[Key, Assembly] = {}
-    for part, folder in _folders(root).items():
-        safe, pickled = (
-            os.path.join(folder, f"{ADAPTER}.{suffix}") for suffix in ("safetensors", "bin")
+def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:
+    """The weights of every adapter in a folder, none where it has no adapter. IncompleteError for
+    an adapter without its weights.
+    """
+    tensors: dict[Key, ShardedTensor] = {}
+    for part, folder in _adapter_folders(root).items():
+        safetensors_path, bin_path = (
+            os.path.join(folder, f"{ADAPTER_PART}.{suffix}") for suffix in ("safetensors", "bin")
         )
-        if os.path.isfile(safe):
-            found |= whole_tensors([open_tensors(safe)], part=part)
-        elif os.path.isfile(pickled):
-            found |= read_state(pickled, load_torch(pickled), part=part, apart=True).tensors
+        if os.path.isfile(safetensors_path):
+            tensors |= whole_tensors([open_tensor_file(safetensors_path)], part=part)
+        elif os.path.isfile(bin_path):
+            tensors |= parse_state_dict(
+                bin_path, load_torch(bin_path), part=part, without_aliases=True
+            ).tensors
         else:
             raise IncompleteError(
-                f"{folder}: has {ADAPTER_CONFIG} and no weights; needed {ADAPTER}.safetensors or {ADAPTER}.bin"
+                f"{folder}: has {ADAPTER_CONFIG} and no weights; needed {ADAPTER_PART}.safetensors or {ADAPTER_PART}.bin"
             )
-    return found
+    return tensors
 
 
-def _folders(root: str) -> dict[str, str]:
+def _adapter_folders(root: str) -> dict[str, str]:
     """Part -> the folder of each adapter."""
-    inner = sorted(
+    subfolders = sorted(
         name
         for name in os.listdir(root)
         if os.path.isfile(os.path.join(root, name, ADAPTER_CONFIG))
     )
-    found = {ADAPTER: root} if os.path.isfile(os.path.join(root, ADAPTER_CONFIG)) else {}
-    for name in inner:
+    folders = {ADAPTER_PART: root} if os.path.isfile(os.path.join(root, ADAPTER_CONFIG)) else {}
+    for name in subfolders:
         part = adapter_part(name)
-        if part in found:
+        if part in folders:
             raise FormatError(
-                f"{root}: its adapters {name} and {found[part]} are both called {part}"
+                f"{root}: its adapters {name} and {folders[part]} are both called {part}"
             )
-        found[part] = os.path.join(root, name)
-    return found
+        folders[part] = os.path.join(root, name)
+    return folders
 
 
-def _config(folder: str) -> Mapping[str, Any]:
-    return read_object(os.path.join(folder, ADAPTER_CONFIG))
+def _read_adapter_config(folder: str) -> Mapping[str, Any]:
+    return read_json_object(os.path.join(folder, ADAPTER_CONFIG))

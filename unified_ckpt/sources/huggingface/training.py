@@ -1,7 +1,9 @@
-"""Folders of a Hugging Face Trainer (`checkpoint-N`) and of Accelerate's `save_state`: model, optimizer, scheduler, random states.
+"""Folders of a Hugging Face Trainer (`checkpoint-N`) and of Accelerate's `save_state`: model,
+optimizer, scheduler, random states.
 
-Read: the model as safetensors, pickled, as adapters, or of FSDP as `torch.distributed.checkpoint` folders, one file, or a file of each
-rank. Not read: `training_args.bin`, `sampler.bin`, `custom_checkpoint_*.pkl`, which are pickles of classes.
+Read: the model as safetensors, pickled, as adapters, or of FSDP as `torch.distributed.checkpoint`
+folders, one file, or a file of each rank. Not read: `training_args.bin`, `sampler.bin`,
+`custom_checkpoint_*.pkl`, which are pickles of classes.
 """
 
 from __future__ import annotations
@@ -16,36 +18,44 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.backup import JIT_MARKER
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
-from unified_ckpt.sources.files.json import read_object
-from unified_ckpt.sources.files.safetensors import model_files, whole_tensors
+from unified_ckpt.sources.files.json import read_json_object
+from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
 from unified_ckpt.sources.huggingface.fsdp_ranks import (
-    extra_states,
-    model_of_ranks,
-    optimizer_of_ranks,
+    extra_states_from_rank,
+    model_from_ranks,
+    optimizer_from_ranks,
     rank_files,
 )
 from unified_ckpt.sources.pytorch.dcp import open_dcp
-from unified_ckpt.sources.pytorch.optimizer_names import Found, by_position, parse_groups
-from unified_ckpt.sources.pytorch.parameter_order import order_of
-from unified_ckpt.sources.pytorch.state_dict import State, read_bins, read_state
+from unified_ckpt.sources.pytorch.optimizer_names import (
+    ForeignCheckpoint,
+    parse_groups,
+    with_optimizer_names,
+)
+from unified_ckpt.sources.pytorch.parameter_order import config_order
+from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.views.shards import Assembled, Assembly
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
-_PLAIN = ("scheduler", "scaler", "dl_state_dict")  # files of plain values, which go to `extra`
-_RANDOM = (
+_PLAIN_FILES = (
+    "scheduler",
+    "scaler",
+    "dl_state_dict",
+)  # files of plain values, which go to `extra`
+_RNG_FILES = (
     re.compile(r"rng_state()\.pth"),
     re.compile(r"rng_state_(\d+)\.pth"),
     re.compile(r"random_states_(\d+)\.pkl"),
 )
-_RANDOM_NAMES = {  # the Trainer's and Accelerate's -> those of `RandomStates`
+_RNG_KEYS = {  # the Trainer's and Accelerate's -> those of `RandomStates`
     "python": "python", "numpy": "numpy", "cpu": "torch", "cuda": "cuda",
     "random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch", "torch_cuda_manual_seed": "cuda",
 }  # fmt: skip
@@ -59,228 +69,269 @@ _OPTIMIZER_NUMBER = re.compile(r"optimizer_(\d{1,6})(?:\.pt|\.bin|_rank\d+\.bin)
 
 
 def open_trainer(root: str, options: SourceOptions) -> Source:
-    """A Trainer's `checkpoint-N`. IncompleteError naming files that are missing, FormatError for what is damaged."""
-    return _open(root, options, Found(root, "trainer"))
+    """A Trainer's `checkpoint-N`. IncompleteError naming files that are missing, FormatError for
+    what is damaged.
+    """
+    return _open(root, options, ForeignCheckpoint(root, "trainer"))
 
 
 def open_accelerate(root: str, options: SourceOptions) -> Source:
     """A folder of `Accelerator.save_state`. Same errors."""
-    return _open(root, options, Found(root, "accelerate"))
+    return _open(root, options, ForeignCheckpoint(root, "accelerate"))
 
 
-def _open(root: str, options: SourceOptions, found: Found) -> Source:
+def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> Source:
     entries = frozenset(os.listdir(root))
     if JIT_MARKER in entries:
         raise IncompleteError(f"{root}: has {JIT_MARKER}: the Trainer was stopped while it saved")
-    _read_models(root, entries, found)
-    _read_optimizers(root, entries, found)
-    step, extra = _extra(root, entries)
-    randoms = _random_files(root, entries)
-    extra |= found.said.extra or {}
-    found.said = replace(found.said, step=step, extra=extra or None, rank_extras=len(randoms))
-    found.rank_extra = partial(_random_states, randoms)
-    place = options.config or root
-    return by_position(
-        found, options, own={f"the model of {place}": partial(order_of, place, len(found.unnamed))}
+    _read_models(root, entries, checkpoint)
+    _read_optimizers(root, entries, checkpoint)
+    step, extra = _read_extra(root, entries)
+    rng_files = _list_rng_files(root, entries)
+    extra |= checkpoint.metadata.extra or {}
+    checkpoint.metadata = replace(
+        checkpoint.metadata, step=step, extra=extra or None, rank_extras=len(rng_files)
+    )
+    checkpoint.rank_extra = partial(_read_rng_state, rng_files)
+    config_path = options.config or root
+    return with_optimizer_names(
+        checkpoint,
+        options,
+        stored_orders={
+            f"the model of {config_path}": partial(
+                config_order, config_path, len(checkpoint.indexed_groups)
+            )
+        },
     )
 
 
 # ---- models
 
 
-def _read_models(root: str, entries: frozenset[str], found: Found) -> None:
-    """Every model of the folder: the first is the part `model`, others `model_1`, ...; what they hold beside is said."""
-    number = 0
+def _read_models(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoint) -> None:
+    """Every model of the folder: the first is the part `model`, others `model_1`, ...; what they
+    hold beside is said.
+    """
+    index = 0
     values: dict[str, Any] = {}
     while True:
-        part = f"model_{number}" if number else MODEL
-        one = _one_model(root, entries, part, number)
-        if not one.tensors:
+        part = f"model_{index}" if index else MODEL
+        model = _read_model(root, entries, part, index)
+        if not model.tensors:
             break
-        found.tensors |= one.tensors
-        found.aliases[part] = one.aliases
+        checkpoint.tensors |= model.tensors
+        checkpoint.aliases[part] = model.aliases
         if part == MODEL:
-            found.said = replace(found.said, modules=one.modules)
+            checkpoint.metadata = replace(checkpoint.metadata, modules=model.extra_states)
         values |= (
-            {part: of} if (of := one.values if part == MODEL else one.values | one.modules) else {}
+            {part: model_values}
+            if (
+                model_values := model.values if part == MODEL else model.values | model.extra_states
+            )
+            else {}
         )
-        number += 1
-    found.said = replace(found.said, extra=values)
-    _check_numbers(root, entries, _MODEL_NUMBER, number)
-    found.tensors |= adapter_tensors(root)
-    if not found.tensors:
+        index += 1
+    checkpoint.metadata = replace(checkpoint.metadata, extra=values)
+    _check_no_gap(root, entries, _MODEL_NUMBER, index)
+    checkpoint.tensors |= adapter_tensors(root)
+    if not checkpoint.tensors:
         raise IncompleteError(
             f"{root}: holds no weights: neither safetensors, nor {BIN}, nor a folder or file pytorch_model_fsdp"
         )
 
 
-def _check_numbers(
-    root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int
-) -> None:
+def _check_no_gap(root: str, entries: frozenset[str], pattern: re.Pattern[str], count: int) -> None:
     """IncompleteError where there are some with higher numbers: one between them is lost."""
-    beyond = sorted(
+    surplus = sorted(
         name
         for name in entries
         if (match := pattern.fullmatch(name)) and int(match[1]) >= max(count, 1)
     )
-    if beyond:
-        raise IncompleteError(listed(f"{root}: number {count} is missing, and there are", beyond))
+    if surplus:
+        raise IncompleteError(
+            format_list(f"{root}: number {count} is missing, and there are", surplus)
+        )
 
 
-def _one_model(root: str, entries: frozenset[str], part: str, number: int) -> State:
+def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> ParsedStateDict:
     """What a model holds; no tensors where there is no such model."""
-    fsdp, suffix = f"pytorch_model_fsdp_{number}", f"_{number}" if number else ""
-    if fsdp in entries:
-        opened = _dcp(os.path.join(root, fsdp))
-        tensors = {(part, name): one for (of, name), one in opened.tensors.items() if of == MODEL}
-        return State(tensors, {}, dict(opened.said().modules), {})
-    ranks = rank_files(root, fsdp)
-    if ranks:
-        return State(model_of_ranks(ranks, part), {}, extra_states(ranks[0]), {})
-    full, pickled = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
-    files = model_files(root, part=part)
+    fsdp_name, suffix = f"pytorch_model_fsdp_{index}", f"_{index}" if index else ""
+    if fsdp_name in entries:
+        source = _open_complete_dcp(os.path.join(root, fsdp_name))
+        tensors = {
+            (part, name): tensor
+            for (source_part, name), tensor in source.tensors.items()
+            if source_part == MODEL
+        }
+        return ParsedStateDict(tensors, {}, dict(source.metadata().modules), {})
+    rank_paths = rank_files(root, fsdp_name)
+    if rank_paths:
+        return ParsedStateDict(
+            model_from_ranks(rank_paths, part), {}, extra_states_from_rank(rank_paths[0]), {}
+        )
+    full_file, bin_file = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
+    files = open_model_files(root, part=part)
     if files:
-        return State(whole_tensors(files, part=part), {}, {}, {})
-    if full in entries or (pickled in entries and number):
-        path = os.path.join(root, full if full in entries else pickled)
-        return read_state(path, load_torch(path, numbered=True), part=part)
-    if not number and entries & {BIN, BIN_INDEX}:
+        return ParsedStateDict(whole_tensors(files, part=part), {}, {}, {})
+    if full_file in entries or (bin_file in entries and index):
+        path = os.path.join(root, full_file if full_file in entries else bin_file)
+        return parse_state_dict(path, load_torch(path, numbered=True), part=part)
+    if not index and entries & {BIN, BIN_INDEX}:
         return read_bins(root)
-    return State({}, {}, {}, {})
+    return ParsedStateDict({}, {}, {}, {})
 
 
-def _dcp(root: str) -> Assembled:
+def _open_complete_dcp(root: str) -> ShardedSource:
     if not os.path.isfile(os.path.join(root, DCP_METADATA)):
         raise IncompleteError(
             f"{root}: has no {DCP_METADATA}, which is written last: the save did not end"
         )
-    opened = open_dcp(root, SourceOptions())
-    for part in opened.refused:
-        opened.names(part)  # says why
-    return opened
+    source = open_dcp(root, SourceOptions())
+    for part in source.refused:
+        source.names(part)  # says why
+    return source
 
 
 # ---- optimizers
 
 
-def _read_optimizers(root: str, entries: frozenset[str], found: Found) -> None:
-    """Every optimizer of the folder, by name where it is of FSDP, else by position. FormatError where it has both."""
-    number = 0
+def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignCheckpoint) -> None:
+    """Every optimizer of the folder, by name where it is of FSDP, else by position. FormatError
+    where it has both.
+    """
+    index = 0
     while True:
-        suffix, folder = f"_{number}" if number else "", f"optimizer_{number}"
+        suffix, folder = f"_{index}" if index else "", f"optimizer_{index}"
         files = [
             name for name in (f"optimizer{suffix}.pt", f"optimizer{suffix}.bin") if name in entries
         ]
         if folder in entries:
-            opened = _dcp(os.path.join(root, folder))
+            source = _open_complete_dcp(os.path.join(root, folder))
             _add_optimizer(
                 os.path.join(root, folder),
-                found,
-                opened.tensors,
-                opened.said(),
-                prefix=_prefix(found, number),
+                checkpoint,
+                source.tensors,
+                source.metadata(),
+                prefix=_optimizer_prefix(checkpoint, index),
             )
-        elif ranks := rank_files(root, folder):
+        elif rank_paths := rank_files(root, folder):
             _add_optimizer(
-                ranks[0], found, *optimizer_of_ranks(ranks), prefix=_prefix(found, number)
+                rank_paths[0],
+                checkpoint,
+                *optimizer_from_ranks(rank_paths),
+                prefix=_optimizer_prefix(checkpoint, index),
             )
         elif files:
             if len(files) > 1:
                 raise FormatError(f"{root}: has {' and '.join(files)}; needed one of them")
-            found.where.append(os.path.join(root, files[0]))
-            found.unnamed += parse_groups(
-                found.where[-1], load_torch(found.where[-1], numbered=True)
+            checkpoint.optimizer_paths.append(os.path.join(root, files[0]))
+            checkpoint.indexed_groups += parse_groups(
+                checkpoint.optimizer_paths[-1],
+                load_torch(checkpoint.optimizer_paths[-1], numbered=True),
             )
         else:
             break
-        number += 1
-    _check_numbers(root, entries, _OPTIMIZER_NUMBER, number)
-    if found.unnamed and (found.said.groups or found.said.scalars):
+        index += 1
+    _check_no_gap(root, entries, _OPTIMIZER_NUMBER, index)
+    if checkpoint.indexed_groups and (checkpoint.metadata.groups or checkpoint.metadata.scalars):
         raise FormatError(
             f"{root}: has optimizers both as folders and as files; needed one of the two"
         )
 
 
-def _prefix(found: Found, number: int) -> str:
-    """What names of an optimizer begin with: Accelerate prepares optimizer n with model n, whose names are its own."""
-    part = f"{MODEL}_{number}"
-    return f"{part}." if any(key[0] == part for key in found.tensors) else ""
+def _optimizer_prefix(checkpoint: ForeignCheckpoint, index: int) -> str:
+    """What names of an optimizer begin with: Accelerate prepares optimizer n with model n, whose
+    names are its own.
+    """
+    part = f"{MODEL}_{index}"
+    return f"{part}." if any(key[0] == part for key in checkpoint.tensors) else ""
 
 
 def _add_optimizer(
-    where: str, found: Found, tensors: Mapping[Key, Assembly], said: Said, *, prefix: str
+    path: str,
+    checkpoint: ForeignCheckpoint,
+    tensors: Mapping[Key, ShardedTensor],
+    metadata: SourceMetadata,
+    *,
+    prefix: str,
 ) -> None:
     """FormatError where another optimizer has state of a parameter of that name."""
-    named = {
-        (OPTIMIZER, prefix + name): one
-        for (part, name), one in tensors.items()
+    prefixed = {
+        (OPTIMIZER, prefix + name): tensor
+        for (part, name), tensor in tensors.items()
         if part == OPTIMIZER
     }
-    scalars = {prefix + fqn: state for fqn, state in said.scalars.items()}
-    twice = sorted(
-        {name for _, name in named.keys() & found.tensors.keys()}
-        | (scalars.keys() & found.said.scalars.keys())
+    scalars = {prefix + fqn: state for fqn, state in metadata.scalars.items()}
+    duplicates = sorted(
+        {name for _, name in prefixed.keys() & checkpoint.tensors.keys()}
+        | (scalars.keys() & checkpoint.metadata.scalars.keys())
     )
-    if twice:
+    if duplicates:
         raise FormatError(
-            listed(
-                f"{where}: has state of parameters that another optimizer of the folder has too",
-                twice,
+            format_list(
+                f"{path}: has state of parameters that another optimizer of the folder has too",
+                duplicates,
             )
         )
     groups = [
-        {**group, "names": [prefix + name for name in group["names"]]} for group in said.groups
+        {**group, "names": [prefix + name for name in group["names"]]} for group in metadata.groups
     ]
-    found.tensors |= named
-    found.said = replace(
-        found.said, groups=[*found.said.groups, *groups], scalars={**found.said.scalars, **scalars}
+    checkpoint.tensors |= prefixed
+    checkpoint.metadata = replace(
+        checkpoint.metadata,
+        groups=[*checkpoint.metadata.groups, *groups],
+        scalars={**checkpoint.metadata.scalars, **scalars},
     )
 
 
 # ---- what is no tensor of a part
 
 
-def _extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, Any]]:
+def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, Any]]:
     """The step, and plain values by the name of their file."""
     extra: dict[str, Any] = {}
     for name in sorted(entries):
         stem, _, suffix = name.rpartition(".")
         if suffix in ("pt", "bin") and any(
-            re.fullmatch(rf"{kind}(_\d+)?", stem) for kind in _PLAIN
+            re.fullmatch(rf"{file_stem}(_\d+)?", stem) for file_stem in _PLAIN_FILES
         ):
             extra[stem] = load_torch(os.path.join(root, name), numbered=True)
     if TRAINER_STATE in entries:
-        extra["trainer_state"] = read_object(os.path.join(root, TRAINER_STATE))
+        extra["trainer_state"] = read_json_object(os.path.join(root, TRAINER_STATE))
     step = extra.get("trainer_state", {}).get("global_step")
     return (step if isinstance(step, int) else None), extra
 
 
-def _random_files(root: str, entries: frozenset[str]) -> list[str]:
-    """The files of random states, one for each rank. IncompleteError where one in between is missing."""
-    found = {
+def _list_rng_files(root: str, entries: frozenset[str]) -> list[str]:
+    """The files of random states, one for each rank. IncompleteError where one in between is
+    missing.
+    """
+    names = {
         int(match[1] or 0): name
         for name in entries
-        for kind in _RANDOM
-        if (match := kind.fullmatch(name))
+        for pattern in _RNG_FILES
+        if (match := pattern.fullmatch(name))
     }
-    missing = sorted(set(range(len(found))) - set(found))
+    missing = sorted(set(range(len(names))) - set(names))
     if missing:
         raise IncompleteError(
-            f"{root}: random states of rank {missing[0]} are missing; there are {', '.join(sorted(found.values()))}"
+            f"{root}: random states of rank {missing[0]} are missing; there are {', '.join(sorted(names.values()))}"
         )
-    return [os.path.join(root, found[rank]) for rank in sorted(found)]
+    return [os.path.join(root, names[rank]) for rank in sorted(names)]
 
 
-def _random_states(files: Sequence[str], rank: int) -> dict[str, Any] | None:
-    """What a rank left, as `RandomStates` takes it; what that does not know under the name that it has."""
+def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:
+    """What a rank left, as `RandomStates` takes it; what that does not know under the name that it
+    has.
+    """
     if not 0 <= rank < len(files):
         return None
-    told = load_torch(files[rank], numbered=True)
-    if not isinstance(told, Mapping):
+    content = load_torch(files[rank], numbered=True)
+    if not isinstance(content, Mapping):
         raise FormatError(
-            f"{files[rank]}: holds a {type(told).__name__}; needed random states by name"
+            f"{files[rank]}: holds a {type(content).__name__}; needed random states by name"
         )
-    states = {_RANDOM_NAMES.get(key, str(key)): value for key, value in told.items()}
+    states = {_RNG_KEYS.get(key, str(key)): value for key, value in content.items()}
     if isinstance(states.get("cuda"), torch.Tensor):  # of one device
         states["cuda"] = [states["cuda"]]
     return states

@@ -1,7 +1,9 @@
-"""Megatron-Core's torch_dist: DCP's files with tensors of the whole model, layers and experts of which may be stacked, and `common.pt`.
+"""Megatron-Core's torch_dist: DCP's files with tensors of the whole model, layers and experts of
+which may be stacked, and `common.pt`.
 
-The optimizer is read where it was saved by parameter (fully_reshardable, or without the distributed optimizer). The flat buffers of
-dp_reshardable are not: what lies where in them depends on the layout of the job, which the folder does not tell.
+The optimizer is read where it was saved by parameter (fully_reshardable, or without the distributed
+optimizer). The flat buffers of dp_reshardable are not: what lies where in them depends on the
+layout of the job, which the folder does not tell.
 """
 
 from __future__ import annotations
@@ -17,87 +19,102 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.sources.files.json import read_object
-from unified_ckpt.sources.megatron.files import STUBS, Arguments, arguments, plain
-from unified_ckpt.sources.megatron.master_check import Twin
-from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, apart, is_expert
-from unified_ckpt.sources.megatron.states import group_of, options_of
-from unified_ckpt.sources.megatron.view import named
-from unified_ckpt.sources.pytorch.dcp import Entry, assemble, map_files, read_entries
-from unified_ckpt.sources.restricted_pickle.archive import Mapped
+from unified_ckpt.sources.files.json import read_json_object
+from unified_ckpt.sources.megatron.files import (
+    PLACEHOLDER_CLASSES,
+    Arguments,
+    parse_arguments,
+    plain_values,
+)
+from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
+from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, unstack
+from unified_ckpt.sources.megatron.states import assign_groups, group_options
+from unified_ckpt.sources.megatron.view import renamed_source
+from unified_ckpt.sources.pytorch.dcp import Entry, build_tensor, map_files, read_entries
+from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.sources.restricted_pickle.load import load_torch, load_torch_bytes
-from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
-_PLANNED = [
+_PLANNER_CLASSES = [
     f"torch.distributed.checkpoint.planner.{name}"
     for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
 ]
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
-_FLAT = re.compile(
+_OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
+_FLAT_BUFFER_KEY = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*(?:bucket_idx|gbuf_idx).*"
 )
-_MASTERS = ("param", "fp32_param")
-_KEPT_APART = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
-_REFUSED = (
+_MASTER_STATES = ("param", "fp32_param")
+_NON_EXTRA_KEYS = ("args", "optimizer", "rng_state", "rerun_state_machine", "checkpoint_version")
+_FLAT_BUFFER_REFUSAL = (
     "is in flat buffers (dp_reshardable), in an order that the folder does not tell; needed a checkpoint saved with "
     "--dist-ckpt-optim-fully-reshardable"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """What the folder holds: tensors by part and name, objects by key, `common` beside them. `doubt`: why no optimizer is read."""
+class _Contents:
+    """What the folder holds: tensors by part and name, objects by key, `common` beside them.
+    `refusal`: why no optimizer is read.
+    """
 
-    tensors: Mapping[Key, Assembly]
+    tensors: Mapping[Key, ShardedTensor]
     objects: Mapping[str, Entry]
-    files: Mapping[str, Mapped]
+    files: Mapping[str, MappedFile]
     common: Mapping[str, Any]
-    doubt: str
+    refusal: str
 
 
 def open_dist(folder: str, options: SourceOptions) -> Source:
-    """IncompleteError naming files that are missing; FormatError for another backend, or a damaged folder."""
+    """IncompleteError naming files that are missing; FormatError for another backend, or a damaged
+    folder.
+    """
     _check_backend(folder)
-    read = _read(folder)
-    args = arguments(read.common.get("args"), folder)
-    tensors = dict(_guarded(read.tensors))
-    groups, steps = _groups(folder, read, args)
+    contents = _read_contents(folder)
+    args = parse_arguments(contents.common.get("args"), folder)
+    tensors = dict(_checked_tensors(contents.tensors))
+    groups, steps = _param_groups(folder, contents, args)
     tensors |= {
-        (OPTIMIZER, f"{name}/step"): assembly(torch.float32, (), [step_fragment(step, folder)])
+        (OPTIMIZER, f"{name}/step"): sharded_tensor(torch.float32, (), [step_shard(step, folder)])
         for name, step in steps.items()
     }
-    iteration = read.common.get("iteration")
-    extra = {key: plain(value) for key, value in read.common.items() if key not in _KEPT_APART}
-    said = Said(
+    iteration = contents.common.get("iteration")
+    extra = {
+        key: plain_values(value)
+        for key, value in contents.common.items()
+        if key not in _NON_EXTRA_KEYS
+    }
+    metadata = SourceMetadata(
         step=iteration if isinstance(iteration, int) else None,
-        extra={**extra, "args": plain(dict(args.told))} if args.told else extra or None,
+        extra={**extra, "args": plain_values(dict(args.values))} if args.values else extra or None,
         groups=groups,
-        rank_extras=args.number("world_size", 0) if _grid(read) else 0,
+        rank_extras=args.get_int("world_size", 0) if _rng_grid(contents) else 0,
     )
     aliases = {OUTPUT: EMBEDDING} if (MODEL, OUTPUT) not in tensors else {}
     refused = (
-        {OPTIMIZER: f"{read.doubt}; without the optimizer the model loads"} if read.doubt else {}
+        {OPTIMIZER: f"{contents.refusal}; without the optimizer the model loads"}
+        if contents.refusal
+        else {}
     )
-    make = partial(
-        Assembled,
+    make_source = partial(
+        ShardedSource,
         folder,
         tensors,
         format="megatron-core",
         aliases={MODEL: aliases, MASTER: aliases},
         refused=refused,
     )
-    return named(
+    return renamed_source(
         folder,
-        make,
-        said,
+        make_source,
+        metadata,
         tensors,
         args,
         options,
-        rank_extra=partial(_random_state, folder, read, args),
+        rank_extra=partial(_read_rng_state, folder, contents, args),
     )
 
 
@@ -107,132 +124,143 @@ def _check_backend(folder: str) -> None:
         raise FormatError(
             f"{folder}: has no metadata.json, which Megatron-Core writes last: its save did not end"
         )
-    backend = read_object(path).get("sharded_backend")
+    backend = read_json_object(path).get("sharded_backend")
     if backend != "torch_dist":
         raise FormatError(f"{path}: says {backend!r}; needed torch_dist")
 
 
-def _read(folder: str) -> _Read:
-    entries = read_entries(folder, stubs=_PLANNED)
+def _read_contents(folder: str) -> _Contents:
+    entries = read_entries(folder, placeholder_classes=_PLANNER_CLASSES)
     files = map_files(folder, entries)
-    tensors: dict[Key, Assembly] = {}
+    tensors: dict[Key, ShardedTensor] = {}
     objects: dict[str, Entry] = {}
-    doubt = ""
-    for key, one in entries.items():
-        if one.dtype is None:
-            objects[key] = one
+    refusal = ""
+    for key, entry in entries.items():
+        if entry.dtype is None:
+            objects[key] = entry
             continue
         if key.endswith("_extra_state"):
             continue
-        if _FLAT.fullmatch(key):
-            doubt = _REFUSED
+        if _FLAT_BUFFER_KEY.fullmatch(key):
+            refusal = _FLAT_BUFFER_REFUSAL
             continue
-        state = _STATE.fullmatch(key)
+        state = _OPTIMIZER_KEY.fullmatch(key)
         name = (state[2] if state else key).removeprefix("module.").removeprefix("model.")
-        part = MODEL if state is None else MASTER if state[1] in _MASTERS else OPTIMIZER
-        made = assemble(files, folder, key, one, one.dtype)
+        part = MODEL if state is None else MASTER if state[1] in _MASTER_STATES else OPTIMIZER
+        tensor = build_tensor(files, folder, key, entry, entry.dtype)
         tensors[part, f"{name}/{state[1]}" if state is not None and part == OPTIMIZER else name] = (
-            made
+            tensor
         )
-    for (part, key), made in tensors.items():
+    for (part, key), tensor in tensors.items():
         name = key.rpartition("/")[0] if part == OPTIMIZER else key
         if part != MODEL and (
-            (MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != made.spec.shape
+            (MODEL, name) not in tensors or tensors[MODEL, name].spec.shape != tensor.spec.shape
         ):
-            doubt = f"{part}:{key}: has shape {made.spec.shape}, as state that was flattened has; needed that of the model's tensor"
-    kept = {key: made for key, made in tensors.items() if key[0] == MODEL or not doubt}
-    return _Read(kept, objects, files, _common(folder, files, objects), doubt)
+            refusal = f"{part}:{key}: has shape {tensor.spec.shape}, as state that was flattened has; needed that of the model's tensor"
+    accepted = {key: tensor for key, tensor in tensors.items() if key[0] == MODEL or not refusal}
+    return _Contents(accepted, objects, files, _read_common(folder, files, objects), refusal)
 
 
-def _common(
-    folder: str, files: Mapping[str, Mapped], objects: Mapping[str, Entry]
+def _read_common(
+    folder: str, files: Mapping[str, MappedFile], objects: Mapping[str, Entry]
 ) -> Mapping[str, Any]:
     """What is the same on every rank."""
     key = next((key for key in objects if key.startswith("common_state")), None)
     path = os.path.join(folder, "common.pt")
-    told = (
-        _object(folder, files, key, objects[key])
+    state = (
+        _load_object(folder, files, key, objects[key])
         if key is not None and not os.path.isfile(path)
-        else load_torch(path, stubs=STUBS)
+        else load_torch(path, placeholders=PLACEHOLDER_CLASSES)
     )
-    if not isinstance(told, Mapping):
-        raise FormatError(f"{path}: holds a {type(told).__name__}; needed a dict")
-    return told
+    if not isinstance(state, Mapping):
+        raise FormatError(f"{path}: holds a {type(state).__name__}; needed a dict")
+    return state
 
 
-def _object(folder: str, files: Mapping[str, Mapped], key: str, one: Entry) -> Any:
-    shard = one.shards[0]
-    where = f"{os.path.join(folder, shard.file)}: {key}"
-    told = load_torch_bytes(files[shard.file].bytes(shard.start, shard.nbytes), where, stubs=STUBS)
+def _load_object(folder: str, files: Mapping[str, MappedFile], key: str, entry: Entry) -> Any:
+    chunk = entry.chunks[0]
+    label = f"{os.path.join(folder, chunk.file)}: {key}"
+    value = load_torch_bytes(
+        files[chunk.file].bytes(chunk.start, chunk.nbytes), label, placeholders=PLACEHOLDER_CLASSES
+    )
     return (
-        told[0] if isinstance(told, list) and len(told) == 1 else told
+        value[0] if isinstance(value, list) and len(value) == 1 else value
     )  # the objects of this rank under this key: one
 
 
-def _guarded(tensors: Mapping[Key, Assembly]) -> Iterable[tuple[Key, Assembly]]:
-    """Optimizer state is compared with the model by its fp32 copy, where both were saved in the same boxes."""
-    for (part, key), one in tensors.items():
+def _checked_tensors(tensors: Mapping[Key, ShardedTensor]) -> Iterable[tuple[Key, ShardedTensor]]:
+    """Optimizer state is compared with the model by its fp32 copy, where both were saved in the
+    same boxes.
+    """
+    for (part, key), tensor in tensors.items():
         name = key.rpartition("/")[0] if part == OPTIMIZER else key
         master = tensors.get((MASTER, name))
         if part == MODEL or master is None:
-            if part != MASTER or one.spec.dtype != tensors[MODEL, name].spec.dtype:
-                yield (part, key), one
+            if part != MASTER or tensor.spec.dtype != tensors[MODEL, name].spec.dtype:
+                yield (part, key), tensor
             continue
-        if part == MASTER and tensors[MODEL, name].spec.dtype == one.spec.dtype:
+        if part == MASTER and tensors[MODEL, name].spec.dtype == tensor.spec.dtype:
             continue  # of a parameter that is fp32 itself
-        models, masters = (
-            {fragment.box: fragment for fragment in of.fragments}
-            for of in (tensors[MODEL, name], master)
+        model_shards, master_shards = (
+            {shard.box: shard for shard in sharded.shards}
+            for sharded in (tensors[MODEL, name], master)
         )
-        fragments = tuple(
-            Twin(name, fragment.where, models[fragment.box].load, masters[fragment.box].load).guard(
-                fragment
-            )
-            if fragment.box in models and fragment.box in masters
-            else fragment
-            for fragment in one.fragments
+        shards = tuple(
+            LazyMasterCheck(
+                name, shard.file, model_shards[shard.box].load, master_shards[shard.box].load
+            ).checked_on_load(shard)
+            if shard.box in model_shards and shard.box in master_shards
+            else shard
+            for shard in tensor.shards
         )
-        yield (part, key), Assembly(one.spec, fragments, one.grid)
+        yield (part, key), ShardedTensor(tensor.spec, shards, tensor.box_shape)
 
 
 # ---- param groups
 
 
-def _groups(
-    folder: str, read: _Read, args: Arguments
+def _param_groups(
+    folder: str, contents: _Contents, args: Arguments
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Param groups by the names of stored tensors, and the steps made for each of these."""
-    told = read.common.get("optimizer")
-    held = {key.rpartition("/")[0] for part, key in read.tensors if part == OPTIMIZER}
-    if not told or not held:
+    optimizer = contents.common.get("optimizer")
+    names_with_state = {
+        key.rpartition("/")[0] for part_key, key in contents.tensors if part_key == OPTIMIZER
+    }
+    if not optimizer or not names_with_state:
         return [], {}
-    parts = [told[n] for n in sorted(told)] if 0 in told else [told]
+    optimizers = [optimizer[n] for n in sorted(optimizer)] if 0 in optimizer else [optimizer]
     groups: list[dict[str, Any]] = []
     steps: dict[str, float] = {}
     names = [
-        (stored, *next(iter(apart(stored, one.spec.shape))))
-        for (part, stored), one in read.tensors.items()
-        if part == MODEL
+        (stored, *next(iter(unstack(stored, tensor.spec.shape))))
+        for (part_key, stored), tensor in contents.tensors.items()
+        if part_key == MODEL
     ]
     try:
-        for number, part in enumerate(parts):
-            inner = part.get("optimizer", part)
-            mine = [
-                (stored, own, len(one.shape))
-                for stored, own, one in names
-                if stored in held and (len(parts) == 1 or is_expert(own) == (number == 1))
+        for position, part_key in enumerate(optimizers):
+            inner = part_key.get("optimizer", part_key)
+            params = [
+                (stored, name, len(tensor.shape))
+                for stored, name, tensor in names
+                if stored in names_with_state
+                and (len(optimizers) == 1 or is_expert(name) == (position == 1))
             ]
-            which = group_of(inner["param_groups"], [(own, dims) for _, own, dims in mine], args)
+            group_indices = assign_groups(
+                inner["param_groups"], [(name, dims) for _, name, dims in params], args
+            )
             common_step = inner.get("state", {}).get("common_step")
-            for place, group in enumerate(inner["param_groups"]):
-                of_group = [
-                    stored for (stored, _, _), at in zip(mine, which, strict=True) if at == place
+            for index, group in enumerate(inner["param_groups"]):
+                group_names = [
+                    stored
+                    for (stored, _, _), group_index in zip(params, group_indices, strict=True)
+                    if group_index == index
                 ]
-                groups.append({"names": of_group, "options": plain(options_of(group))})
+                groups.append({"names": group_names, "options": plain_values(group_options(group))})
                 step = group.get("step", common_step)
-                if step is None and of_group:
+                if step is None and group_names:
                     raise FormatError("nothing says how many steps the optimizer made")
-                steps |= dict.fromkeys(of_group, float(step or 0))
+                steps |= dict.fromkeys(group_names, float(step or 0))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise FormatError(
             f"{folder}: its optimizer is not what Megatron-Core writes: {error!r}"
@@ -242,36 +270,36 @@ def _groups(
     return groups, steps
 
 
-def step_fragment(step: float, where: str) -> Fragment:
+def step_shard(step: float, path: str) -> TensorShard:
     """As torch's optimizers keep it for each parameter."""
-    return Fragment(Box((), ()), partial(torch.tensor, step, dtype=torch.float32), where)
+    return TensorShard(Box((), ()), partial(torch.tensor, step, dtype=torch.float32), path)
 
 
 # ---- random state
 
 
-def _grid(read: _Read) -> tuple[int, ...]:
+def _rng_grid(contents: _Contents) -> tuple[int, ...]:
     """Over how many ranks (pipeline, tensor) the random state was saved."""
-    for key in read.objects:
-        found = re.fullmatch(r"rng_state/shard_[\d.]+_([\d.]+)", key)
-        if found:
-            return tuple(int(one) for one in found[1].split("."))
+    for key in contents.objects:
+        match = re.fullmatch(r"rng_state/shard_[\d.]+_([\d.]+)", key)
+        if match:
+            return tuple(int(size) for size in match[1].split("."))
     return ()
 
 
-def _random_state(folder: str, read: _Read, args: Arguments, rank: int) -> Any:
-    grid = _grid(read)
-    world = args.number("world_size", 0)
+def _read_rng_state(folder: str, contents: _Contents, args: Arguments, rank: int) -> Any:
+    grid = _rng_grid(contents)
+    world = args.get_int("world_size", 0)
     if len(grid) != 2 or not 0 <= rank < world:
         return None
     pp, tp = rank * grid[0] // world, rank % grid[1]
     key = f"rng_state/shard_{pp}.{tp}_{grid[0]}.{grid[1]}"
-    if key not in read.objects:
+    if key not in contents.objects:
         return None
-    told = _object(folder, read.files, key, read.objects[key])
+    states = _load_object(folder, contents.files, key, contents.objects[key])
     data_rank = (
         rank
-        // (grid[1] * args.number("context_parallel_size", 1))
-        % max(1, args.number("data_parallel_size", 1))
+        // (grid[1] * args.get_int("context_parallel_size", 1))
+        % max(1, args.get_int("data_parallel_size", 1))
     )
-    return {"rng_state": plain(told[data_rank if len(told) > 1 else 0])}
+    return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}

@@ -1,7 +1,9 @@
-"""The tensors of Megatron's GPT models: what of each a rank holds, and what they are called by Hugging Face. Pure.
+"""The tensors of Megatron's GPT models: what of each a rank holds, and what they are called by
+Hugging Face. Pure.
 
-Known are models like Llama: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen2-MoE, Qwen3-MoE. One name of Megatron's is used
-for each tensor here, that of `GPTModel` with the experts apart and numbered over all ranks and the norms where they were fused.
+Known are models like Llama: Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen2-MoE,
+Qwen3-MoE. One name of Megatron's is used for each tensor here, that of `GPTModel` with the experts
+apart and numbered over all ranks and the norms where they were fused.
 """
 
 from __future__ import annotations
@@ -13,22 +15,25 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.views.derived import Made, Piece
+from unified_ckpt.views.derived import ElementRange, RangesTensor
 
 Kind = Literal["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 Split = Literal["whole", "rows", "columns", "gated"]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-NO_PARAMETERS = ("expert_bias", "local_tokens_per_expert")  # ends of names of what no optimizer has
+BUFFER_SUFFIXES = (
+    "expert_bias",
+    "local_tokens_per_expert",
+)  # ends of names of what no optimizer has
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_ENDS = {
+_OUTER_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     OUTPUT: "lm_head.weight",
 }
-_LAYERS = {
+_LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -43,9 +48,9 @@ _LAYERS = {
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
-_GATED = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
-_QKV = "self_attention.linear_qkv"
-_SPLITS: dict[str, Split] = {
+_GATED_MODULES = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
+_QKV_MODULE = "self_attention.linear_qkv"
+_TP_SPLITS: dict[str, Split] = {
     EMBEDDING: "rows",
     OUTPUT: "rows",
     "linear_qkv.weight": "rows",
@@ -55,13 +60,13 @@ _SPLITS: dict[str, Split] = {
     "linear_proj.weight": "columns",
     "linear_fc2.weight": "columns",
 }
-_WHOLE = re.compile(
+_REPLICATED = re.compile(
     r"(embedding\.position_embeddings\.weight|.*(layernorm\.(weight|bias)|layer_norm_(weight|bias)|linear_(proj|fc2)\.bias"
     r"|router\.(weight|bias|expert_bias)|shared_experts\.gate_weight))$"
 )
 
 
-_OLD = {  # of before Megatron-Core's models
+_LEGACY_NAMES = {  # of before Megatron-Core's models
     r"language_model\.": "",
     r"encoder\.": "decoder.",
     r"\.attention\.": ".self_attention.",
@@ -77,7 +82,7 @@ _OLD = {  # of before Megatron-Core's models
 
 
 @dataclass(frozen=True, slots=True)
-class Dims:
+class ModelDims:
     """Of a model. `vocab`: rows of the embedding that are words, None for all; the others pad it."""
 
     kind: Kind
@@ -88,33 +93,37 @@ class Dims:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as elements of a stored one, row-major: the whole of it, or a layer or an expert of it."""
+class StoredRange:
+    """A tensor as elements of a stored one, row-major: the whole of it, or a layer or an expert of
+    it.
+    """
 
     name: str
-    first: int
+    start: int
     shape: tuple[int, ...]
 
-    def rows(self, low: int, high: int) -> Piece:
-        row = prod(self.shape[1:])
-        return Piece(self.name, self.first + low * row, (high - low) * row)
+    def rows(self, low: int, high: int) -> ElementRange:
+        row_numel = prod(self.shape[1:])
+        return ElementRange(self.name, self.start + low * row_numel, (high - low) * row_numel)
 
 
-def split_of(name: str, *, gated: bool) -> Split | None:
-    """How tensor-parallel ranks share a tensor, None where that is not known. `gated`: the model's MLP has gates."""
-    ends = name if name in _SPLITS else ".".join(name.split(".")[-2:])
-    found = _SPLITS.get(ends)
-    if found is not None:
-        return "rows" if found == "gated" and not gated else found
-    return "whole" if _WHOLE.match(name) else None
+def tp_split(name: str, *, gated: bool) -> Split | None:
+    """How tensor-parallel ranks share a tensor, None where that is not known. `gated`: the model's
+    MLP has gates.
+    """
+    suffix = name if name in _TP_SPLITS else ".".join(name.split(".")[-2:])
+    split = _TP_SPLITS.get(suffix)
+    if split is not None:
+        return "rows" if split == "gated" and not gated else split
+    return "whole" if _REPLICATED.match(name) else None
 
 
-def core_name(name: str) -> str:
+def to_core_name(name: str) -> str:
     """Megatron-Core's name of a tensor, where it may have that of the models before."""
     if not name.startswith(("language_model.", "word_embeddings_for_head.")):
         return name
-    for old, new in _OLD.items():
-        name = re.sub(old, new, name)
+    for pattern, replacement in _LEGACY_NAMES.items():
+        name = re.sub(pattern, replacement, name)
     return name
 
 
@@ -123,132 +132,157 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-class OfExpert(NamedTuple):
-    """A tensor of an expert. `of_all`: its name, with braces for the number."""
+class ExpertTensor(NamedTuple):
+    """A tensor of an expert. `template`: its name, with braces for the number."""
 
-    of_all: str
+    template: str
     number: int
 
 
-def expert_of(name: str) -> OfExpert | None:
-    found = re.fullmatch(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)", name)
-    return OfExpert(f"{found[1]}{{}}{found[3]}", int(found[2])) if found else None
+def parse_expert(name: str) -> ExpertTensor | None:
+    match = re.fullmatch(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)", name)
+    return ExpertTensor(f"{match[1]}{{}}{match[3]}", int(match[2])) if match else None
 
 
-def apart(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stored]]:
-    """A tensor that may hold many layers, or many experts, as torch_dist has them: each of them, with its own name."""
+def unstack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredRange]]:
+    """A tensor that may hold many layers, or many experts, as torch_dist has them: each of them,
+    with its own name.
+    """
     stacked = re.match(r"decoder\.layers\.(?!\d+\.)(.+)", name)
     if stacked is not None:
         if not shape:
             raise FormatError(f"{name}: has no dim of layers")
         size = prod(shape[1:])
         layers = [
-            (f"decoder.layers.{n}.{stacked[1]}", Stored(name, n * size, shape[1:]))
+            (f"decoder.layers.{n}.{stacked[1]}", StoredRange(name, n * size, shape[1:]))
             for n in range(shape[0])
         ]
     else:
-        layers = [(name, Stored(name, 0, shape))]
-    for layer, one in layers:
-        if ".mlp.experts.experts." not in layer:
-            yield layer, one
+        layers = [(name, StoredRange(name, 0, shape))]
+    for layer_name, stored in layers:
+        if ".mlp.experts.experts." not in layer_name:
+            yield layer_name, stored
             continue
-        size = prod(one.shape[1:])
-        for n in range(one.shape[0]):
-            own = layer.replace(".mlp.experts.experts.", f".mlp.experts.local_experts.{n}.")
-            yield own, Stored(name, one.first + n * size, one.shape[1:])
+        size = prod(stored.shape[1:])
+        for n in range(stored.shape[0]):
+            expert_name = layer_name.replace(
+                ".mlp.experts.experts.", f".mlp.experts.local_experts.{n}."
+            )
+            yield expert_name, StoredRange(name, stored.start + n * size, stored.shape[1:])
 
 
-def hub_tensors(name: str, one: Stored, dims: Dims) -> dict[str, Made]:
-    """A tensor with Hugging Face's names. FormatError for one that no known model has, or of another shape than the model's."""
-    if name in _ENDS:
+def to_hf_tensors(name: str, stored: StoredRange, dims: ModelDims) -> dict[str, RangesTensor]:
+    """A tensor with Hugging Face's names. FormatError for one that no known model has, or of
+    another shape than the model's.
+    """
+    if name in _OUTER_NAMES:
         if name == "decoder.final_layernorm.weight":
-            return {_ENDS[name]: _cut(one, 0, one.shape[0])}
-        rows = one.shape[0] if dims.vocab is None else dims.vocab
-        if rows > one.shape[0]:
-            raise FormatError(f"{name}: has {one.shape[0]} rows; the vocabulary needs {rows}")
-        return {_ENDS[name]: _cut(one, 0, rows)}
+            return {_OUTER_NAMES[name]: _derive_rows(stored, 0, stored.shape[0])}
+        rows = stored.shape[0] if dims.vocab is None else dims.vocab
+        if rows > stored.shape[0]:
+            raise FormatError(f"{name}: has {stored.shape[0]} rows; the vocabulary needs {rows}")
+        return {_OUTER_NAMES[name]: _derive_rows(stored, 0, rows)}
     layer = _LAYER.fullmatch(name)
     if layer is None:
         raise FormatError(f"{name}: has no name of Hugging Face's that is known")
-    found = _of_layer(layer[2], one, dims)
-    return {f"model.layers.{layer[1]}.{theirs}": made for theirs, made in found.items()}
+    tensors = _layer_tensors(layer[2], stored, dims)
+    return {f"model.layers.{layer[1]}.{hf_name}": derived for hf_name, derived in tensors.items()}
 
 
-def _of_layer(name: str, one: Stored, dims: Dims) -> dict[str, Made]:
+def _layer_tensors(name: str, stored: StoredRange, dims: ModelDims) -> dict[str, RangesTensor]:
     module, _, kind = name.rpartition(".")
-    if name in _LAYERS:
-        theirs = _LAYERS[name]
+    if name in _LAYER_NAMES:
+        hf_name = _LAYER_NAMES[name]
         if name == "mlp.router.weight" and dims.kind == "mixtral":
-            theirs = "block_sparse_moe.gate.weight"
-        return {theirs: _whole(one)}
-    if module == _QKV and kind in ("weight", "bias"):
+            hf_name = "block_sparse_moe.gate.weight"
+        return {hf_name: _derive_whole(stored)}
+    if module == _QKV_MODULE and kind in ("weight", "bias"):
         return {
-            f"self_attn.{theirs}_proj.{kind}": made
-            for theirs, made in _qkv(name, one, dims).items()
+            f"self_attn.{hf_name}_proj.{kind}": derived
+            for hf_name, derived in _split_qkv(name, stored, dims).items()
         }
-    if module in _GATED and kind in ("weight", "bias"):
-        gate, up = _halves(name, one)
-        return {f"{_GATED[module]}.gate_proj.{kind}": gate, f"{_GATED[module]}.up_proj.{kind}": up}
+    if module in _GATED_MODULES and kind in ("weight", "bias"):
+        gate, up = _split_gated(name, stored)
+        return {
+            f"{_GATED_MODULES[module]}.gate_proj.{kind}": gate,
+            f"{_GATED_MODULES[module]}.up_proj.{kind}": up,
+        }
     expert = _EXPERT.fullmatch(name)
     if expert is not None and expert[2] in ("linear_fc1.weight", "linear_fc2.weight"):
         mixtral = dims.kind == "mixtral"
-        place = f"{'block_sparse_moe' if mixtral else 'mlp'}.experts.{expert[1]}"
+        prefix = f"{'block_sparse_moe' if mixtral else 'mlp'}.experts.{expert[1]}"
         if expert[2] == "linear_fc2.weight":
-            return {f"{place}.{'w2' if mixtral else 'down_proj'}.weight": _whole(one)}
-        gate, up = _halves(name, one)
+            return {f"{prefix}.{'w2' if mixtral else 'down_proj'}.weight": _derive_whole(stored)}
+        gate, up = _split_gated(name, stored)
         return {
-            f"{place}.{'w1' if mixtral else 'gate_proj'}.weight": gate,
-            f"{place}.{'w3' if mixtral else 'up_proj'}.weight": up,
+            f"{prefix}.{'w1' if mixtral else 'gate_proj'}.weight": gate,
+            f"{prefix}.{'w3' if mixtral else 'up_proj'}.weight": up,
         }
     raise FormatError(f"{name}: has no name of Hugging Face's that is known")
 
 
-def _qkv(name: str, one: Stored, dims: Dims) -> dict[str, Made]:
+def _split_qkv(name: str, stored: StoredRange, dims: ModelDims) -> dict[str, RangesTensor]:
     """[groups, query heads of one group + key + value, head_dim, ...], apart."""
-    of_group = dims.heads // dims.groups
-    rows = dims.groups * (of_group + 2) * dims.head_dim
-    if one.shape[0] != rows:
+    heads_per_group = dims.heads // dims.groups
+    rows = dims.groups * (heads_per_group + 2) * dims.head_dim
+    if stored.shape[0] != rows:
         raise FormatError(
-            f"{name}: has {one.shape[0]} rows; needed {rows}, for {dims.heads} heads of {dims.head_dim} in {dims.groups} groups"
+            f"{name}: has {stored.shape[0]} rows; needed {rows}, for {dims.heads} heads of {dims.head_dim} in {dims.groups} groups"
         )
-    made = {}
-    for theirs, first, count in (("q", 0, of_group), ("k", of_group, 1), ("v", of_group + 1, 1)):
-        starts = [(group * (of_group + 2) + first) * dims.head_dim for group in range(dims.groups)]
-        pieces = tuple(one.rows(start, start + count * dims.head_dim) for start in starts)
-        made[theirs] = Made((dims.groups * count * dims.head_dim, *one.shape[1:]), pieces)
-    return made
+    derived = {}
+    for projection, head, count in (
+        ("q", 0, heads_per_group),
+        ("k", heads_per_group, 1),
+        ("v", heads_per_group + 1, 1),
+    ):
+        starts = [
+            (group * (heads_per_group + 2) + head) * dims.head_dim for group in range(dims.groups)
+        ]
+        pieces = tuple(stored.rows(start, start + count * dims.head_dim) for start in starts)
+        derived[projection] = RangesTensor(
+            (dims.groups * count * dims.head_dim, *stored.shape[1:]), pieces
+        )
+    return derived
 
 
-def _halves(name: str, one: Stored) -> tuple[Made, Made]:
-    if one.shape[0] % 2:
-        raise FormatError(f"{name}: has {one.shape[0]} rows; needed gates and as many more")
-    half = one.shape[0] // 2
-    return _cut(one, 0, half), _cut(one, half, 2 * half)
+def _split_gated(name: str, stored: StoredRange) -> tuple[RangesTensor, RangesTensor]:
+    if stored.shape[0] % 2:
+        raise FormatError(f"{name}: has {stored.shape[0]} rows; needed gates and as many more")
+    half = stored.shape[0] // 2
+    return _derive_rows(stored, 0, half), _derive_rows(stored, half, 2 * half)
 
 
-def _cut(one: Stored, low: int, high: int) -> Made:
-    return Made((high - low, *one.shape[1:]), (one.rows(low, high),))
+def _derive_rows(stored: StoredRange, low: int, high: int) -> RangesTensor:
+    return RangesTensor((high - low, *stored.shape[1:]), (stored.rows(low, high),))
 
 
-def _whole(one: Stored) -> Made:
-    return Made(one.shape, (Piece(one.name, one.first, prod(one.shape)),))
+def _derive_whole(stored: StoredRange) -> RangesTensor:
+    return RangesTensor(
+        stored.shape, (ElementRange(stored.name, stored.start, prod(stored.shape)),)
+    )
 
 
-def own_tensor(one: Stored) -> Made:
+def identity(stored: StoredRange) -> RangesTensor:
     """A tensor under Megatron's own name."""
-    return _whole(one)
+    return _derive_whole(stored)
 
 
-def of_state(made: Mapping[str, Made], state: str) -> dict[str, Made]:
-    """Optimizer state of tensors that are cut so: "name/exp_avg". `step` is one element for all of a tensor."""
+def optimizer_slices(derived: Mapping[str, RangesTensor], state: str) -> dict[str, RangesTensor]:
+    """Optimizer state of tensors that are cut so: "name/exp_avg". `step` is one element for all of
+    a tensor.
+    """
     if state == "step":
         return {
-            f"{name}/step": Made((), (Piece(f"{one.pieces[0].stored}/step", 0, 1),))
-            for name, one in made.items()
+            f"{name}/step": RangesTensor((), (ElementRange(f"{tensor.ranges[0].name}/step", 0, 1),))
+            for name, tensor in derived.items()
         }
     return {
-        f"{name}/{state}": Made(
-            one.shape, tuple(Piece(f"{p.stored}/{state}", p.first, p.count) for p in one.pieces)
+        f"{name}/{state}": RangesTensor(
+            tensor.shape,
+            tuple(
+                ElementRange(f"{piece.name}/{state}", piece.first, piece.count)
+                for piece in tensor.ranges
+            ),
         )
-        for name, one in made.items()
+        for name, tensor in derived.items()
     }

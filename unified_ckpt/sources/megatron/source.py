@@ -1,6 +1,8 @@
-"""Megatron-LM: a folder of `mp_rank_*/model_optim_rng.pt`, read here, or of torch_dist, which `megatron_dist` reads; or a root of either.
+"""Megatron-LM: a folder of `mp_rank_*/model_optim_rng.pt`, read here, or of torch_dist, which
+`megatron_dist` reads; or a root of either.
 
-Tensors get the names of Hugging Face's model where they are known, else Megatron's own, with layers and experts numbered over all ranks.
+Tensors get the names of Hugging Face's model where they are known, else Megatron's own, with layers
+and experts numbered over all ranks.
 """
 
 from __future__ import annotations
@@ -14,30 +16,30 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.sources.detect.names import DCP_METADATA
-from unified_ckpt.sources.megatron.dist import open_dist, step_fragment
+from unified_ckpt.sources.megatron.dist import open_dist, step_shard
 from unified_ckpt.sources.megatron.files import (
     FLAT_FILE,
     Arguments,
-    Saved,
-    expert_rank,
-    plain,
-    read_ranks,
+    RankFile,
+    expert_tp_rank,
+    plain_values,
+    read_rank_files,
     step_folder,
 )
-from unified_ckpt.sources.megatron.master_check import Twin
-from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, expert_of, is_expert
-from unified_ckpt.sources.megatron.states import Place, State, states
-from unified_ckpt.sources.megatron.tensor_parallel import Share, is_parameter, shares
-from unified_ckpt.sources.megatron.view import named
-from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.megatron.master_check import LazyMasterCheck
+from unified_ckpt.sources.megatron.names import EMBEDDING, OUTPUT, is_expert, parse_expert
+from unified_ckpt.sources.megatron.states import ParamKey, ParamState, read_optimizer_states
+from unified_ckpt.sources.megatron.tensor_parallel import Slice, global_slices, is_parameter
+from unified_ckpt.sources.megatron.view import renamed_source
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
-_KEPT_APART = (
+_NON_EXTRA_KEYS = (
     "args",
     "model",
     "optimizer",
@@ -48,12 +50,14 @@ _KEPT_APART = (
 
 
 @dataclass(slots=True)
-class _Global:
-    """A tensor of the whole model, as it is put together. `options`: its param group's; `step`: of its optimizer."""
+class _GlobalTensor:
+    """A tensor of the whole model, as it is put together. `options`: its param group's; `step`: of
+    its optimizer.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fragments: dict[str, list[Fragment]] = field(
+    shards: dict[str, list[TensorShard]] = field(
         default_factory=dict
     )  # by "model", "master_weights" and names of state
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -62,200 +66,246 @@ class _Global:
 
 
 def open_megatron(root: str, options: SourceOptions) -> Source:
-    """FormatError for files that are damaged, or in no order that is known; IncompleteError naming ranks and tensors that are missing."""
+    """FormatError for files that are damaged, or in no order that is known; IncompleteError naming
+    ranks and tensors that are missing.
+    """
     folder = step_folder(root)
     if os.path.isfile(os.path.join(folder, DCP_METADATA)):
         return open_dist(folder, options)
-    args, ranks = read_ranks(folder)
-    if float(ranks[0].told.get("checkpoint_version", 0)) < 2:
+    args, rank_files = read_rank_files(folder)
+    if float(rank_files[0].state_dict.get("checkpoint_version", 0)) < 2:
         raise FormatError(
             f"{folder}: has queries, keys and values in the order of before 2021; needed checkpoint_version 2 or later"
         )
-    held, doubt = _held(folder, ranks, args)
-    found = _merge(ranks, args, held)
-    tensors = dict(_assemblies(folder, found))
-    groups = _groups(found)
+    optimizer_states, refusal = _collect_optimizer_states(folder, rank_files, args)
+    global_tensors = _merge_ranks(rank_files, args, optimizer_states)
+    tensors = dict(_sharded_tensors(folder, global_tensors))
+    groups = _param_groups(global_tensors)
     extra = {
-        key: plain(value)
-        for key, value in ranks[0].told.items()
-        if key.rstrip("0123456789") not in _KEPT_APART
+        key: plain_values(value)
+        for key, value in rank_files[0].state_dict.items()
+        if key.rstrip("0123456789") not in _NON_EXTRA_KEYS
     }
-    iteration = ranks[0].told.get("iteration")
-    said = Said(
+    iteration = rank_files[0].state_dict.get("iteration")
+    metadata = SourceMetadata(
         step=iteration if isinstance(iteration, int) else None,
-        extra={**extra, "args": plain(ranks[0].told["args"])},
+        extra={**extra, "args": plain_values(rank_files[0].state_dict["args"])},
         groups=groups,
-        rank_extras=_world(args) if "rng_state" in ranks[0].told else 0,
+        rank_extras=_world_size(args) if "rng_state" in rank_files[0].state_dict else 0,
     )
     aliases = {} if (MODEL, OUTPUT) in tensors else {OUTPUT: EMBEDDING}
-    refused = {OPTIMIZER: f"{doubt}; without the optimizer the model loads"} if doubt else {}
-    make = partial(
-        Assembled,
+    refused = {OPTIMIZER: f"{refusal}; without the optimizer the model loads"} if refusal else {}
+    make_source = partial(
+        ShardedSource,
         folder,
         tensors,
         format="megatron",
         aliases={MODEL: aliases, MASTER: aliases},
         refused=refused,
     )
-    return named(
-        folder, make, said, tensors, args, options, rank_extra=partial(_random_state, ranks, args)
+    return renamed_source(
+        folder,
+        make_source,
+        metadata,
+        tensors,
+        args,
+        options,
+        rank_extra=partial(_rng_state, rank_files, args),
     )
 
 
-def _holder(saved: Saved, name: str, args: Arguments) -> tuple[int, ...]:
+def _replica_group(rank_file: RankFile, name: str, args: Arguments) -> tuple[int, ...]:
     """Ranks of one holder have the same of a tensor."""
     return (
-        (saved.pp, expert_rank(saved, args), saved.ep) if is_expert(name) else (saved.pp, saved.tp)
+        (rank_file.pp, expert_tp_rank(rank_file, args), rank_file.ep)
+        if is_expert(name)
+        else (rank_file.pp, rank_file.tp)
     )
 
 
-Held = Mapping[tuple[tuple[int, ...], Place], tuple[Saved, State]]
+OptimizerStates = Mapping[tuple[tuple[int, ...], ParamKey], tuple[RankFile, ParamState]]
 
 
-def _held(folder: str, ranks: Sequence[Saved], args: Arguments) -> tuple[Held, str]:
+def _collect_optimizer_states(
+    folder: str, rank_files: Sequence[RankFile], args: Arguments
+) -> tuple[OptimizerStates, str]:
     """Optimizer state by holder and place; or none, and why it is not read.
 
     IncompleteError naming the tensors that have none, where others have.
     """
-    held: dict[tuple[tuple[int, ...], Place], tuple[Saved, State]] = {}
-    for saved in ranks:
+    collected: dict[tuple[tuple[int, ...], ParamKey], tuple[RankFile, ParamState]] = {}
+    for rank_file in rank_files:
         try:
-            for place, state in states(saved, args).items():
-                held.setdefault((_holder(saved, place[1], args), place), (saved, state))
+            for param_key, state in read_optimizer_states(rank_file, args).items():
+                collected.setdefault(
+                    (_replica_group(rank_file, param_key[1], args), param_key), (rank_file, state)
+                )
         except FormatError as error:
             return {}, str(error)
-    lost = {
-        f"{saved.where}: {name}"
-        for saved in ranks
-        for number, chunk in enumerate(saved.chunks)
+    missing = {
+        f"{rank_file.path}: {name}"
+        for rank_file in rank_files
+        for chunk_index, chunk in enumerate(rank_file.chunks)
         for name in chunk
-        if is_parameter(name) and (_holder(saved, name, args), (number, name)) not in held
+        if is_parameter(name)
+        and (_replica_group(rank_file, name, args), (chunk_index, name)) not in collected
     }
-    if lost and any("optimizer" in saved.told for saved in ranks):
+    if missing and any("optimizer" in rank_file.state_dict for rank_file in rank_files):
         raise IncompleteError(
-            listed(
-                f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?", sorted(lost)
+            format_list(
+                f"{folder}: tensors have no optimizer state; is {FLAT_FILE} missing?",
+                sorted(missing),
             )
         )
-    return held, ""
+    return collected, ""
 
 
-def _merge(ranks: Sequence[Saved], args: Arguments, held: Held) -> dict[str, _Global]:
-    found: dict[str, _Global] = {}
-    seen: set[tuple[tuple[int, ...], Place]] = set()
-    tied = args.pp > 1 and not args.flag("untie_embeddings_and_output_weights")
-    for saved in ranks:
-        for number, chunk in enumerate(saved.chunks):
+def _merge_ranks(
+    rank_files: Sequence[RankFile], args: Arguments, optimizer_states: OptimizerStates
+) -> dict[str, _GlobalTensor]:
+    global_tensors: dict[str, _GlobalTensor] = {}
+    seen: set[tuple[tuple[int, ...], ParamKey]] = set()
+    tied = args.pp > 1 and not args.get_bool("untie_embeddings_and_output_weights")
+    for rank_file in rank_files:
+        for chunk_index, chunk in enumerate(rank_file.chunks):
             for name, tensor in chunk.items():
-                key = _holder(saved, name, args), (number, name)
+                key = _replica_group(rank_file, name, args), (chunk_index, name)
                 if key in seen or (
                     tied and name == OUTPUT
                 ):  # the last stage's copy of the embedding
                     continue
                 seen.add(key)
                 try:
-                    for share in shares(saved, name, tensor, args):
-                        _add(found, saved, share, tensor, held.get(key))
+                    for tensor_slice in global_slices(rank_file, name, tensor, args):
+                        _add_slice(
+                            global_tensors,
+                            rank_file,
+                            tensor_slice,
+                            tensor,
+                            optimizer_states.get(key),
+                        )
                 except FormatError as error:
-                    raise FormatError(f"{saved.where}: {error}") from error
-    _check_experts(found, args)
-    return found
+                    raise FormatError(f"{rank_file.path}: {error}") from error
+    _check_experts(global_tensors, args)
+    return global_tensors
 
 
-def _check_experts(found: Collection[str], args: Arguments) -> None:
+def _check_experts(tensor_names: Collection[str], args: Arguments) -> None:
     """IncompleteError naming experts that no rank has, where it has others of the layer."""
-    held: dict[str, set[int]] = {}
-    for place in filter(None, map(expert_of, found)):
-        held.setdefault(place.of_all, set()).add(place.number)
-    lost = [
+    numbers_by_template: dict[str, set[int]] = {}
+    for expert in filter(None, map(parse_expert, tensor_names)):
+        numbers_by_template.setdefault(expert.template, set()).add(expert.number)
+    missing = [
         name.format(n)
-        for name, numbers in held.items()
+        for name, numbers in numbers_by_template.items()
         for n in sorted(set(range(args.experts)) ^ numbers)
     ]
-    if lost:
+    if missing:
         raise IncompleteError(
-            listed(
-                f"{args.where}: of {args.experts} experts, tensors are missing, or more than these",
-                lost,
+            format_list(
+                f"{args.path}: of {args.experts} experts, tensors are missing, or more than these",
+                missing,
             )
         )
 
 
-def _add(
-    found: dict[str, _Global],
-    saved: Saved,
-    share: Share,
+def _add_slice(
+    global_tensors: dict[str, _GlobalTensor],
+    rank_file: RankFile,
+    tensor_slice: Slice,
     tensor: torch.Tensor,
-    held: tuple[Saved, State] | None,
+    optimizer_state: tuple[RankFile, ParamState] | None,
 ) -> None:
-    one = found.setdefault(share.name, _Global(share.shape, tensor.dtype))
-    if one.shape != share.shape or one.dtype != tensor.dtype:
+    global_tensor = global_tensors.setdefault(
+        tensor_slice.name, _GlobalTensor(tensor_slice.shape, tensor.dtype)
+    )
+    if global_tensor.shape != tensor_slice.shape or global_tensor.dtype != tensor.dtype:
         raise FormatError(
-            f"{share.name}: has {share.shape} {tensor.dtype}; other ranks {one.shape} {one.dtype}"
+            f"{tensor_slice.name}: has {tensor_slice.shape} {tensor.dtype}; other ranks {global_tensor.shape} {global_tensor.dtype}"
         )
 
-    def add(what: str, value: torch.Tensor, where: str) -> Fragment:
-        one.dtypes.setdefault(what, value.dtype)
-        return Fragment(share.box, partial(share.of, value), where)
+    def make_shard(kind: str, value: torch.Tensor, path: str) -> TensorShard:
+        global_tensor.dtypes.setdefault(kind, value.dtype)
+        return TensorShard(tensor_slice.box, partial(tensor_slice.extract, value), path)
 
-    one.fragments.setdefault(MODEL, []).append(add(MODEL, tensor, saved.where))
-    if held is None:
+    global_tensor.shards.setdefault(MODEL, []).append(make_shard(MODEL, tensor, rank_file.path))
+    if optimizer_state is None:
         return
-    where, state = held[0].where, held[1]
-    of_optimizer = {name: add(name, value, where) for name, value in state.tensors.items()}
+    path, state = optimizer_state[0].path, optimizer_state[1]
+    optimizer_shards = {
+        name: make_shard(name, value, path) for name, value in state.tensors.items()
+    }
     if state.master is not None:
-        twin = Twin(share.name, where, partial(share.of, tensor), partial(share.of, state.master))
-        of_optimizer = {name: twin.guard(fragment) for name, fragment in of_optimizer.items()}
+        check = LazyMasterCheck(
+            tensor_slice.name,
+            path,
+            partial(tensor_slice.extract, tensor),
+            partial(tensor_slice.extract, state.master),
+        )
+        optimizer_shards = {
+            name: check.checked_on_load(shard) for name, shard in optimizer_shards.items()
+        }
         if tensor.dtype != torch.float32:
-            of_optimizer[MASTER] = twin.guard(add(MASTER, state.master, where))
-    for name, fragment in of_optimizer.items():
-        one.fragments.setdefault(name, []).append(fragment)
-    if one.step not in (None, state.step):
-        raise FormatError(f"{share.name}: has step {state.step}; other ranks {one.step}")
-    one.step, one.options = state.step, state.options
+            optimizer_shards[MASTER] = check.checked_on_load(make_shard(MASTER, state.master, path))
+    for name, shard in optimizer_shards.items():
+        global_tensor.shards.setdefault(name, []).append(shard)
+    if global_tensor.step not in (None, state.step):
+        raise FormatError(
+            f"{tensor_slice.name}: has step {state.step}; other ranks {global_tensor.step}"
+        )
+    global_tensor.step, global_tensor.options = state.step, state.options
 
 
-def _assemblies(folder: str, found: Mapping[str, _Global]) -> Iterable[tuple[Key, Assembly]]:
-    for name, one in found.items():
+def _sharded_tensors(
+    folder: str, global_tensors: Mapping[str, _GlobalTensor]
+) -> Iterable[tuple[Key, ShardedTensor]]:
+    for name, tensor in global_tensors.items():
         try:
-            for what, fragments in one.fragments.items():
-                key = (what, name) if what in (MODEL, MASTER) else (OPTIMIZER, f"{name}/{what}")
-                yield key, assembly(one.dtypes[what], one.shape, fragments)
-            if one.step is not None:
+            for kind, shards in tensor.shards.items():
+                key = (kind, name) if kind in (MODEL, MASTER) else (OPTIMIZER, f"{name}/{kind}")
+                yield key, sharded_tensor(tensor.dtypes[kind], tensor.shape, shards)
+            if tensor.step is not None:
                 yield (
                     (OPTIMIZER, f"{name}/step"),
-                    assembly(torch.float32, (), [step_fragment(one.step, folder)]),
+                    sharded_tensor(torch.float32, (), [step_shard(tensor.step, folder)]),
                 )
         except CheckpointError as error:
             raise type(error)(f"{folder}: {name}: {error}") from error
 
 
-def _groups(found: Mapping[str, _Global]) -> list[dict[str, Any]]:
+def _param_groups(global_tensors: Mapping[str, _GlobalTensor]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
-    for name, one in found.items():
-        if one.options is not None:
-            known = next((group for group in groups if group["options"] == one.options), None)
-            if known is None:
-                groups.append({"names": [name], "options": dict(one.options)})
+    for name, tensor in global_tensors.items():
+        if tensor.options is not None:
+            matching = next((group for group in groups if group["options"] == tensor.options), None)
+            if matching is None:
+                groups.append({"names": [name], "options": dict(tensor.options)})
             else:
-                known["names"].append(name)
+                matching["names"].append(name)
     return groups
 
 
-def _world(args: Arguments) -> int:
-    return args.number("world_size", 0)
+def _world_size(args: Arguments) -> int:
+    return args.get_int("world_size", 0)
 
 
-def _random_state(ranks: Sequence[Saved], args: Arguments, rank: int) -> Any:
-    """Of a rank of the job: ranks are counted along tensor, context, data and pipeline parallelism, in this order."""
-    tp, cp = args.tp, args.number("context_parallel_size", 1)
+def _rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
+    """Of a rank of the job: ranks are counted along tensor, context, data and pipeline parallelism,
+    in this order.
+    """
+    tp, cp = args.tp, args.get_int("context_parallel_size", 1)
     data_rank, pp = (
-        rank // (tp * cp) % args.number("data_parallel_size", 1),
-        rank * args.pp // max(1, _world(args)),
+        rank // (tp * cp) % args.get_int("data_parallel_size", 1),
+        rank * args.pp // max(1, _world_size(args)),
     )
-    told = next(
-        (one.told.get("rng_state") for one in ranks if (one.tp, one.pp) == (rank % tp, pp)), None
+    states = next(
+        (
+            rank_file.state_dict.get("rng_state")
+            for rank_file in rank_files
+            if (rank_file.tp, rank_file.pp) == (rank % tp, pp)
+        ),
+        None,
     )
-    if not told:
+    if not states:
         return None
-    return {"rng_state": plain(told[data_rank if len(told) > 1 else 0])}
+    return {"rng_state": plain_values(states[data_rank if len(states) > 1 else 0])}

@@ -1,4 +1,6 @@
-"""MaxText's tensors under Hugging Face's names: all that the model has are there, of the right shape, and none is left over."""
+"""MaxText's tensors under Hugging Face's names: all that the model has are there, of the right
+shape, and none is left over.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,27 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
-from unified_ckpt.sources.orbax.arrays import Array, cells
-from unified_ckpt.sources.orbax.maxtext_names import LAYER_AXIS, Link, links, sizes_of
-from unified_ckpt.sources.orbax.maxtext_transforms import (
-    axes_of,
-    box_of_ours,
-    spread,
-    to_ours,
-    turn_of,
+from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes
+from unified_ckpt.sources.orbax.maxtext_names import (
+    LAYER_AXIS,
+    TensorLink,
+    parse_sizes,
+    tensor_links,
 )
-from unified_ckpt.views.shards import KEPT_NBYTES, Assembly, Fragment, assembly
+from unified_ckpt.sources.orbax.maxtext_transforms import (
+    hf_box,
+    split_axes,
+    stacked_box,
+    to_hf,
+    transform_for,
+)
+from unified_ckpt.views.shards import CACHE_NBYTES, ShardedTensor, TensorShard, sharded_tensor
 
-UNKNOWN = (
+UNKNOWN_MODEL = (
     "is MaxText's, and its names are those of several models, which differ in the order and the scale of queries; needed the model's "
     "config.json (SourceOptions.config, --config), or its own names (SourceOptions.names, --names own)"
 )
@@ -38,46 +45,47 @@ _STACKED = re.compile(r"decoder\.layers\.")
 
 def is_maxtext(names: Iterable[str]) -> bool:
     """Whether a model's own names are MaxText's decoder."""
-    found = set(names)
-    return EMBEDDING in found and any(name.startswith("decoder.") for name in found)
+    unique_names = set(names)
+    return EMBEDDING in unique_names and any(name.startswith("decoder.") for name in unique_names)
 
 
-def is_known(shapes: Iterable[str]) -> bool:
+def is_model_known(shapes: Iterable[str]) -> bool:
     """Whether MaxText's names say which model it is."""
-    return _kind(shapes) is not None
+    return _model_type(shapes) is not None
 
 
-def config_of(
-    path: str | None, shapes: Mapping[str, tuple[int, ...]], *, where: str
+def resolve_config(
+    path: str | None, shapes: Mapping[str, tuple[int, ...]], *, label: str
 ) -> dict[str, Any]:
-    """The model's configuration: of a file or a folder that has it, or from the names and shapes where those say which model it is.
-    FormatError where they do not."""
+    """The model's configuration: of a file or a folder that has it, or from the names and shapes
+    where those say which model it is. FormatError where they do not.
+    """
     if path is not None:
         return read_config(path)
-    kind = _kind(shapes)
-    if kind is None:
-        raise FormatError(f"{where}: {UNKNOWN}")
-    return _config(kind, shapes)
+    model_type = _model_type(shapes)
+    if model_type is None:
+        raise FormatError(f"{label}: {UNKNOWN_MODEL}")
+    return _infer_config(model_type, shapes)
 
 
-def _kind(shapes: Iterable[str]) -> str | None:
+def _model_type(shapes: Iterable[str]) -> str | None:
     """Llama, Mistral and Qwen have the same names, and other rules."""
-    last = {name.split(".")[-2] for name in shapes if "." in name}
+    leaf_names = {name.split(".")[-2] for name in shapes if "." in name}
     if any(".MoeBlock_0." in name for name in shapes):
         return "mixtral"
-    if "post_ffw_norm" in last:
-        return "gemma3_text" if "query_norm" in last else None
-    return "gemma" if "pre_ffw_norm" in last else None
+    if "post_ffw_norm" in leaf_names:
+        return "gemma3_text" if "query_norm" in leaf_names else None
+    return "gemma" if "pre_ffw_norm" in leaf_names else None
 
 
-def _config(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _infer_config(model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What shapes say. Padding of the vocabulary cannot be told from it."""
 
-    def one(end: str) -> tuple[bool, tuple[int, ...]]:
-        name = next((name for name in sorted(shapes) if name.endswith(end)), "")
+    def lookup_shape(suffix: str) -> tuple[bool, tuple[int, ...]]:
+        name = next((name for name in sorted(shapes) if name.endswith(suffix)), "")
         return bool(_STACKED.match(name)), shapes.get(name, ())
 
-    up = "MoeBlock_0.wi_0" if kind == "mixtral" else "mlp.wi_0.kernel"
+    up_suffix = "MoeBlock_0.wi_0" if model_type == "mixtral" else "mlp.wi_0.kernel"
     queries = {
         name: shape
         for name, shape in shapes.items()
@@ -88,115 +96,133 @@ def _config(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         for name, shape in queries.items()
         if len(shape) > LAYER_AXIS
     )
-    query, key = one("self_attention.query.kernel")[1], one("self_attention.key.kernel")[1]
+    query, key = (
+        lookup_shape("self_attention.query.kernel")[1],
+        lookup_shape("self_attention.key.kernel")[1],
+    )
     if len(query) < 3 or len(key) < 3 or len(shapes[EMBEDDING]) != 2:
         raise FormatError(
             f"query and key have shapes {query} and {key}, {EMBEDDING} {shapes[EMBEDDING]}; needed heads and a vocabulary"
         )
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "vocab_size": shapes[EMBEDDING][0],
         "hidden_size": shapes[EMBEDDING][1],
         "num_hidden_layers": layers,
         "num_attention_heads": query[-2],
         "num_key_value_heads": key[-2],
         "head_dim": query[-1],
-        "intermediate_size": (one(up)[1] or (0,))[-1],
-        "num_local_experts": (one(up)[1] or (0,))[0],
+        "intermediate_size": (lookup_shape(up_suffix)[1] or (0,))[-1],
+        "num_local_experts": (lookup_shape(up_suffix)[1] or (0,))[0],
         "tie_word_embeddings": "decoder.logits_dense.kernel" not in shapes,
     }
 
 
-def huggingface(
-    arrays: Mapping[Key, Array], config: Mapping[str, Any], *, where: str
-) -> tuple[dict[Key, Assembly], dict[str, str], dict[str, list[str]]]:
-    """The model and its moments under Hugging Face's names; aliases; for each of MaxText's weights, ours.
+def to_huggingface(
+    arrays: Mapping[Key, StoredArray], config: Mapping[str, Any], *, label: str
+) -> tuple[dict[Key, ShardedTensor], dict[str, str], dict[str, list[str]]]:
+    """The model and its moments under Hugging Face's names; aliases; for each of MaxText's weights,
+    ours.
 
-    `arrays`: by part and MaxText's own name. IncompleteError for tensors that the model has and the checkpoint lacks, FormatError for
-    other shapes and for tensors that the model has not.
+    `arrays`: by part and MaxText's own name. IncompleteError for tensors that the model has and the
+    checkpoint lacks, FormatError for other shapes and for tensors that the model has not.
     """
-    sizes = sizes_of(config, where=where)
-    weights = {name: one for (part, name), one in arrays.items() if part == MODEL}
-    wanted = links(sizes, stacked=any(_STACKED.match(name) for name in weights))
-    _check(weights, wanted, where=f"{where}: as {sizes.kind}")
-    tensors: dict[Key, Assembly] = {}
-    of: dict[str, list[Link]] = {}
-    for link in wanted:
-        of.setdefault(link.theirs, []).append(link)
+    sizes = parse_sizes(config, label=label)
+    weights = {name: stored for (part, name), stored in arrays.items() if part == MODEL}
+    required = tensor_links(sizes, stacked=any(_STACKED.match(name) for name in weights))
+    _check_shapes(weights, required, label=f"{label}: as {sizes.model_type}")
+    tensors: dict[Key, ShardedTensor] = {}
+    links_by_name: dict[str, list[TensorLink]] = {}
+    for link in required:
+        links_by_name.setdefault(link.maxtext_name, []).append(link)
     for key, array in arrays.items():
-        theirs, _, state = key[1].partition("/")
+        maxtext_name, _, state = key[1].partition("/")
         if key[0] not in (MODEL, OPTIMIZER):
             continue
-        for link in of[theirs]:
-            tensors[key[0], f"{link.ours}/{state}" if state else link.ours] = _assembly(
+        for link in links_by_name[maxtext_name]:
+            tensors[key[0], f"{link.hf_name}/{state}" if state else link.hf_name] = _tensor_shards(
                 array, link, state or None
             )
     return (
         tensors,
         dict(_TIED) if sizes.tied else {},
-        {theirs: [link.ours for link in found] for theirs, found in of.items()},
+        {
+            maxtext_name: [link.hf_name for link in linked]
+            for maxtext_name, linked in links_by_name.items()
+        },
     )
 
 
-def _check(weights: Mapping[str, Array], wanted: Iterable[Link], *, where: str) -> None:
-    shapes = {link.theirs: (link.shape, link.turn) for link in wanted}
-    lost = [f"{name} {shape}" for name, (shape, _) in shapes.items() if name not in weights]
-    wrong = []
-    for name, (shape, turn) in shapes.items():
+def _check_shapes(
+    weights: Mapping[str, StoredArray], required: Iterable[TensorLink], *, label: str
+) -> None:
+    shapes = {link.maxtext_name: (link.shape, link.transform) for link in required}
+    missing = [f"{name} {shape}" for name, (shape, _) in shapes.items() if name not in weights]
+    mismatched = []
+    for name, (shape, transform) in shapes.items():
         if name in weights:
-            found = weights[name].shape
+            actual = weights[name].shape
             axis = (
-                len(turn.inputs) if not turn.plain else 0
+                len(transform.inputs) if not transform.keeps_layout else 0
             )  # that of the vocabulary, where it may be padded
-            padded = turn.padded and len(found) == len(shape) and found[axis] >= shape[axis]
-            if found != shape and not (
-                padded and found == (*shape[:axis], found[axis], *shape[axis + 1 :])
+            padded = transform.padded and len(actual) == len(shape) and actual[axis] >= shape[axis]
+            if actual != shape and not (
+                padded and actual == (*shape[:axis], actual[axis], *shape[axis + 1 :])
             ):
-                wrong.append(f"{name} has shape {found}, needed {shape}")
-    other = sorted(set(weights) - set(shapes))
-    if wrong:
+                mismatched.append(f"{name} has shape {actual}, needed {shape}")
+    unexpected = sorted(set(weights) - set(shapes))
+    if mismatched:
         raise FormatError(
-            listed(f"{where}: tensors have other shapes than the configuration says", wrong)
+            format_list(
+                f"{label}: tensors have other shapes than the configuration says", mismatched
+            )
         )
-    if lost:
+    if missing:
         raise IncompleteError(
-            listed(f"{where}: the model has tensors that the checkpoint lacks", lost)
+            format_list(f"{label}: the model has tensors that the checkpoint lacks", missing)
         )
-    if other:
+    if unexpected:
         raise FormatError(
-            listed(
-                f"{where}: the checkpoint has tensors that the model has not; needed another config.json, or its own names",
-                other,
+            format_list(
+                f"{label}: the checkpoint has tensors that the model has not; needed another config.json, or its own names",
+                unexpected,
             )
         )
 
 
-def _assembly(array: Array, link: Link, state: str | None) -> Assembly:
-    turn = turn_of(link.turn, state)
-    chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.at]
-    nbytes = prod(turn.ours) * array.dtype.itemsize
+def _tensor_shards(array: StoredArray, link: TensorLink, state: str | None) -> ShardedTensor:
+    transform = transform_for(link.transform, state)
+    chunk = [size for axis, size in enumerate(array.chunk) if axis not in link.indices]
+    nbytes = prod(transform.hf_shape) * array.dtype.itemsize
     axes = (
-        axes_of(turn) if nbytes <= KEPT_NBYTES else axes_of(turn)[:1]
+        split_axes(transform) if nbytes <= CACHE_NBYTES else split_axes(transform)[:1]
     )  # else pieces are whole rows: not all of a row's would be kept
-    found = [
-        Fragment(
-            box_of_ours(turn, piece),
-            partial(_load, array, link, state, piece),
-            array.where,
-            keep=True,
+    shards = [
+        TensorShard(
+            hf_box(transform, piece),
+            partial(_load_piece, array, link, state, piece),
+            array.label,
+            cache=True,
         )
-        for piece in cells(
-            turn.theirs, chunk, array.dtype.itemsize, axes=axes, nbytes=array.piece_nbytes
+        for piece in chunk_boxes(
+            transform.maxtext_shape,
+            chunk,
+            array.dtype.itemsize,
+            axes=axes,
+            nbytes=array.read_nbytes,
         )
     ]
     try:
-        return assembly(array.dtype, turn.ours, found)
+        return sharded_tensor(array.dtype, transform.hf_shape, shards)
     except CheckpointError as error:
-        raise type(error)(f"{array.where}: {error}") from error
+        raise type(error)(f"{array.label}: {error}") from error
 
 
-def _load(array: Array, link: Link, state: str | None, piece: Box) -> torch.Tensor:
-    box = spread(piece, link.at)
-    return to_ours(
-        array.read(box.offsets, box.shape).reshape(piece.shape), turn_of(link.turn, state)
+def _load_piece(
+    array: StoredArray, link: TensorLink, state: str | None, piece: Box
+) -> torch.Tensor:
+    box = stacked_box(piece, link.indices)
+    return to_hf(
+        array.read(box.offsets, box.shape).reshape(piece.shape),
+        transform_for(link.transform, state),
     )

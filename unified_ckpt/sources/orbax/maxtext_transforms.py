@@ -1,6 +1,8 @@
-"""The elements of one tensor between MaxText's form and Hugging Face's, piece by piece, and what that means for Adam's moments.
+"""The elements of one tensor between MaxText's form and Hugging Face's, piece by piece, and what
+that means for Adam's moments.
 
-A piece is a box of MaxText's slice of a layer: cut along whole heads only, so that each is a box of ours too.
+A piece is a box of MaxText's slice of a layer: cut along whole heads only, so that each is a box of
+ours too.
 """
 
 from __future__ import annotations
@@ -12,80 +14,90 @@ from math import prod
 import torch
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.sources.orbax.maxtext_names import Turn
+from unified_ckpt.sources.orbax.maxtext_names import Transform
 
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each is of
+MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each is of
 
 
-def turn_of(turn: Turn, state: str | None) -> Turn:
-    """Of a weight, or of a moment of it. A weight that is s times another has a gradient of 1/s: moments scale by the inverse."""
+def transform_for(transform: Transform, state: str | None) -> Transform:
+    """Of a weight, or of a moment of it. A weight that is s times another has a gradient of 1/s:
+    moments scale by the inverse.
+    """
     if state is None:
-        return turn
-    power = MOMENTS[state]
-    return replace(turn, times=turn.over**power, over=turn.times**power, plus=0.0)
+        return transform
+    power = MOMENT_POWERS[state]
+    return replace(
+        transform,
+        multiplier=transform.divisor**power,
+        divisor=transform.multiplier**power,
+        addend=0.0,
+    )
 
 
-def axes_of(turn: Turn) -> tuple[int, ...]:
+def split_axes(transform: Transform) -> tuple[int, ...]:
     """Along which MaxText's slice may be cut: those that are rows of our tensor first."""
-    if turn.plain:
-        return tuple(range(len(turn.theirs)))
-    return (len(turn.inputs), 0) if turn.inputs else (0,)
+    if transform.keeps_layout:
+        return tuple(range(len(transform.maxtext_shape)))
+    return (len(transform.inputs), 0) if transform.inputs else (0,)
 
 
-def box_of_ours(turn: Turn, piece: Box) -> Box:
+def hf_box(transform: Transform, piece: Box) -> Box:
     """Where a piece lies in our tensor."""
-    if turn.plain:
+    if transform.keeps_layout:
         return piece
-    at = len(turn.inputs)
-    row, column = prod(turn.outputs[1:]), prod(turn.inputs[1:])
-    rows = piece.offsets[at] * row, piece.shape[at] * row
-    if not turn.inputs:
+    head_axis = len(transform.inputs)
+    row, column = prod(transform.outputs[1:]), prod(transform.inputs[1:])
+    rows = piece.offsets[head_axis] * row, piece.shape[head_axis] * row
+    if not transform.inputs:
         return Box((rows[0],), (rows[1],))
     return Box((rows[0], piece.offsets[0] * column), (rows[1], piece.shape[0] * column))
 
 
-def spread(piece: Box, at: Mapping[int, int]) -> Box:
-    """A piece of a slice as a box of the tensor that the slice is of. `at`: index by axis."""
+def stacked_box(piece: Box, indices: Mapping[int, int]) -> Box:
+    """A piece of a slice as a box of the tensor that the slice is of. `indices`: index by axis."""
     rest = iter(zip(piece.offsets, piece.shape, strict=True))
     dims = [
-        (at[axis], 1) if axis in at else next(rest) for axis in range(len(piece.shape) + len(at))
+        (indices[axis], 1) if axis in indices else next(rest)
+        for axis in range(len(piece.shape) + len(indices))
     ]
     return Box(tuple(offset for offset, _ in dims), tuple(count for _, count in dims))
 
 
-def to_ours(found: torch.Tensor, turn: Turn) -> torch.Tensor:
+def to_hf(tensor: torch.Tensor, transform: Transform) -> torch.Tensor:
     """A piece of MaxText's slice as the box of our tensor."""
-    if turn.interleaved:
-        found = found.reshape(*found.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-    if turn.inputs and not turn.plain:
-        found = found.flatten(len(turn.inputs)).flatten(0, -2).t()
-    elif not turn.plain:
-        found = found.flatten()
-    if (turn.times, turn.over, turn.plus) == (1.0, 1.0, 0.0):
-        return found
-    wide = found.to(torch.promote_types(found.dtype, torch.float32))
+    if transform.interleaved:
+        tensor = tensor.reshape(*tensor.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+    if transform.inputs and not transform.keeps_layout:
+        tensor = tensor.flatten(len(transform.inputs)).flatten(0, -2).t()
+    elif not transform.keeps_layout:
+        tensor = tensor.flatten()
+    if (transform.multiplier, transform.divisor, transform.addend) == (1.0, 1.0, 0.0):
+        return tensor
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return (
-        wide.mul(_scalar(turn.times, wide))
-        .div(_scalar(turn.over, wide))
-        .add(turn.plus)
-        .to(found.dtype)
+        wide.mul(_scalar(transform.multiplier, wide))
+        .div(_scalar(transform.divisor, wide))
+        .add(transform.addend)
+        .to(tensor.dtype)
     )
 
 
-def to_theirs(found: torch.Tensor, turn: Turn, shape: Sequence[int]) -> torch.Tensor:
+def to_maxtext(tensor: torch.Tensor, transform: Transform, shape: Sequence[int]) -> torch.Tensor:
     """The box of our tensor as a piece, of `shape`, of MaxText's slice."""
-    if (turn.times, turn.over, turn.plus) != (1.0, 1.0, 0.0):
-        wide = found.to(torch.promote_types(found.dtype, torch.float32)).sub(turn.plus)
-        found = (
-            wide.mul(_scalar(turn.over, wide)).mul(_scalar(1 / turn.times, wide)).to(found.dtype)
+    if (transform.multiplier, transform.divisor, transform.addend) != (1.0, 1.0, 0.0):
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).sub(transform.addend)
+        tensor = (
+            wide.mul(_scalar(transform.divisor, wide))
+            .mul(_scalar(1 / transform.multiplier, wide))
+            .to(tensor.dtype)
         )
-    if turn.inputs and not turn.plain:
-        found = found.t()
-    found = found.reshape(tuple(shape))
+    if transform.inputs and not transform.keeps_layout:
+        tensor = tensor.t()
+    tensor = tensor.reshape(tuple(shape))
     return (
-        found.reshape(*shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
-        if turn.interleaved
-        else found
+        tensor.reshape(*shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+        if transform.interleaved
+        else tensor
     )
 
 

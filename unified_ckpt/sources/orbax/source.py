@@ -1,7 +1,8 @@
 """Orbax: pytrees of JAX, MaxText's checkpoints above all, read through tensorstore, without JAX.
 
-The tree says what is what: `params` is the model, what optax's Adam keeps is the optimizer, `step` the step, other arrays are parts of
-the name that they stand under, scalars and text are `extra`. MaxText's tensors get Hugging Face's names and forms.
+The tree says what is what: `params` is the model, what optax's Adam keeps is the optimizer, `step`
+the step, other arrays are parts of the name that they stand under, scalars and text are `extra`.
+MaxText's tensors get Hugging Face's names and forms.
 """
 
 from __future__ import annotations
@@ -13,130 +14,151 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import whole
+from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.files.json import read_json
-from unified_ckpt.sources.orbax.arrays import Array, cells, open_arrays
-from unified_ckpt.sources.orbax.folders import Step, find_step, read_tree
-from unified_ckpt.sources.orbax.maxtext import UNKNOWN, config_of, huggingface, is_known, is_maxtext
-from unified_ckpt.sources.orbax.tree import Path, Places, places
-from unified_ckpt.views.shards import Assembled, Assembly, Fragment, assembly
+from unified_ckpt.sources.orbax.arrays import StoredArray, chunk_boxes, open_arrays
+from unified_ckpt.sources.orbax.folders import OrbaxStep, read_tree, resolve_step
+from unified_ckpt.sources.orbax.maxtext import (
+    UNKNOWN_MODEL,
+    is_maxtext,
+    is_model_known,
+    resolve_config,
+    to_huggingface,
+)
+from unified_ckpt.sources.orbax.tree import LeafRoles, Path, classify_leaves
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
 
 _LOG = logging.getLogger("unified_ckpt")
 
 
-def open_orbax(root: str, options: SourceOptions) -> Assembled:
-    """An item, a step, or the newest complete step of a root. FormatError where it is damaged; IncompleteError naming what is missing
-    or was not finished.
+def open_orbax(root: str, options: SourceOptions) -> ShardedSource:
+    """An item, a step, or the newest complete step of a root. FormatError where it is damaged;
+    IncompleteError naming what is missing or was not finished.
 
-    Where it is not known which of MaxText's models it is, its own names, with a warning; FormatError where Hugging Face's are asked for.
+    Where it is not known which of MaxText's models it is, its own names, with a warning;
+    FormatError where Hugging Face's are asked for.
     """
-    step = find_step(root)
-    arrays, strings = _leaves(step)
-    placed = places({path: one.shape for path, one in arrays.items()})
-    held = {key: arrays[path] for path, key in placed.tensors.items()}
-    weights = {name: one.shape for (part, name), one in held.items() if part == MODEL}
-    tensors: dict[Key, Assembly] = {}
+    step = resolve_step(root)
+    arrays, strings = _open_leaves(step)
+    roles = classify_leaves({path: array.shape for path, array in arrays.items()})
+    stored = {key: arrays[path] for path, key in roles.tensors.items()}
+    weights = {name: array.shape for (part, name), array in stored.items() if part == MODEL}
+    tensors: dict[Key, ShardedTensor] = {}
     aliases: dict[str, str] = {}
     names = {name: [name] for name in weights}
     if options.names == "huggingface" and not is_maxtext(weights):
         raise FormatError(
             f"{step.path}: is not of MaxText, whose names alone are known; needed names='own', or 'auto'"
         )
-    own = options.names == "own" or not is_maxtext(weights)
-    if not own and options.names == "auto" and options.config is None and not is_known(weights):
-        _LOG.warning("%s: %s; its own names are shown", step.path, UNKNOWN)
-        own = True
-    if not own:
-        tensors, aliases, names = huggingface(
-            held, config_of(options.config, weights, where=step.path), where=step.path
+    native_names = options.names == "own" or not is_maxtext(weights)
+    if (
+        not native_names
+        and options.names == "auto"
+        and options.config is None
+        and not is_model_known(weights)
+    ):
+        _LOG.warning("%s: %s; its own names are shown", step.path, UNKNOWN_MODEL)
+        native_names = True
+    if not native_names:
+        tensors, aliases, names = to_huggingface(
+            stored, resolve_config(options.config, weights, label=step.path), label=step.path
         )
-        held = {key: one for key, one in held.items() if key[0] not in (MODEL, OPTIMIZER)}
-    tensors |= {key: _own(one) for key, one in held.items()}
-    for count, owners in placed.counts.items():
-        counted = _count(arrays[count])
+        stored = {key: array for key, array in stored.items() if key[0] not in (MODEL, OPTIMIZER)}
+    tensors |= {key: _as_stored(array) for key, array in stored.items()}
+    for count, owners in roles.step_counts.items():
+        step_count = _step_count(arrays[count])
         tensors |= {
-            (OPTIMIZER, f"{ours}/step"): counted for theirs in owners for ours in names[theirs]
+            (OPTIMIZER, f"{hf_name}/step"): step_count
+            for native_name in owners
+            for hf_name in names[native_name]
         }
-    said = _said(step, arrays, strings, placed)
-    return Assembled(
+    metadata = _metadata(step, arrays, strings, roles)
+    return ShardedSource(
         step.path,
         tensors,
         format="orbax",
-        said=said,
+        metadata=metadata,
         aliases={MODEL: aliases},
-        rank_extra=partial(_position, step),
+        rank_extra=partial(_iterator_state, step),
     )
 
 
-def _leaves(step: Step) -> tuple[dict[Path, Array], dict[Path, str]]:
+def _open_leaves(step: OrbaxStep) -> tuple[dict[Path, StoredArray], dict[Path, str]]:
     """Of all items, below the item's name where there are several."""
-    arrays: dict[Path, Array] = {}
+    arrays: dict[Path, StoredArray] = {}
     strings: dict[Path, str] = {}
     for item, folder in step.items.items():
         tree = read_tree(folder)
-        found = open_arrays(folder, tree.arrays.values(), zarr3=tree.zarr3, filled=tree.filled)
+        by_name = open_arrays(
+            folder, tree.arrays.values(), zarr3=tree.zarr3, zeros_omitted=tree.zeros_omitted
+        )
         prefix = (item,) if len(step.items) > 1 else ()
-        arrays |= {(*prefix, *path): found[name] for path, name in tree.arrays.items()}
+        arrays |= {(*prefix, *path): by_name[name] for path, name in tree.arrays.items()}
         strings |= {(*prefix, *path): text for path, text in tree.strings.items()}
     return arrays, strings
 
 
-def _own(array: Array) -> Assembly:
+def _as_stored(array: StoredArray) -> ShardedTensor:
     """As it is stored."""
-    found = [
-        Fragment(box, partial(array.read, box.offsets, box.shape), array.where, keep=True)
-        for box in cells(
+    shards = [
+        TensorShard(box, partial(array.read, box.offsets, box.shape), array.label, cache=True)
+        for box in chunk_boxes(
             array.shape,
             array.chunk,
             array.dtype.itemsize,
             axes=range(len(array.shape)),
-            nbytes=array.piece_nbytes,
+            nbytes=array.read_nbytes,
         )
     ]
     try:
-        return assembly(array.dtype, array.shape, found)
+        return sharded_tensor(array.dtype, array.shape, shards)
     except CheckpointError as error:
-        raise type(error)(f"{array.where}: {error}") from error
+        raise type(error)(f"{array.label}: {error}") from error
 
 
-def _count(array: Array) -> Assembly:
+def _step_count(array: StoredArray) -> ShardedTensor:
     """Adam's count, as torch's AdamW keeps it."""
-    return assembly(
+    return sharded_tensor(
         torch.float32,
         (),
-        [Fragment(whole(()), lambda: array.read((), ()).to(torch.float32), array.where)],
+        [TensorShard(full_box(()), lambda: array.read((), ()).to(torch.float32), array.label)],
     )
 
 
-def _said(
-    step: Step, arrays: Mapping[Path, Array], strings: Mapping[Path, str], placed: Places
-) -> Said:
-    number = (
-        int(arrays[placed.step].read((), ()).item()) if placed.step is not None else step.number
-    )
+def _metadata(
+    step: OrbaxStep,
+    arrays: Mapping[Path, StoredArray],
+    strings: Mapping[Path, str],
+    roles: LeafRoles,
+) -> SourceMetadata:
+    number = int(arrays[roles.step].read((), ()).item()) if roles.step is not None else step.number
     extra: dict[Any, Any] = {}
-    for path in placed.values:
-        _put(extra, path, arrays[path].read((), ()).item())
+    for path in roles.scalars:
+        _set_nested(extra, path, arrays[path].read((), ()).item())
     for path, text in strings.items():
-        _put(extra, path, text)
-    for item, file in step.plain.items():
-        _put(extra, (item,), read_json(file))
-    if step.told.get("custom_metadata"):
-        _put(extra, ("custom_metadata",), step.told["custom_metadata"])
-    return Said(step=number, extra=extra or None, rank_extras=len(step.positions))
+        _set_nested(extra, path, text)
+    for item, file in step.json_items.items():
+        _set_nested(extra, (item,), read_json(file))
+    if step.metadata.get("custom_metadata"):
+        _set_nested(extra, ("custom_metadata",), step.metadata["custom_metadata"])
+    return SourceMetadata(step=number, extra=extra or None, rank_extras=len(step.iterator_states))
 
 
-def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for one in path[:-1]:
-        tree = tree.setdefault(one, {})
+def _set_nested(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
     tree[path[-1]] = value
 
 
-def _position(step: Step, rank: int) -> Any:
+def _iterator_state(step: OrbaxStep, rank: int) -> Any:
     """Of MaxText's data iterator."""
-    return {"iter": read_json(step.positions[rank])} if rank < len(step.positions) else None
+    return (
+        {"iter": read_json(step.iterator_states[rank])}
+        if rank < len(step.iterator_states)
+        else None
+    )

@@ -1,6 +1,8 @@
-"""Adam's step count from what Paddle keeps in its place: each beta to the power of steps + 1, multiplied up in float32.
+"""Adam's step count from what Paddle keeps in its place: each beta to the power of steps + 1,
+multiplied up in float32.
 
-Paddle does not store the betas. They follow from the powers and the step that the trainer counted, and every power is checked against them.
+Paddle does not store the betas. They follow from the powers and the step that the trainer counted,
+and every power is checked against them.
 """
 
 from __future__ import annotations
@@ -14,70 +16,79 @@ import numpy as np
 
 from unified_ckpt.errors import FormatError
 
-_SMALLEST = 1e-37  # below, float32 loses digits, then all
-_MOST = 2_000_000  # steps until 0.9999 ** n is gone
-# For checkpoints whose trainer counted otherwise than the optimizer: it skips steps whose gradients overflow.
-_USUAL = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.9, 0.98), (0.8, 0.99), (0.95, 0.99))
+_MIN_POWER = 1e-37  # below, float32 loses digits, then all
+_MAX_STEPS = 2_000_000  # steps until 0.9999 ** n is gone
+# For checkpoints whose trainer counted otherwise than the optimizer: it skips steps whose gradients
+# overflow.
+_COMMON_BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.9, 0.98), (0.8, 0.99), (0.95, 0.99))
 
 Betas = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """`betas`: None where their power has underflowed, which happens after some 800 steps at 0.9. `steps`: the trainer's count."""
+class AdamBetas:
+    """`betas`: None where their power has underflowed, which happens after some 800 steps at 0.9.
+    `trainer_steps`: the trainer's count.
+    """
 
     betas: Betas
-    steps: int | None
+    trainer_steps: int | None
 
 
-def powers(beta: float, count: int) -> Any:
+def beta_powers(beta: float, count: int) -> Any:
     """float32 [count]: beta, beta squared, ... as repeated multiplication gives them."""
     with np.errstate(under="ignore"):
         return np.multiply.accumulate(np.full(count, beta, dtype=np.float32))
 
 
-def power_after(beta: float | None, steps: int) -> float:
-    """What Paddle's accumulator holds after so many steps; 0 for a beta whose power has underflowed."""
-    return 0.0 if beta is None else float(powers(beta, min(steps, _MOST) + 1)[-1])
+def beta_power(beta: float | None, steps: int) -> float:
+    """What Paddle's accumulator holds after so many steps; 0 for a beta whose power has
+    underflowed.
+    """
+    return 0.0 if beta is None else float(beta_powers(beta, min(steps, _MAX_STEPS) + 1)[-1])
 
 
-def clock_of(found: Sequence[float], steps: int | None) -> Clock:
+def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
     """From the powers of beta1 and beta2 of one parameter. FormatError where no betas explain both."""
     if steps is not None and steps >= 0:
-        betas = [_beta(power, steps) for power in found]
+        betas = [_infer_beta(power, steps) for power in powers]
         if all(
-            beta is not None or _is_gone(power) for beta, power in zip(betas, found, strict=True)
+            beta is not None or _has_underflowed(power)
+            for beta, power in zip(betas, powers, strict=True)
         ):
-            return Clock((betas[0], betas[1]), steps)
-    for usual in _USUAL if not _is_gone(found[1]) else ():
-        known = [
-            beta if not _is_gone(power) else None for beta, power in zip(usual, found, strict=True)
+            return AdamBetas((betas[0], betas[1]), steps)
+    for common_betas in _COMMON_BETAS if not _has_underflowed(powers[1]) else ():
+        candidate = [
+            beta if not _has_underflowed(power) else None
+            for beta, power in zip(common_betas, powers, strict=True)
         ]
         counts = {
-            _count(power, beta)
-            for power, beta in zip(found, known, strict=True)
+            _infer_step(power, beta)
+            for power, beta in zip(powers, candidate, strict=True)
             if beta is not None
         }
         if len(counts) == 1 and None not in counts:
-            return Clock((known[0], known[1]), steps)
+            return AdamBetas((candidate[0], candidate[1]), steps)
     raise FormatError(
-        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {found[0]} and {found[1]}, which no usual betas give after any number of steps, nor any "
+        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}, which no usual betas give after any number of steps, nor any "
         f"after {steps}; needed a trainer_state.json with the global_step of this optimizer"
     )
 
 
-def steps_of(found: Sequence[float], clock: Clock) -> int:
-    """Steps of one parameter. FormatError where its two powers disagree, or are gone and nobody counted."""
+def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
+    """Steps of one parameter. FormatError where its two powers disagree, or are gone and nobody
+    counted.
+    """
     counts = {
-        _count(power, beta)
-        for power, beta in zip(found, clock.betas, strict=True)
-        if beta is not None and not _is_gone(power)
+        _infer_step(power, beta)
+        for power, beta in zip(powers, adam_betas.betas, strict=True)
+        if beta is not None and not _has_underflowed(power)
     }
-    if len(counts) > 1 or None in counts or (not counts and not all(map(_is_gone, found))):
+    if len(counts) > 1 or None in counts or (not counts and not all(map(_has_underflowed, powers))):
         raise FormatError(
-            f"beta1_pow_acc_0 and beta2_pow_acc_0 are {found[0]} and {found[1]}; needed powers of {clock.betas}"
+            f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}; needed powers of {adam_betas.betas}"
         )
-    steps = next(iter(counts), clock.steps)
+    steps = next(iter(counts), adam_betas.trainer_steps)
     if steps is None:
         raise FormatError(
             "beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; needed a trainer_state.json with the global_step"
@@ -85,33 +96,33 @@ def steps_of(found: Sequence[float], clock: Clock) -> int:
     return steps
 
 
-def _is_gone(power: float) -> bool:
-    return 0 <= power < _SMALLEST
+def _has_underflowed(power: float) -> bool:
+    return 0 <= power < _MIN_POWER
 
 
-def _beta(power: float, steps: int) -> float | None:
+def _infer_beta(power: float, steps: int) -> float | None:
     """The shortest decimal whose power after so many steps it is."""
-    if not _SMALLEST < power < 1:
+    if not _MIN_POWER < power < 1:
         return None
-    near = exp(log(power) / (steps + 1))
+    estimate = exp(log(power) / (steps + 1))
     for digits in range(1, 7):
-        beta = round(near, digits)
-        if 0 < beta < 1 and abs(power / power_after(beta, steps) - 1) < 2e-7 * (
+        beta = round(estimate, digits)
+        if 0 < beta < 1 and abs(power / beta_power(beta, steps) - 1) < 2e-7 * (
             steps + 1
         ):  # as many roundings
             return beta
     return None
 
 
-def _count(power: float, beta: float) -> int | None:
+def _infer_step(power: float, beta: float) -> int | None:
     """Steps after which the accumulator holds it; None where there are none."""
-    if not _SMALLEST < power < 1:
+    if not _MIN_POWER < power < 1:
         return None
     steps = max(0, round(log(power) / log(beta)) - 1)
     first = max(0, steps - 2)
-    near = powers(beta, steps + 3)[first:]
-    at = int(np.argmin(np.abs(near - np.float32(power))))
-    return first + at if _is_power(power, float(near[at]), beta) else None
+    candidates = beta_powers(beta, steps + 3)[first:]
+    nearest = int(np.argmin(np.abs(candidates - np.float32(power))))
+    return first + nearest if _is_power(power, float(candidates[nearest]), beta) else None
 
 
 def _is_power(power: float, expected: float, beta: float) -> bool:

@@ -1,10 +1,12 @@
-"""How PaddleNLP names and lays out parameters, and how torch does: told from names and the model's config, never from shapes.
+"""How PaddleNLP names and lays out parameters, and how torch does: told from names and the model's
+config, never from shapes.
 
-Paddle has a linear layer's weight as [in, out], torch as [out, in]. A square one looks the same either way, so a weight of two dims whose
-layer is not known here is refused. Where the config says sizes, every weight must have them.
+Paddle has a linear layer's weight as [in, out], torch as [out, in]. A square one looks the same
+either way, so a weight of two dims whose layer is not known here is refused. Where the config says
+sizes, every weight must have them.
 
-Source: PaddleNLP's models (`llama/modeling.py` and those made after it); fused QKV holds, for each group of heads, its queries, its key,
-its value; fused gate_up all gates, then all ups.
+Source: PaddleNLP's models (`llama/modeling.py` and those made after it); fused QKV holds, for each
+group of heads, its queries, its key, its value; fused gate_up all gates, then all ups.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from unified_ckpt.core.sharding.boxes import Box, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.errors import FormatError
 
-# Models whose parameters have Hugging Face's names after the first word, which is PaddleNLP's `base_model_prefix`.
-_ALIKE = frozenset(
+# Models whose parameters have Hugging Face's names after the first word, which is PaddleNLP's
+# `base_model_prefix`.
+_HF_NAMED_MODELS = frozenset(
     {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma"}
 )
 
 QKV, GATE_UP = "qkv_proj", "gate_up_fused_proj"
-# Linear layers by how tensor parallel ranks split them: out, in, or not at all. lm_head and embeddings are told apart below.
+# Linear layers by how tensor parallel ranks split them: out, in, or not at all. lm_head and
+# embeddings are told apart below.
 _COLUMN = frozenset(
     {
         "q_proj",
@@ -48,10 +52,12 @@ Layer = Literal["column", "row", "plain", "embedding", "head", "vector"]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What config.json says of a model. `tied`: whether lm_head is the embedding; None where it does not say."""
+class ModelConfig:
+    """What config.json says of a model. `tied`: whether lm_head is the embedding; None where it
+    does not say.
+    """
 
-    kind: str | None = None
+    model_type: str | None = None
     tied: bool | None = None
     dtype: str | None = None
     hidden: int | None = None
@@ -63,55 +69,57 @@ class Model:
     layers: int | None = None
 
     @property
-    def alike(self) -> bool:
+    def has_hf_names(self) -> bool:
         """Whether its names are Hugging Face's but for the first word."""
-        return self.kind in _ALIKE
+        return self.model_type in _HF_NAMED_MODELS
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A tensor of torch's, from one of Paddle's: `boxes` are pairs, in torch's and in Paddle's, of one shape, or, `turned`, of reversed
-    shapes."""
+class TargetTensor:
+    """A tensor of torch's, from one of Paddle's: `boxes` are pairs, in torch's and in Paddle's, of
+    one shape, or, `transposed`, of reversed shapes.
+    """
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[Box, Box], ...]
-    turned: bool
+    transposed: bool
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """From a parsed config.json, PaddleNLP's or Hugging Face's."""
 
     def size(name: str) -> int | None:
-        found = config.get(name)
+        value = config.get(name)
         return (
-            found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+            value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
         )
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    per_head = size("head_dim") or (
+    head_dim = size("head_dim") or (
         hidden // heads if heads and hidden and hidden % heads == 0 else None
     )
-    tied, kind, dtype = (
+    tied, model_type, dtype = (
         config.get(name) for name in ("tie_word_embeddings", "model_type", "dtype")
     )
     dtype = dtype or config.get("torch_dtype")
-    return Model(
-        kind=kind if isinstance(kind, str) else None,
+    return ModelConfig(
+        model_type=model_type if isinstance(model_type, str) else None,
         tied=tied if isinstance(tied, bool) else None,
         dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         hidden=hidden,
         heads=heads,
         kv_heads=size("num_key_value_heads") or heads,
-        head_dim=per_head,
+        head_dim=head_dim,
         intermediate=size("intermediate_size"),
         vocab=size("vocab_size"),
         layers=size("num_hidden_layers"),
     )
 
 
-def layer_of(name: str, *, static: str | None = None) -> Layer | None:
-    """What kind of layer a parameter belongs to. `static`: Paddle's own name of it, which has the class of its layer. None where unknown.
+def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
+    """What kind of layer a parameter belongs to. `internal_name`: Paddle's own name of it, which
+    has the class of its layer. None where unknown.
 
     FormatError where the two names contradict each other.
     """
@@ -127,24 +135,36 @@ def layer_of(name: str, *, static: str | None = None) -> Layer | None:
             by_name = kind  # type: ignore[assignment]  # one of the literals above
     if leaf == _HEAD:
         by_name = "head"
-    by_static = _layer_of_class(static) if static else None
+    by_class = _layer_kind_by_class(internal_name) if internal_name else None
     if (
         by_name
-        and by_static
-        and (by_name == "embedding") != (by_static == "embedding")
+        and by_class
+        and (by_name == "embedding") != (by_class == "embedding")
         and by_name != "head"
     ):
-        raise FormatError(f"{name}: is called a layer of kind {by_name}, and {static} by Paddle")
-    return by_name or by_static
+        raise FormatError(
+            f"{name}: is called a layer of kind {by_name}, and {internal_name} by Paddle"
+        )
+    return by_name or by_class
 
 
-def _layer_of_class(static: str) -> Layer | None:
-    """`linear_3.w_0` -> "plain": Paddle names a parameter by the kind of its layer, of parallel ones too."""
-    return "embedding" if "embedding" in static else "plain" if "linear" in static else None
+def _layer_kind_by_class(internal_name: str) -> Layer | None:
+    """`linear_3.w_0` -> "plain": Paddle names a parameter by the kind of its layer, of parallel
+    ones too.
+    """
+    return (
+        "embedding"
+        if "embedding" in internal_name
+        else "plain"
+        if "linear" in internal_name
+        else None
+    )
 
 
 def _leaf(name: str) -> str:
-    """The layer's own name: "q_proj" of "llama.layers.0.self_attn.q_proj.weight", and of its adapter's "….q_proj.lora_A"."""
+    """The layer's own name: "q_proj" of "llama.layers.0.self_attn.q_proj.weight", and of its
+    adapter's "….q_proj.lora_A".
+    """
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else ""
 
@@ -153,8 +173,10 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in _LORA
 
 
-def settled(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:
-    """The model, and whether it is tied where the config does not say and the hidden size is one of lm_head's two, not both."""
+def resolve_tie(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    """The model, and whether it is tied where the config does not say and the hidden size is one of
+    lm_head's two, not both.
+    """
     head = next(
         (shape for name, shape in shapes.items() if is_head(name) and len(shape) == 2), None
     )
@@ -168,19 +190,25 @@ def is_head(name: str) -> bool:
 
 
 def split_axis(name: str, dims: int, layer: Layer | None, *, tied: bool) -> int | None:
-    """The axis, in Paddle's orientation, that tensor parallel ranks have parts of; None where each has the whole."""
+    """The axis, in Paddle's orientation, that tensor parallel ranks have parts of; None where each
+    has the whole.
+    """
     if layer == "head":
         layer = "embedding" if tied else "column"
-    last = name.rpartition(".")[2]
-    if last in _LORA:
-        return {("column", "lora_B"): 1, ("row", "lora_A"): 0}.get((layer or "", last))
+    suffix = name.rpartition(".")[2]
+    if suffix in _LORA:
+        return {("column", "lora_B"): 1, ("row", "lora_A"): 0}.get((layer or "", suffix))
     if layer == "column":
         return dims - 1
     return 0 if layer in ("row", "embedding") and dims == 2 else None
 
 
-def is_turned(name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: bool | None) -> bool:
-    """Whether torch has it transposed. FormatError for a weight of two or more dims of which that is not known."""
+def is_transposed(
+    name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: bool | None
+) -> bool:
+    """Whether torch has it transposed. FormatError for a weight of two or more dims of which that
+    is not known.
+    """
     if len(shape) < 2:
         return False
     if is_adapter(name) and len(shape) == 2:
@@ -197,24 +225,29 @@ def is_turned(name: str, shape: tuple[int, ...], layer: Layer | None, *, tied: b
     return not (layer == "embedding" or (layer == "head" and tied is True))
 
 
-def check_shape(name: str, shape: tuple[int, ...], model: Model) -> None:
+def check_shape(name: str, shape: tuple[int, ...], model: ModelConfig) -> None:
     """FormatError where a parameter has other sizes than the config says, in Paddle's orientation."""
-    needed = needed_shape(name, len(shape), model)
-    if any(want is not None and want != has for want, has in zip(needed, shape, strict=True)):
+    expected = expected_shape(name, len(shape), model)
+    if any(
+        expected_size is not None and expected_size != actual_size
+        for expected_size, actual_size in zip(expected, shape, strict=True)
+    ):
         raise FormatError(
-            f"{name}: has shape {shape}; in Paddle's orientation config.json needs {tuple('any' if one is None else one for one in needed)}"
+            f"{name}: has shape {shape}; in Paddle's orientation config.json needs {tuple('any' if expected_dim is None else expected_dim for expected_dim in expected)}"
         )
 
 
-def needed_shape(name: str, dims: int, model: Model) -> tuple[int | None, ...]:
-    """What the config says of a parameter's sizes in Paddle's orientation; None where it says nothing."""
-    if dims not in (1, 2) or is_adapter(name) or not model.alike:
+def expected_shape(name: str, dims: int, model: ModelConfig) -> tuple[int | None, ...]:
+    """What the config says of a parameter's sizes in Paddle's orientation; None where it says
+    nothing.
+    """
+    if dims not in (1, 2) or is_adapter(name) or not model.has_hf_names:
         return (None,) * dims
-    leaf, hidden, d = _leaf(name), model.hidden, model.head_dim
-    queries = model.heads * d if model.heads and d else None
-    keys = model.kv_heads * d if model.kv_heads and d else None
+    leaf, hidden, head_dim = _leaf(name), model.hidden, model.head_dim
+    queries = model.heads * head_dim if model.heads and head_dim else None
+    keys = model.kv_heads * head_dim if model.kv_heads and head_dim else None
     inner = model.intermediate if ".mlp." in name and "expert" not in name else None
-    table: dict[str, tuple[int | None, int | None]] = {
+    sizes_by_layer: dict[str, tuple[int | None, int | None]] = {
         "embed_tokens": (model.vocab, hidden),
         "q_proj": (hidden, queries),
         "k_proj": (hidden, keys),
@@ -227,82 +260,95 @@ def needed_shape(name: str, dims: int, model: Model) -> tuple[int | None, ...]:
         "down_proj": (inner, hidden),
         _HEAD: (model.vocab, hidden) if model.tied else (hidden, model.vocab),
     }
-    found = table.get(leaf, (None, None))
-    return found if dims == 2 else (found[1] if name.endswith(".bias") else None,)
+    sizes = sizes_by_layer.get(leaf, (None, None))
+    return sizes if dims == 2 else (sizes[1] if name.endswith(".bias") else None,)
 
 
-def torch_name(name: str, model: Model) -> str:
+def torch_name(name: str, model: ModelConfig) -> str:
     """Hugging Face's name where the model is known, PEFT's of an adapter; else the name as it is."""
-    if not model.alike:
+    if not model.has_hf_names:
         return name
-    found = (
-        "model." + name.removeprefix(f"{model.kind}.")
-        if name.startswith(f"{model.kind}.")
+    hf_name = (
+        "model." + name.removeprefix(f"{model.model_type}.")
+        if name.startswith(f"{model.model_type}.")
         else name
     )
-    return f"base_model.model.{found}.weight" if is_adapter(name) else found
+    return f"base_model.model.{hf_name}.weight" if is_adapter(name) else hf_name
 
 
-def paddle_name(name: str, model: Model) -> str:
+def paddle_name(name: str, model: ModelConfig) -> str:
     """The inverse of `torch_name`."""
-    found = (
+    native_name = (
         name.removeprefix("base_model.model.").removesuffix(".weight") if ".lora_" in name else name
     )
     return (
-        found.replace("model.", f"{model.kind}.", 1)
-        if found.startswith("model.") and model.alike
-        else found
+        native_name.replace("model.", f"{model.model_type}.", 1)
+        if native_name.startswith("model.") and model.has_hf_names
+        else native_name
     )
 
 
-def cuts_of(
-    name: str, shape: tuple[int, ...], model: Model, *, turned: bool, rename: bool
-) -> list[Cut]:
-    """The tensors of torch's that one of Paddle's holds: itself, or what it fuses. `rename`: into Hugging Face's names."""
-    ours = torch_name(name, model) if rename else name
+def target_tensors(
+    name: str, shape: tuple[int, ...], model: ModelConfig, *, transposed: bool, rename: bool
+) -> list[TargetTensor]:
+    """The tensors of torch's that one of Paddle's holds: itself, or what it fuses. `rename`: into
+    Hugging Face's names.
+    """
+    target_name = torch_name(name, model) if rename else name
     leaf = _leaf(name)
     if not rename or leaf not in (QKV, GATE_UP):
         return [
-            Cut(
-                ours,
-                shape[::-1] if turned else shape,
-                ((whole(shape[::-1] if turned else shape), whole(shape)),),
-                turned,
+            TargetTensor(
+                target_name,
+                shape[::-1] if transposed else shape,
+                ((full_box(shape[::-1] if transposed else shape), full_box(shape)),),
+                transposed,
             )
         ]
-    rows = _groups_of_qkv(name, shape[-1], model) if leaf == QKV else _halves(name, shape[-1])
-    made = []
-    for into, ranges in rows.items():  # ranges of Paddle's last axis, which is torch's first
+    rows = _qkv_ranges(name, shape[-1], model) if leaf == QKV else _gate_up_ranges(name, shape[-1])
+    targets = []
+    for target_leaf, ranges in rows.items():  # ranges of Paddle's last axis, which is torch's first
         total = sum(stop - start for start, stop in ranges)
-        boxes, at = [], 0
+        boxes, offset = [], 0
         for start, stop in ranges:
-            ours_box = Box((at, *(0,) * (len(shape) - 1)), (stop - start, *shape[:-1]))
+            target_box = Box((offset, *(0,) * (len(shape) - 1)), (stop - start, *shape[:-1]))
             boxes.append(
-                (ours_box, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop - start)))
+                (target_box, Box((*(0,) * (len(shape) - 1), start), (*shape[:-1], stop - start)))
             )
-            at += stop - start
-        made.append(
-            Cut(ours.replace(f".{leaf}.", f".{into}."), (total, *shape[:-1]), tuple(boxes), turned)
+            offset += stop - start
+        targets.append(
+            TargetTensor(
+                target_name.replace(f".{leaf}.", f".{target_leaf}."),
+                (total, *shape[:-1]),
+                tuple(boxes),
+                transposed,
+            )
         )
-    return made
+    return targets
 
 
-def _halves(name: str, size: int) -> dict[str, list[tuple[int, int]]]:
+def _gate_up_ranges(name: str, size: int) -> dict[str, list[tuple[int, int]]]:
     if size % 2:
         raise FormatError(f"{name}: has {size} outputs; needed gates and ups, as many of each")
     return {"gate_proj": [(0, size // 2)], "up_proj": [(size // 2, size)]}
 
 
-def _groups_of_qkv(name: str, size: int, model: Model) -> dict[str, list[tuple[int, int]]]:
-    heads, groups, d = model.heads, model.kv_heads, model.head_dim
-    if not heads or not groups or not d or heads % groups or size != (heads + 2 * groups) * d:
+def _qkv_ranges(name: str, size: int, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
+    heads, groups, head_dim = model.heads, model.kv_heads, model.head_dim
+    if (
+        not heads
+        or not groups
+        or not head_dim
+        or heads % groups
+        or size != (heads + 2 * groups) * head_dim
+    ):
         raise FormatError(
             f"{name}: has {size} outputs; needed a config.json whose heads and head_dim make up as many"
         )
-    queries = heads // groups * d
-    found: dict[str, list[tuple[int, int]]] = {"q_proj": [], "k_proj": [], "v_proj": []}
-    for start in range(0, size, queries + 2 * d):
-        found["q_proj"].append((start, start + queries))
-        found["k_proj"].append((start + queries, start + queries + d))
-        found["v_proj"].append((start + queries + d, start + queries + 2 * d))
-    return found
+    queries = heads // groups * head_dim
+    ranges: dict[str, list[tuple[int, int]]] = {"q_proj": [], "k_proj": [], "v_proj": []}
+    for start in range(0, size, queries + 2 * head_dim):
+        ranges["q_proj"].append((start, start + queries))
+        ranges["k_proj"].append((start + queries, start + queries + head_dim))
+        ranges["v_proj"].append((start + queries + head_dim, start + queries + 2 * head_dim))
+    return ranges

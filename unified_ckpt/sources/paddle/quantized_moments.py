@@ -1,8 +1,10 @@
-"""Adam's moments as PaddleNLP compresses them (`ckpt_quant_stage`), back in float32, bit for bit as it does it.
+"""Adam's moments as PaddleNLP compresses them (`ckpt_quant_stage`), back in float32, bit for bit as
+it does it.
 
-Instead of the second moment v it keeps 1 / (sqrt(v) + 1e-8). O1: 8 bits, scales for each column. O2: 4 bits and 4 bits in one byte under
-the second moment's name, scales for each 32 rows of a column. Source: `paddlenlp/quantization/checkpoint_quantization_utils.py`; Paddle
-divides by a constant as it multiplies with its float32 reciprocal.
+Instead of the second moment v it keeps 1 / (sqrt(v) + 1e-8). O1: 8 bits, scales for each column.
+O2: 4 bits and 4 bits in one byte under the second moment's name, scales for each 32 rows of a
+column. Source: `paddlenlp/quantization/checkpoint_quantization_utils.py`; Paddle divides by a
+constant as it multiplies with its float32 reciprocal.
 """
 
 from __future__ import annotations
@@ -13,93 +15,109 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.slices import Held
+from unified_ckpt.sources.paddle.slices import StoredTensor
 
-SCALES, LOWEST, HIGHEST = "@scales", "@min_scales", "@max_scales"
-GROUP = 32  # rows
+SCALES, MIN_SCALES, MAX_SCALES = "@scales", "@min_scales", "@max_scales"
+GROUP_ROWS = 32  # rows
 _EPS = 1e-8
 
 
-def first_of_o1(stored: Held, scales: Held) -> Held:
+def first_moment_o1(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """I8 [rows, columns], scales F32 [columns]; or a vector and one scale."""
     _check(stored, [scales], stored.shape[1:], torch.int8)
-    return _made(stored, partial(_first_of_o1, stored, scales))
+    return _dequantized(stored, partial(_load_first_o1, stored, scales))
 
 
-def second_of_o1(stored: Held, lowest: Held, highest: Held) -> Held:
+def second_moment_o1(
+    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
+) -> StoredTensor:
     """U8, as above."""
-    _check(stored, [lowest, highest], stored.shape[1:], torch.uint8)
-    return _made(stored, partial(_second_of_o1, stored, lowest, highest))
+    _check(stored, [min_scales, max_scales], stored.shape[1:], torch.uint8)
+    return _dequantized(stored, partial(_load_second_o1, stored, min_scales, max_scales))
 
 
-def first_of_o2(stored: Held, scales: Held) -> Held:
+def first_moment_o2(stored: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """The high half of each byte of I8 [rows, columns], scales F32 [rows / 32, columns]."""
     _check_o2(stored, [scales])
-    return _made(stored, partial(_first_of_o2, stored, scales))
+    return _dequantized(stored, partial(_load_first_o2, stored, scales))
 
 
-def second_of_o2(stored: Held, lowest: Held, highest: Held) -> Held:
+def second_moment_o2(
+    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor
+) -> StoredTensor:
     """The low half."""
-    _check_o2(stored, [lowest, highest])
-    return _made(stored, partial(_second_of_o2, stored, lowest, highest))
+    _check_o2(stored, [min_scales, max_scales])
+    return _dequantized(stored, partial(_load_second_o2, stored, min_scales, max_scales))
 
 
-def _first_of_o1(stored: Held, scales: Held, box: Box) -> torch.Tensor:
-    return stored.copy(box).float() * _inverse(127) * _columns(scales, box)
+def _load_first_o1(stored: StoredTensor, scales: StoredTensor, box: Box) -> torch.Tensor:
+    return stored.copy(box).float() * _reciprocal(127) * _column_scales(scales, box)
 
 
-def _second_of_o1(stored: Held, lowest: Held, highest: Held, box: Box) -> torch.Tensor:
-    low, high = _columns(lowest, box), _columns(highest, box)
-    return _squared(stored.copy(box).float() * _inverse(255) * (high - low) + low)
+def _load_second_o1(
+    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor, box: Box
+) -> torch.Tensor:
+    low, high = _column_scales(min_scales, box), _column_scales(max_scales, box)
+    return _second_moment(stored.copy(box).float() * _reciprocal(255) * (high - low) + low)
 
 
-def _first_of_o2(stored: Held, scales: Held, box: Box) -> torch.Tensor:
-    return (stored.copy(box) >> 4).float() * _groups(scales, box) * _inverse(7)
+def _load_first_o2(stored: StoredTensor, scales: StoredTensor, box: Box) -> torch.Tensor:
+    return (stored.copy(box) >> 4).float() * _row_scales(scales, box) * _reciprocal(7)
 
 
-def _second_of_o2(stored: Held, lowest: Held, highest: Held, box: Box) -> torch.Tensor:
-    low, high = _groups(lowest, box), _groups(highest, box)
-    return _squared((stored.copy(box) & 15).float() * _inverse(15) * (high - low) + low)
+def _load_second_o2(
+    stored: StoredTensor, min_scales: StoredTensor, max_scales: StoredTensor, box: Box
+) -> torch.Tensor:
+    low, high = _row_scales(min_scales, box), _row_scales(max_scales, box)
+    return _second_moment((stored.copy(box) & 15).float() * _reciprocal(15) * (high - low) + low)
 
 
-def _squared(ratio: torch.Tensor) -> torch.Tensor:
+def _second_moment(ratio: torch.Tensor) -> torch.Tensor:
     return (1.0 / ratio - torch.tensor(_EPS, device="cpu")).square()
 
 
-def _inverse(number: int) -> torch.Tensor:
+def _reciprocal(number: int) -> torch.Tensor:
     return torch.tensor(1 / number, dtype=torch.float32, device="cpu")
 
 
-def _columns(scales: Held, box: Box) -> torch.Tensor:
+def _column_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
     return scales.load(Box(box.offsets[1:], box.shape[1:]))
 
 
-def _groups(scales: Held, box: Box) -> torch.Tensor:
+def _row_scales(scales: StoredTensor, box: Box) -> torch.Tensor:
     """The scales of each row of the box. [rows, columns]"""
-    first, stop = box.offsets[0] // GROUP, -(-(box.offsets[0] + box.shape[0]) // GROUP)
-    found = scales.load(Box((first, box.offsets[1]), (stop - first, box.shape[1])))
-    return found[
-        torch.arange(box.offsets[0], box.offsets[0] + box.shape[0], device="cpu") // GROUP - first
+    first_group, stop_group = (
+        box.offsets[0] // GROUP_ROWS,
+        -(-(box.offsets[0] + box.shape[0]) // GROUP_ROWS),
+    )
+    group_scales = scales.load(
+        Box((first_group, box.offsets[1]), (stop_group - first_group, box.shape[1]))
+    )
+    return group_scales[
+        torch.arange(box.offsets[0], box.offsets[0] + box.shape[0], device="cpu") // GROUP_ROWS
+        - first_group
     ]
 
 
-def _made(stored: Held, load: partial[torch.Tensor]) -> Held:
-    return Held(torch.float32, stored.shape, stored.where, load, costs=True)
+def _dequantized(stored: StoredTensor, load: partial[torch.Tensor]) -> StoredTensor:
+    return StoredTensor(torch.float32, stored.shape, stored.path, load, computed=True)
 
 
-def _check(stored: Held, scales: list[Held], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check(
+    stored: StoredTensor, scales: list[StoredTensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     if stored.dtype != dtype or any(
-        one.dtype != torch.float32 or one.shape != shape for one in scales
+        scale.dtype != torch.float32 or scale.shape != shape for scale in scales
     ):
-        has = ", ".join(f"{one.dtype} {one.shape}" for one in scales)
+        actual = ", ".join(f"{scale.dtype} {scale.shape}" for scale in scales)
         raise FormatError(
-            f"{stored.where}: is {stored.dtype} {stored.shape} with scales {has}; needed {dtype} and float32 {shape}"
+            f"{stored.path}: is {stored.dtype} {stored.shape} with scales {actual}; needed {dtype} and float32 {shape}"
         )
 
 
-def _check_o2(stored: Held, scales: list[Held]) -> None:
-    if len(stored.shape) != 2 or stored.shape[0] % GROUP:
+def _check_o2(stored: StoredTensor, scales: list[StoredTensor]) -> None:
+    if len(stored.shape) != 2 or stored.shape[0] % GROUP_ROWS:
         raise FormatError(
-            f"{stored.where}: is {stored.shape}; needed two dims, the first a multiple of {GROUP}"
+            f"{stored.path}: is {stored.shape}; needed two dims, the first a multiple of {GROUP_ROWS}"
         )
-    _check(stored, scales, (stored.shape[0] // GROUP, stored.shape[1]), torch.int8)
+    _check(stored, scales, (stored.shape[0] // GROUP_ROWS, stored.shape[1]), torch.int8)

@@ -1,7 +1,8 @@
-"""Tensors in Paddle's orientation, whole or in the slices of tensor parallel ranks, as fragments of torch's tensors. Views of mapped files.
+"""Tensors in Paddle's orientation, whole or in the slices of tensor parallel ranks, as fragments of
+torch's tensors. Views of mapped files.
 
-How wrong bytes could be read: a slice is joined on the wrong axis, or two copies of one tensor differ. Slices must make up the whole, and
-copies are compared where they are read.
+How wrong bytes could be read: a slice is joined on the wrong axis, or two copies of one tensor
+differ. Slices must make up the whole, and copies are compared where they are read.
 """
 
 from __future__ import annotations
@@ -14,52 +15,55 @@ from math import prod
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, intersect, runs, whole
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, runs
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.runtime.storage.regular_files import open_file
-from unified_ckpt.runtime.torch_state.tensors import dense, same_bits
-from unified_ckpt.sources.paddle.names import Cut
-from unified_ckpt.views.shards import Fragment
+from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.torch_state.tensors import as_contiguous, as_int_bits
+from unified_ckpt.sources.paddle.names import TargetTensor
+from unified_ckpt.views.shards import TensorShard
 
-_FRAGMENT_NBYTES = 64 << 20  # of what costs to load
+_SHARD_NBYTES = 64 << 20  # of what costs to load
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor as a file has it. `load(box)` gives its elements there. `costs`: they are no alias of the file. `start`: the byte of file
-    `where` from which they lie row-major."""
+class StoredTensor:
+    """A tensor as a file has it. `load(box)` gives its elements there. `computed`: they are no
+    alias of the file. `start`: the byte of file
+    `path` from which they lie row-major."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    where: str
+    path: str
     load: Callable[[Box], torch.Tensor]
-    costs: bool = False
+    computed: bool = False
     start: int | None = None
 
     def copy(self, box: Box) -> torch.Tensor:
-        """Its elements there in new memory, or as good as new. Read, not mapped: columns of mapped rows fault in all pages of the file."""
+        """Its elements there in new memory, or as good as new. Read, not mapped: columns of mapped
+        rows fault in all pages of the file.
+        """
         if self.start is None:
             return self.load(box)
-        held = bytearray(box.numel * self.dtype.itemsize)
-        view, item = memoryview(held), self.dtype.itemsize
-        with open_file(self.where) as file:
+        buffer = bytearray(box.numel * self.dtype.itemsize)
+        view, item = memoryview(buffer), self.dtype.itemsize
+        with open_binary(self.path) as file:
             for first, local, count in runs(
-                box, self.shape, local=whole(box.shape), local_shape=box.shape
+                box, self.shape, local=full_box(box.shape), local_shape=box.shape
             ):
-                _fill(
+                _read_exact(
                     file.fileno(),
                     view[local * item : (local + count) * item],
                     self.start + first * item,
-                    self.where,
+                    self.path,
                 )
         return (
-            torch.frombuffer(held, dtype=self.dtype).view(box.shape)
-            if held
+            torch.frombuffer(buffer, dtype=self.dtype).view(box.shape)
+            if buffer
             else torch.empty(box.shape, dtype=self.dtype, device="cpu")
         )
 
 
-def _fill(fd: int, view: memoryview, start: int, path: str) -> None:
+def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
     while view:
         count = os.preadv(fd, [view], start)
         if count == 0:
@@ -68,166 +72,197 @@ def _fill(fd: int, view: memoryview, start: int, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
-    """A box of a whole tensor: what `held` has from `offsets` on."""
+class Slice:
+    """A box of a whole tensor: what `tensor` has from `offsets` on."""
 
     box: Box
-    held: Held
+    tensor: StoredTensor
     offsets: tuple[int, ...]
 
 
-def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """A view."""
     return tensor[
         tuple(slice(low, low + count) for low, count in zip(box.offsets, box.shape, strict=True))
     ]
 
 
-def lone(held: Held) -> list[Slab]:
+def single_slice(tensor: StoredTensor) -> list[Slice]:
     """A tensor that is whole in one place."""
-    return [Slab(whole(held.shape), held, (0,) * len(held.shape))]
+    return [Slice(full_box(tensor.shape), tensor, (0,) * len(tensor.shape))]
 
 
-def joined(name: str, slices: Sequence[Held], axis: int | None, *, sections: int) -> list[Slab]:
-    """The slices of tensor parallel ranks, in their order. `sections`: of a layer that fuses so many, each slice has a part of each."""
+def concat_tp(
+    name: str, slices: Sequence[StoredTensor], axis: int | None, *, sections: int
+) -> list[Slice]:
+    """The slices of tensor parallel ranks, in their order. `sections`: of a layer that fuses so
+    many, each slice has a part of each.
+    """
     first = slices[0]
     if len(slices) == 1:
-        return lone(first)
+        return single_slice(first)
     if axis is None:
-        return lone(_alike(name, slices))
-    shapes = {(*one.shape[:axis], *one.shape[axis + 1 :]) for one in slices}
+        return single_slice(_compare_replicas(name, slices))
+    shapes = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in slices}
     if (
         len(shapes) > 1
-        or len({one.dtype for one in slices}) > 1
-        or any(one.shape[axis] % sections for one in slices)
+        or len({tensor.dtype for tensor in slices}) > 1
+        or any(tensor.shape[axis] % sections for tensor in slices)
     ):
-        has = ", ".join(f"{one.shape} in {one.where}" for one in slices)
+        has = ", ".join(f"{tensor.shape} in {tensor.path}" for tensor in slices)
         raise FormatError(f"{name}: its slices do not fit together on axis {axis}: {has}")
-    found, at = [], 0
+    parts, start = [], 0
     for section in range(sections):
-        for one in slices:
-            count = one.shape[axis] // sections
-            shape = (*one.shape[:axis], count, *one.shape[axis + 1 :])
-            box = Box(tuple(at if d == axis else 0 for d in range(len(shape))), shape)
-            found.append(
-                Slab(
-                    box, one, tuple(section * count if d == axis else 0 for d in range(len(shape)))
+        for tensor in slices:
+            count = tensor.shape[axis] // sections
+            shape = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
+            box = Box(tuple(start if d == axis else 0 for d in range(len(shape))), shape)
+            parts.append(
+                Slice(
+                    box,
+                    tensor,
+                    tuple(section * count if d == axis else 0 for d in range(len(shape))),
                 )
             )
-            at += count
-    return found
+            start += count
+    return parts
 
 
-def shape_of(slabs: Sequence[Slab]) -> tuple[int, ...]:
+def full_shape(slices: Sequence[Slice]) -> tuple[int, ...]:
     """Of the whole tensor."""
     return tuple(
         max(low + count for low, count in dim)
-        for dim in zip(*(zip(s.box.offsets, s.box.shape, strict=True) for s in slabs))  # noqa: B905
+        for dim in zip(*(zip(part.box.offsets, part.box.shape, strict=True) for part in slices))  # noqa: B905
     )
 
 
-def _alike(name: str, copies: Sequence[Held]) -> Held:
+def _compare_replicas(name: str, replicas: Sequence[StoredTensor]) -> StoredTensor:
     """One tensor of several copies of it, which are compared where it is read."""
-    first = copies[0]
-    for other in copies[1:]:
+    first = replicas[0]
+    for other in replicas[1:]:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
             raise FormatError(
-                f"{name}: is {first.dtype} {first.shape} in {first.where}, {other.dtype} {other.shape} in {other.where}"
+                f"{name}: is {first.dtype} {first.shape} in {first.path}, {other.dtype} {other.shape} in {other.path}"
             )
-    return Held(
-        first.dtype, first.shape, first.where, partial(_compared, name, tuple(copies)), costs=True
+    return StoredTensor(
+        first.dtype,
+        first.shape,
+        first.path,
+        partial(_load_compared, name, tuple(replicas)),
+        computed=True,
     )
 
 
-def alike(name: str, copies: Sequence[Sequence[Slab]]) -> list[Slab]:
-    """One tensor, of several copies that may each lie in slices; their values are compared where they are read."""
+def merge_replicas(name: str, replicas: Sequence[Sequence[Slice]]) -> list[Slice]:
+    """One tensor, of several copies that may each lie in slices; their values are compared where
+    they are read.
+    """
     return (
-        lone(_alike(name, [as_held(one) for one in copies])) if len(copies) > 1 else list(copies[0])
+        single_slice(_compare_replicas(name, [as_stored_tensor(slices) for slices in replicas]))
+        if len(replicas) > 1
+        else list(replicas[0])
     )
 
 
-def as_held(slabs: Sequence[Slab]) -> Held:
+def as_stored_tensor(slices: Sequence[Slice]) -> StoredTensor:
     """What lies in slices as one tensor."""
-    if len(slabs) == 1:
-        return slabs[0].held
-    return Held(
-        slabs[0].held.dtype,
-        shape_of(slabs),
-        slabs[0].held.where,
-        partial(_gathered, tuple(slabs)),
-        costs=True,
+    if len(slices) == 1:
+        return slices[0].tensor
+    return StoredTensor(
+        slices[0].tensor.dtype,
+        full_shape(slices),
+        slices[0].tensor.path,
+        partial(_load_slices, tuple(slices)),
+        computed=True,
     )
 
 
-def _compared(name: str, copies: Sequence[Held], box: Box) -> torch.Tensor:
-    found = copies[0].load(box)
-    for other in copies[1:]:
-        if not torch.equal(same_bits(found.contiguous()), same_bits(other.load(box).contiguous())):
+def _load_compared(name: str, replicas: Sequence[StoredTensor], box: Box) -> torch.Tensor:
+    values = replicas[0].load(box)
+    for other in replicas[1:]:
+        if not torch.equal(
+            as_int_bits(values.contiguous()), as_int_bits(other.load(box).contiguous())
+        ):
             raise IntegrityError(
-                f"{name}: has other values in {other.where} than in {copies[0].where}; needed copies of one tensor"
+                f"{name}: has other values in {other.path} than in {replicas[0].path}; needed copies of one tensor"
             )
-    return found
+    return values
 
 
-def _gathered(slabs: Sequence[Slab], box: Box) -> torch.Tensor:
-    found = torch.empty(box.shape, dtype=slabs[0].held.dtype, device="cpu")
-    for slab in slabs:
-        common = intersect(slab.box, box)
+def _load_slices(slices: Sequence[Slice], box: Box) -> torch.Tensor:
+    values = torch.empty(box.shape, dtype=slices[0].tensor.dtype, device="cpu")
+    for part in slices:
+        common = intersect(part.box, box)
         if common is not None:
-            narrowed(found, _moved(common, box.offsets, (0,) * len(box.offsets))).copy_(
-                slab.held.copy(_in_held(slab, common))
+            narrow(values, _shift_box(common, box.offsets, (0,) * len(box.offsets))).copy_(
+                part.tensor.copy(_box_in_tensor(part, common))
             )
-    return found
+    return values
 
 
-def fragments(slabs: Sequence[Slab], cut: Cut) -> list[Fragment]:
+def target_shards(slices: Sequence[Slice], target: TargetTensor) -> list[TensorShard]:
     """Those of one of torch's tensors."""
-    found = []
-    for ours, theirs in cut.boxes:
-        for slab in slabs:
-            common = intersect(theirs, slab.box)
+    shards = []
+    for target_box, paddle_box in target.boxes:
+        for part in slices:
+            common = intersect(paddle_box, part.box)
             for piece in (
-                _pieces(common, slab.held, turned=cut.turned) if common is not None else ()
+                _split_box(common, part.tensor, transposed=target.transposed)
+                if common is not None
+                else ()
             ):
-                at = _moved(
-                    piece, theirs.offsets, ours.offsets[::-1] if cut.turned else ours.offsets
+                shifted = _shift_box(
+                    piece,
+                    paddle_box.offsets,
+                    target_box.offsets[::-1] if target.transposed else target_box.offsets,
                 )
-                box = Box(at.offsets[::-1], at.shape[::-1]) if cut.turned else at
-                load = partial(_load, slab.held, _in_held(slab, piece), turned=cut.turned)
-                found.append(
-                    Fragment(box, load, slab.held.where, keep=slab.held.costs or cut.turned)
+                box = (
+                    Box(shifted.offsets[::-1], shifted.shape[::-1])
+                    if target.transposed
+                    else shifted
                 )
-    return found
+                load = partial(
+                    _load, part.tensor, _box_in_tensor(part, piece), transposed=target.transposed
+                )
+                shards.append(
+                    TensorShard(
+                        box, load, part.tensor.path, cache=part.tensor.computed or target.transposed
+                    )
+                )
+    return shards
 
 
-def _pieces(box: Box, held: Held, *, turned: bool) -> list[Box]:
+def _split_box(box: Box, tensor: StoredTensor, *, transposed: bool) -> list[Box]:
     """What costs to load, as what is turned does, is loaded in pieces, cut where torch's rows are."""
-    axis = len(box.shape) - 1 if turned else 0
-    line = held.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis]) if box.shape else 0
-    step = max(1, _FRAGMENT_NBYTES // max(1, line))
-    if not (held.costs or turned) or not box.shape or box.shape[axis] <= step:
+    axis = len(box.shape) - 1 if transposed else 0
+    row_nbytes = (
+        tensor.dtype.itemsize * prod(box.shape) // max(1, box.shape[axis]) if box.shape else 0
+    )
+    row_count = max(1, _SHARD_NBYTES // max(1, row_nbytes))
+    if not (tensor.computed or transposed) or not box.shape or box.shape[axis] <= row_count:
         return [box]
     return [
         Box(
-            tuple(low + at if d == axis else low for d, low in enumerate(box.offsets)),
-            tuple(min(step, n - at) if d == axis else n for d, n in enumerate(box.shape)),
+            tuple(low + start if d == axis else low for d, low in enumerate(box.offsets)),
+            tuple(min(row_count, n - start) if d == axis else n for d, n in enumerate(box.shape)),
         )
-        for at in range(0, box.shape[axis], step)
+        for start in range(0, box.shape[axis], row_count)
     ]
 
 
-def _load(held: Held, box: Box, *, turned: bool) -> torch.Tensor:
+def _load(tensor: StoredTensor, box: Box, *, transposed: bool) -> torch.Tensor:
     return (
-        dense(dense(held.copy(box)).t()) if turned else held.load(box)
+        as_contiguous(as_contiguous(tensor.copy(box)).t()) if transposed else tensor.load(box)
     )  # in two steps: torch is fast only from contiguous memory
 
 
-def _in_held(slab: Slab, box: Box) -> Box:
-    return _moved(box, slab.box.offsets, slab.offsets)
+def _box_in_tensor(part: Slice, box: Box) -> Box:
+    return _shift_box(box, part.box.offsets, part.offsets)
 
 
-def _moved(box: Box, old: Sequence[int], new: Sequence[int]) -> Box:
+def _shift_box(box: Box, old_origin: Sequence[int], new_origin: Sequence[int]) -> Box:
     """The box, from one origin to another."""
     return Box(
-        tuple(low - a + b for low, a, b in zip(box.offsets, old, new, strict=True)), box.shape
+        tuple(low - a + b for low, a, b in zip(box.offsets, old_origin, new_origin, strict=True)),
+        box.shape,
     )

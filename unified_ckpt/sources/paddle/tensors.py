@@ -1,6 +1,8 @@
-"""Paddle's parameters and optimizer state as torch's tensors: names, orientation, state names, ties. Knows no files.
+"""Paddle's parameters and optimizer state as torch's tensors: names, orientation, state names,
+ties. Knows no files.
 
-How state could be lost: a parameter's state is not whole, or belongs to no parameter. Both are errors here, before anything is read.
+How state could be lost: a parameter's state is not whole, or belongs to no parameter. Both are
+errors here, before anything is read.
 """
 
 from __future__ import annotations
@@ -12,240 +14,291 @@ from functools import partial
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import whole
+from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.sources.paddle.beta_powers import Betas, Clock, clock_of, steps_of
+from unified_ckpt.sources.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
 from unified_ckpt.sources.paddle.names import (
-    Cut,
-    Model,
+    ModelConfig,
+    TargetTensor,
     check_shape,
-    cuts_of,
     is_adapter,
     is_head,
-    is_turned,
-    layer_of,
-    settled,
+    is_transposed,
+    layer_kind,
+    resolve_tie,
+    target_tensors,
     torch_name,
 )
-from unified_ckpt.sources.paddle.slices import Held, Slab, alike, fragments, shape_of
-from unified_ckpt.views.shards import Assembly, Fragment, assembly
+from unified_ckpt.sources.paddle.slices import (
+    Slice,
+    StoredTensor,
+    full_shape,
+    merge_replicas,
+    target_shards,
+)
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
-STATES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
+STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # in `extra`, where one of them is not known
-POWERS = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
-Slabs = list[Slab]
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A folder's tensors in Paddle's names and orientation. `optimizer`: by Paddle's name of the state, by parameter. `statics`:
-    parameter -> Paddle's own name of it, where it is known. `spread`: the files of each rank have the state of some parameters."""
-
-    model: Mapping[str, Slabs]
-    masters: Mapping[str, Slabs] = field(default_factory=dict)
-    optimizer: Mapping[str, Mapping[str, Slabs]] = field(default_factory=dict)
-    statics: Mapping[str, str] = field(default_factory=dict)
-    spread: bool = False
+Slices = list[Slice]
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
-    """`names`: of the optimizer's parameters, torch's. `betas`: of Adam, None where they are not known; `counts`: whether it is Adam."""
+class PaddleTensors:
+    """A folder's tensors in Paddle's names and orientation. `optimizer`: by Paddle's name of the
+    state, by parameter. `internal_names`: parameter -> Paddle's own name of it, where it is known.
+    `is_sharded`: the files of each rank have the state of some parameters.
+    """
 
-    tensors: Mapping[Key, Assembly]
+    model: Mapping[str, Slices]
+    masters: Mapping[str, Slices] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, Slices]] = field(default_factory=dict)
+    internal_names: Mapping[str, str] = field(default_factory=dict)
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensors:
+    """`names`: of the optimizer's parameters, torch's. `betas`: of Adam, None where they are not
+    known; `is_adam`: whether it is Adam.
+    """
+
+    tensors: Mapping[Key, ShardedTensor]
     aliases: Mapping[str, Mapping[str, str]]
     names: list[str]
     betas: Betas
-    counts: bool
+    is_adam: bool
 
 
-def translated(
-    root: str, state: State, model: Model, *, rename: bool, steps: int | None
-) -> Translated:
-    """`rename`: into Hugging Face's names. `steps`: the trainer's count. FormatError or IncompleteError naming parameters."""
-    model = settled(model, {name: shape_of(slabs) for name, slabs in state.model.items()})
-    ties = _ties(state, model)
-    weights, masters = _untied(state.model, ties), _untied(state.masters, ties)
-    states = {kind: _untied(slabs, ties) for kind, slabs in state.optimizer.items()}
-    _check_whole(root, weights, masters, states, spread=state.spread)
+def to_torch(
+    root: str, state: PaddleTensors, model: ModelConfig, *, rename: bool, steps: int | None
+) -> TorchTensors:
+    """`rename`: into Hugging Face's names. `steps`: the trainer's count. FormatError or
+    IncompleteError naming parameters.
+    """
+    model = resolve_tie(model, {name: full_shape(slabs) for name, slabs in state.model.items()})
+    ties = _tied_heads(state, model)
+    weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
+    states = {state_name: _merge_tied(slabs, ties) for state_name, slabs in state.optimizer.items()}
+    _check_complete(root, weights, masters, states, is_sharded=state.is_sharded)
     _check_layers(root, weights, model)
-    cuts = {
-        name: _cuts(root, name, shape_of(slabs), state.statics.get(name), model, rename=rename)
+    targets = {
+        name: _target_tensors(
+            root, name, full_shape(slabs), state.internal_names.get(name), model, rename=rename
+        )
         for name, slabs in weights.items()
     }
-    found: dict[Key, Assembly] = {}
-    moments = [(OPTIMIZER, f"/{STATES[kind]}", states[kind]) for kind in STATES if kind in states]
-    for part, kind, named in ((MODEL, "", weights), (MASTER, "", masters), *moments):
-        for name, slabs in named.items():
-            for cut in cuts[name]:
-                found[part, cut.name + kind] = _assembly(root, cut, slabs)
-    clock = _clock(root, states, steps)
-    if clock is not None:
-        for name in states[POWERS[0]]:
-            held = tuple(states[kind][name][0].held for kind in POWERS)
-            step = Fragment(
-                whole(()), partial(_step, f"{root}: {name}", held, clock), held[0].where
+    tensors: dict[Key, ShardedTensor] = {}
+    moments = [
+        (OPTIMIZER, f"/{STATE_NAMES[state_name]}", states[state_name])
+        for state_name in STATE_NAMES
+        if state_name in states
+    ]
+    for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
+        for name, slabs in by_name.items():
+            for target in targets[name]:
+                tensors[part, target.name + state_name] = _tensor_shards(root, target, slabs)
+    adam_betas = _infer_betas(root, states, steps)
+    if adam_betas is not None:
+        for name in states[POWER_STATES[0]]:
+            power_tensors = tuple(states[state_name][name][0].tensor for state_name in POWER_STATES)
+            step = TensorShard(
+                full_box(()),
+                partial(_step_tensor, f"{root}: {name}", power_tensors, adam_betas),
+                power_tensors[0].path,
             )
-            found |= {
-                (OPTIMIZER, f"{cut.name}/step"): assembly(torch.float32, (), [step])
-                for cut in cuts[name]
+            tensors |= {
+                (OPTIMIZER, f"{target.name}/step"): sharded_tensor(torch.float32, (), [step])
+                for target in targets[name]
             }
     names = [
-        cut.name
-        for name in cuts
-        if any(name in named for named in states.values())
-        for cut in cuts[name]
+        target.name
+        for name in targets
+        if any(name in by_name for by_name in states.values())
+        for target in targets[name]
     ]
-    theirs = {
-        (torch_name(tied, model) if rename else tied): cuts[one][0].name
-        for tied, one in ties.items()
+    target_ties = {
+        (torch_name(tied, model) if rename else tied): targets[tied_to][0].name
+        for tied, tied_to in ties.items()
     }
-    return Translated(
-        found,
-        _aliases(found, theirs),
+    return TorchTensors(
+        tensors,
+        _aliases(tensors, target_ties),
         names,
-        clock.betas if clock else (None, None),
-        counts=clock is not None,
+        adam_betas.betas if adam_betas else (None, None),
+        is_adam=adam_betas is not None,
     )
 
 
-def _ties(state: State, model: Model) -> dict[str, str]:
+def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
     """lm_head -> the embedding, of a model in which they are one."""
     embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
     heads = [
         name
-        for named in (state.model, state.masters, *state.optimizer.values())
-        for name in named
+        for by_name in (state.model, state.masters, *state.optimizer.values())
+        for name in by_name
         if is_head(name)
     ]
     return dict.fromkeys(heads, embedding) if embedding and model.tied else {}
 
 
-def _untied(named: Mapping[str, Slabs], ties: Mapping[str, str]) -> dict[str, Slabs]:
+def _merge_tied(by_name: Mapping[str, Slices], ties: Mapping[str, str]) -> dict[str, Slices]:
     """By the name of the one that is tied to; what is stored twice must be the same."""
-    copies: dict[str, list[Slabs]] = {}
-    for name, slabs in named.items():
-        copies.setdefault(ties.get(name, name), []).append(slabs)
-    return {name: alike(name, of) for name, of in copies.items()}
+    replicas_by_name: dict[str, list[Slices]] = {}
+    for name, slabs in by_name.items():
+        replicas_by_name.setdefault(ties.get(name, name), []).append(slabs)
+    return {name: merge_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
 
 
-def _check_whole(
+def _check_complete(
     root: str,
-    weights: Mapping[str, Slabs],
-    masters: Mapping[str, Slabs],
-    states: Mapping[str, Mapping[str, Slabs]],
+    weights: Mapping[str, Slices],
+    masters: Mapping[str, Slices],
+    states: Mapping[str, Mapping[str, Slices]],
     *,
-    spread: bool,
+    is_sharded: bool,
 ) -> None:
     """Every state has a parameter and its shape; a parameter that has some state has all of it.
 
-    `spread`: all parameters need state, as those of a rank whose file is missing have none.
+    `is_sharded`: all parameters need state, as those of a rank whose file is missing have none.
     """
-    unknown = sorted(set(states) - STATES.keys() - set(POWERS))
+    unknown = sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES))
     if unknown:
         raise FormatError(
-            listed(
+            format_list(
                 f"{root}: has optimizer state that is not read; needed AdamW's or Momentum's",
                 unknown,
             )
         )
-    owners = [
-        name for named in (masters, *states.values()) for name in named if name not in weights
+    orphans = [
+        name for by_name in (masters, *states.values()) for name in by_name if name not in weights
     ]
-    if owners:
+    if orphans:
         raise FormatError(
-            listed(f"{root}: has state of parameters that the model has not", sorted(set(owners)))
+            format_list(
+                f"{root}: has state of parameters that the model has not", sorted(set(orphans))
+            )
         )
     trained = (
         list(weights)
-        if spread
-        else list(dict.fromkeys(name for named in states.values() for name in named))
+        if is_sharded
+        else list(dict.fromkeys(name for by_name in states.values() for name in by_name))
     )
-    lost = [
-        f"{name}/{kind}" for kind, named in states.items() for name in trained if name not in named
+    missing = [
+        f"{name}/{state_name}"
+        for state_name, by_name in states.items()
+        for name in trained
+        if name not in by_name
     ]
-    lost += [f"{name} (master weight)" for name in trained if masters and name not in masters]
-    if lost:
-        raise IncompleteError(listed(f"{root}: optimizer state is missing", lost))
-    for kind, named in ((MASTER, masters), *states.items()):
-        for name, slabs in named.items():
-            has, needed = shape_of(slabs), shape_of(weights[name])
-            if has != needed and kind not in POWERS:
+    missing += [f"{name} (master weight)" for name in trained if masters and name not in masters]
+    if missing:
+        raise IncompleteError(format_list(f"{root}: optimizer state is missing", missing))
+    for state_name, by_name in ((MASTER, masters), *states.items()):
+        for name, slabs in by_name.items():
+            actual, expected = full_shape(slabs), full_shape(weights[name])
+            if actual != expected and state_name not in POWER_STATES:
                 raise IncompleteError(
-                    f"{root}: {name}: {kind} has shape {has} in {_files(slabs)}; needed the parameter's, {needed}"
+                    f"{root}: {name}: {state_name} has shape {actual} in {_file_list(slabs)}; needed the parameter's, {expected}"
                 )
-            if kind in POWERS and has not in ((), (1,)):
-                raise FormatError(f"{root}: {name}: {kind} has shape {has}; needed one element")
+            if state_name in POWER_STATES and actual not in ((), (1,)):
+                raise FormatError(
+                    f"{root}: {name}: {state_name} has shape {actual}; needed one element"
+                )
 
 
-def _check_layers(root: str, weights: Mapping[str, Slabs], model: Model) -> None:
-    """The config's number of layers: the files of a pipeline's last rank may be missing without a gap in the others' numbers."""
-    found = {int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))}
-    lost = [f"layer {number}" for number in range(model.layers or 0) if number not in found]
-    if lost and model.alike and not any(is_adapter(name) for name in weights):
+def _check_layers(root: str, weights: Mapping[str, Slices], model: ModelConfig) -> None:
+    """The config's number of layers: the files of a pipeline's last rank may be missing without a
+    gap in the others' numbers.
+    """
+    present = {
+        int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))
+    }
+    missing = [f"layer {number}" for number in range(model.layers or 0) if number not in present]
+    if missing and model.has_hf_names and not any(is_adapter(name) for name in weights):
         raise IncompleteError(
-            listed(f"{root}: config.json says {model.layers} layers; in no file are", lost)
+            format_list(f"{root}: config.json says {model.layers} layers; in no file are", missing)
         )
 
 
-def _files(slabs: Slabs) -> str:
-    return ", ".join(dict.fromkeys(slab.held.where for slab in slabs))
+def _file_list(slabs: Slices) -> str:
+    return ", ".join(dict.fromkeys(part.tensor.path for part in slabs))
 
 
-def _cuts(
-    root: str, name: str, shape: tuple[int, ...], static: str | None, model: Model, *, rename: bool
-) -> list[Cut]:
+def _target_tensors(
+    root: str,
+    name: str,
+    shape: tuple[int, ...],
+    internal_name: str | None,
+    model: ModelConfig,
+    *,
+    rename: bool,
+) -> list[TargetTensor]:
     try:
         check_shape(name, shape, model)
-        turned = is_turned(name, shape, layer_of(name, static=static), tied=model.tied)
-        return cuts_of(name, shape, model, turned=turned, rename=rename)
+        transposed = is_transposed(
+            name, shape, layer_kind(name, internal_name=internal_name), tied=model.tied
+        )
+        return target_tensors(name, shape, model, transposed=transposed, rename=rename)
     except CheckpointError as error:
         raise type(error)(f"{root}: {error}") from error
 
 
-def _assembly(root: str, cut: Cut, slabs: Slabs) -> Assembly:
+def _tensor_shards(root: str, target: TargetTensor, slabs: Slices) -> ShardedTensor:
     try:
-        return assembly(slabs[0].held.dtype, cut.shape, fragments(slabs, cut))
+        return sharded_tensor(slabs[0].tensor.dtype, target.shape, target_shards(slabs, target))
     except CheckpointError as error:
-        raise type(error)(f"{root}: {cut.name}: {error}") from error
+        raise type(error)(f"{root}: {target.name}: {error}") from error
 
 
-def _clock(root: str, states: Mapping[str, Mapping[str, Slabs]], steps: int | None) -> Clock | None:
+def _infer_betas(
+    root: str, states: Mapping[str, Mapping[str, Slices]], steps: int | None
+) -> AdamBetas | None:
     """From one parameter's powers, which are read; None for an optimizer without."""
-    one = next(iter(states.get(POWERS[0], ())), None)
-    if one is None:
+    first_name = next(iter(states.get(POWER_STATES[0], ())), None)
+    if first_name is None:
         return None
-    if POWERS[1] not in states:
+    if POWER_STATES[1] not in states:
         raise IncompleteError(
-            f"{root}: has {POWERS[0]} and no {POWERS[1]}; needed both to tell Adam's steps"
+            f"{root}: has {POWER_STATES[0]} and no {POWER_STATES[1]}; needed both to tell Adam's steps"
         )
     try:
-        return clock_of([_number(states[kind][one][0].held) for kind in POWERS], steps)
+        return infer_betas(
+            [_scalar(states[state_name][first_name][0].tensor) for state_name in POWER_STATES],
+            steps,
+        )
     except FormatError as error:
-        raise FormatError(f"{root}: {one}: {error}") from error
+        raise FormatError(f"{root}: {first_name}: {error}") from error
 
 
-def _number(held: Held) -> float:
-    return float(held.load(whole(held.shape)).reshape(-1)[0])
+def _scalar(tensor: StoredTensor) -> float:
+    return float(tensor.load(full_box(tensor.shape)).reshape(-1)[0])
 
 
-def _step(where: str, held: tuple[Held, ...], clock: Clock) -> torch.Tensor:
+def _step_tensor(
+    label: str, power_tensors: tuple[StoredTensor, ...], adam_betas: AdamBetas
+) -> torch.Tensor:
     try:
-        return torch.tensor(float(steps_of([_number(one) for one in held], clock)), device="cpu")
+        return torch.tensor(
+            float(infer_steps([_scalar(tensor) for tensor in power_tensors], adam_betas)),
+            device="cpu",
+        )
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error
+        raise FormatError(f"{label}: {error}") from error
 
 
-def _aliases(found: Mapping[Key, Assembly], ties: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _aliases(
+    tensors: Mapping[Key, ShardedTensor], ties: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
     """Of every part, names of tied tensors -> the ones that are stored."""
-    made: dict[str, dict[str, str]] = {}
-    for part, name in found:
-        owner, slash, kind = name.partition("/") if part == OPTIMIZER else (name, "", "")
-        for tied, one in ties.items():
-            if owner == one:
-                made.setdefault(part, {})[tied + slash + kind] = name
-    return made
+    aliases: dict[str, dict[str, str]] = {}
+    for part, name in tensors:
+        owner, slash, state_name = name.partition("/") if part == OPTIMIZER else (name, "", "")
+        for tied, tied_to in ties.items():
+            if owner == tied_to:
+                aliases.setdefault(part, {})[tied + slash + state_name] = name
+    return aliases

@@ -1,4 +1,6 @@
-"""What lies beside the tensors of a PaddleNLP folder: the trainer's state, the learning rate, the loss scale. Of pickles, plain values."""
+"""What lies beside the tensors of a PaddleNLP folder: the trainer's state, the learning rate, the
+loss scale. Of pickles, plain values.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +10,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.sources.paddle.files import json_at
-from unified_ckpt.sources.paddle.lazy_pickles import load_arrays, plain
+from unified_ckpt.sources.paddle.files import read_optional_json
+from unified_ckpt.sources.paddle.lazy_pickles import load_arrays, to_plain
 
-_PICKLED = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"}
+_PICKLED_FILES = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"}
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """`options`: of the optimizer's one param group."""
+class TrainerState:
+    """`group_options`: of the optimizer's one param group."""
 
     step: int | None
     extra: Mapping[str, Any]
-    options: Mapping[str, Any]
+    group_options: Mapping[str, Any]
 
 
-def beside(root: str, entries: Collection[str]) -> Beside:
+def read_trainer_state(root: str, entries: Collection[str]) -> TrainerState:
     """FormatError for a file that is damaged, or asks for classes."""
     extra = {
-        name: plain(load_arrays(os.path.join(root, file)))
-        for name, file in _PICKLED.items()
+        name: to_plain(load_arrays(os.path.join(root, file)))
+        for name, file in _PICKLED_FILES.items()
         if file in entries
     }
-    trainer = json_at(root, "trainer_state.json")
+    trainer = read_optional_json(root, "trainer_state.json")
     if trainer is not None and not isinstance(trainer, dict):
         raise FormatError(f"{root}/trainer_state.json: is no JSON object")
     step = (trainer or {}).get("global_step")
-    counted = step if isinstance(step, int) and not isinstance(step, bool) else None
-    return with_scheduler(Beside(counted, {"trainer_state": trainer} if trainer else {}, {}), extra)
+    step_count = step if isinstance(step, int) and not isinstance(step, bool) else None
+    return with_scheduler(
+        TrainerState(step_count, {"trainer_state": trainer} if trainer else {}, {}), extra
+    )
 
 
-def with_scheduler(told: Beside, more: Mapping[str, Any]) -> Beside:
+def with_scheduler(state: TrainerState, pickled: Mapping[str, Any]) -> TrainerState:
     """With what else is there: a scheduler tells the learning rate."""
-    extra = {**more, **told.extra}
+    extra = {**pickled, **state.extra}
     scheduler = extra.get("scheduler")
-    rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    return Beside(told.step, extra, {"lr": rate} if isinstance(rate, float) else {})
+    learning_rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
+    return TrainerState(
+        state.step, extra, {"lr": learning_rate} if isinstance(learning_rate, float) else {}
+    )

@@ -1,4 +1,5 @@
-"""Lightning's sharded checkpoints: a folder of torch.distributed.checkpoint with `meta.pt`, in which the rest of the state is.
+"""Lightning's sharded checkpoints: a folder of torch.distributed.checkpoint with `meta.pt`, in
+which the rest of the state is.
 
 A checkpoint in one file is a file of `torch.save`.
 """
@@ -11,49 +12,51 @@ from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.source.protocol import Said
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import HOLDERS, plain
-from unified_ckpt.views.shards import Assembled, Assembly
+from unified_ckpt.sources.restricted_pickle.stubs import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
-META = "meta.pt"
-_MODELS = ("state_dict", "model")  # of ModelParallelStrategy, of FSDPStrategy
+META_FILE = "meta.pt"
+_MODEL_KEYS = ("state_dict", "model")  # of ModelParallelStrategy, of FSDPStrategy
 _OPTIMIZER = re.compile(r"optimizer_\d+")
 
 
-def open_sharded(root: str, options: SourceOptions) -> Assembled:
+def open_lightning(root: str, options: SourceOptions) -> ShardedSource:
     """FormatError, IncompleteError as for `open_dcp`."""
-    opened = open_dcp(root, options)
-    rest = plain(load_torch(os.path.join(root, META), stubs=HOLDERS))
-    if not isinstance(rest, Mapping):
-        raise FormatError(f"{root}/{META}: holds a {type(rest).__name__}; needed a dict")
-    tree = dict(opened.said().extra or {})
+    source = open_dcp(root, options)
+    meta = to_plain(load_torch(os.path.join(root, META_FILE), placeholders=NAMESPACE_CLASSES))
+    if not isinstance(meta, Mapping):
+        raise FormatError(f"{root}/{META_FILE}: holds a {type(meta).__name__}; needed a dict")
+    tree = dict(source.metadata().extra or {})
     optimizers = [tree.pop(name) for name in sorted(tree) if _OPTIMIZER.fullmatch(str(name))]
-    groups = [group for one in optimizers for group in _groups(one)]
-    scalars = {fqn: state for one in optimizers for fqn, state in one.get("state", {}).items()}
-    tensors: dict[Key, Assembly] = {}
-    for key, made in opened.tensors.items():
-        place = _place(*key)
-        if place in tensors:
+    groups = [group for optimizer in optimizers for group in _param_groups(optimizer)]
+    scalars = {
+        fqn: state for optimizer in optimizers for fqn, state in optimizer.get("state", {}).items()
+    }
+    tensors: dict[Key, ShardedTensor] = {}
+    for key, tensor in source.tensors.items():
+        tensor_key = _tensor_key(*key)
+        if tensor_key in tensors:
             raise FormatError(
-                f"{root}: {key[0]}: {key[1]}: is {place[1]} of {place[0]}, as another tensor is; needed names that differ"
+                f"{root}: {key[0]}: {key[1]}: is {tensor_key[1]} of {tensor_key[0]}, as another tensor is; needed names that differ"
             )
-        tensors[place] = made
-    step = rest.get("global_step")
-    step, extra = step if isinstance(step, int) else None, {**rest, **tree}
-    said = Said(
-        step=step, extra=extra, modules=opened.said().modules, groups=groups, scalars=scalars
+        tensors[tensor_key] = tensor
+    step = meta.get("global_step")
+    step, extra = step if isinstance(step, int) else None, {**meta, **tree}
+    metadata = SourceMetadata(
+        step=step, extra=extra, modules=source.metadata().modules, groups=groups, scalars=scalars
     )
-    return Assembled(root, tensors, format="lightning-sharded", said=said)
+    return ShardedSource(root, tensors, format="lightning-sharded", metadata=metadata)
 
 
-def _place(part: str, name: str) -> Key:
+def _tensor_key(part: str, name: str) -> Key:
     """Where a tensor goes, by where DCP has it."""
-    if part in _MODELS:
+    if part in _MODEL_KEYS:
         return MODEL, name
     if _OPTIMIZER.fullmatch(part) and name.startswith("state."):
         fqn, _, key = name.removeprefix("state.").rpartition(".")
@@ -61,14 +64,14 @@ def _place(part: str, name: str) -> Key:
     return part, name
 
 
-def _groups(told: Any) -> list[dict[str, Any]]:
+def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Param groups by their number, with the names of their parameters."""
-    listed = told.get("param_groups", {}) if isinstance(told, Mapping) else {}
+    groups = optimizer.get("param_groups", {}) if isinstance(optimizer, Mapping) else {}
     return [
         {
             "names": list(group["params"]),
             "options": {key: value for key, value in group.items() if key != "params"},
         }
-        for _, group in sorted(listed.items())
+        for _, group in sorted(groups.items())
         if "params" in group
     ]

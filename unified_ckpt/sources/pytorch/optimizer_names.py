@@ -1,7 +1,9 @@
-"""Names for optimizer state that is by position. Who knows the order: the caller, the file, the target's optimizer, the model's config.
+"""Names for optimizer state that is by position. Who knows the order: the caller, the file, the
+target's optimizer, the model's config.
 
-How state could go to the wrong parameter: the order is another one and the shapes are alike. So each order is held against the shape of
-every entry; all who know one must agree; and where entries could be those of several parameters, nothing is named.
+How state could go to the wrong parameter: the order is another one and the shapes are alike. So
+each order is held against the shape of every entry; all who know one must agree; and where entries
+could be those of several parameters, nothing is named.
 """
 
 from __future__ import annotations
@@ -15,24 +17,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
-from unified_ckpt.engine.source.by_position import ByPosition, Order
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.by_position import IndexedOptimizerSource, Order
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.flatten import MODEL, OPTIMIZER
-from unified_ckpt.runtime.torch_state.modules import unwrapped
-from unified_ckpt.views.shards import Assembled, Assembly, whole_tensor
+from unified_ckpt.runtime.torch_state.modules import strip_wrappers
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
 Shape = tuple[int, ...]
-WRAPPER = "module."  # before every name of a model in DistributedDataParallel
-_ORDER = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
-_REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER}"
+DDP_PREFIX = "module."  # before every name of a model in DistributedDataParallel
+_ORDER_OPTION = "SourceOptions(optimizer_order=[[names of group 0, in its order], ...])"
+_REMEDY = f"pass an optimizer made as that one was to uc.load, the model's config.json as `config`, or {_ORDER_OPTION}"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A param group as it was saved: `state` of each parameter in its order. `names`: of these, where the file has them."""
+class SavedGroup:
+    """A param group as it was saved: `state` of each parameter in its order. `names`: of these,
+    where the file has them.
+    """
 
     options: Mapping[str, Any]
     state: tuple[Mapping[str, Any], ...]
@@ -40,97 +44,107 @@ class Group:
 
 
 @dataclass(slots=True)
-class Found:
-    """What a path holds. `unnamed`: optimizer state by position, the groups of all optimizers one after another; `where`: its files."""
+class ForeignCheckpoint:
+    """What a path holds. `indexed_groups`: optimizer state by position, the groups of all
+    optimizers one after another; `optimizer_paths`: its files.
+    """
 
     root: str
     format: str
-    tensors: dict[Key, Assembly] = field(default_factory=dict)
+    tensors: dict[Key, ShardedTensor] = field(default_factory=dict)
     aliases: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    said: Said = field(default_factory=Said)
-    unnamed: list[Group] = field(default_factory=list)
-    where: list[str] = field(default_factory=list)
+    metadata: SourceMetadata = field(default_factory=SourceMetadata)
+    indexed_groups: list[SavedGroup] = field(default_factory=list)
+    optimizer_paths: list[str] = field(default_factory=list)
     rank_extra: Callable[[int], Any] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _NamedState:
     """Optimizer state by parameter, as a source says it."""
 
-    tensors: Mapping[Key, Assembly]
+    tensors: Mapping[Key, ShardedTensor]
     scalars: Mapping[str, Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
 
 
-def by_position(
-    found: Found, options: SourceOptions, *, own: Mapping[str, Callable[[], Order]]
+def with_optimizer_names(
+    checkpoint: ForeignCheckpoint,
+    options: SourceOptions,
+    *,
+    stored_orders: Mapping[str, Callable[[], Order]],
 ) -> Source:
     """What was found as a source, whose optimizer state gets its names when it is asked for.
 
-    `own`: by what it is called in messages, an order that the checkpoint gives, which may have more parameters than the groups.
+    `stored_orders`: by what it is called in messages, an order that the checkpoint gives, which may
+    have more parameters than the groups.
     """
-    bare = _source(found, found.tensors, found.said)
-    if not found.unnamed:
-        return bare
-    where = ", ".join(found.where) or found.root
+    without_optimizer = _source(checkpoint, checkpoint.tensors, checkpoint.metadata)
+    if not checkpoint.indexed_groups:
+        return without_optimizer
+    paths = ", ".join(checkpoint.optimizer_paths) or checkpoint.root
     shapes = {
-        name if part == MODEL else f"{part}.{name}": one.spec.shape
-        for (part, name), one in found.tensors.items()
+        name if part == MODEL else f"{part}.{name}": tensor.spec.shape
+        for (part, name), tensor in checkpoint.tensors.items()
     }
-    shapes |= {alias: shapes[name] for alias, name in found.aliases.get(MODEL, {}).items()}
+    shapes |= {alias: shapes[name] for alias, name in checkpoint.aliases.get(MODEL, {}).items()}
 
-    def named(target: Order | None) -> Source:
-        # Without a target, what is named has to be in the checkpoint: a target has its own names, and its own shapes.
+    def resolve_names(target: Order | None) -> Source:
+        # Without a target, what is named has to be in the checkpoint: a target has its own names,
+        # and its own shapes.
         orders = (
-            own
+            stored_orders
             if target is not None
-            else {who: partial(_within, make, shapes) for who, make in own.items()}
+            else {
+                label: partial(_order_in_model, make_order, shapes)
+                for label, make_order in stored_orders.items()
+            }
         )
-        order = _resolve(
-            where,
-            found.unnamed,
-            told=options.optimizer_order,
+        order = _resolve_order(
+            paths,
+            checkpoint.indexed_groups,
+            caller_order=options.optimizer_order,
             shapes=shapes,
             target=target,
-            own=orders,
+            stored_orders=orders,
         )
-        state = _name_state(where, found.unnamed, order)
+        state = _name_state(paths, checkpoint.indexed_groups, order)
         return _source(
-            found,
-            {**found.tensors, **state.tensors},
-            replace(found.said, groups=state.groups, scalars=state.scalars),
+            checkpoint,
+            {**checkpoint.tensors, **state.tensors},
+            replace(checkpoint.metadata, groups=state.groups, scalars=state.scalars),
         )
 
-    return ByPosition(bare, named)
+    return IndexedOptimizerSource(without_optimizer, resolve_names)
 
 
-def _source(found: Found, tensors: Mapping[Key, Assembly], said: Said) -> Assembled:
-    return Assembled(
-        found.root,
+def _source(
+    checkpoint: ForeignCheckpoint, tensors: Mapping[Key, ShardedTensor], metadata: SourceMetadata
+) -> ShardedSource:
+    return ShardedSource(
+        checkpoint.root,
         tensors,
-        format=found.format,
-        said=said,
-        aliases=found.aliases,
-        rank_extra=found.rank_extra,
+        format=checkpoint.format,
+        metadata=metadata,
+        aliases=checkpoint.aliases,
+        rank_extra=checkpoint.rank_extra,
     )
 
 
-def _within(make: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
+def _order_in_model(make_order: Callable[[], Order], shapes: Mapping[str, Shape]) -> Order:
     """The order, of parameters that the checkpoint's model has."""
-    order = make()
-    strangers = sorted(
-        name for group in order for name, shape in group if shapes.get(name) != shape
-    )
-    if strangers:
+    order = make_order()
+    unknown = sorted(name for group in order for name, shape in group if shapes.get(name) != shape)
+    if unknown:
         raise FormatError(
-            listed(
-                "the checkpoint's model has these under other names, or in other shapes", strangers
+            format_list(
+                "the checkpoint's model has these under other names, or in other shapes", unknown
             )
         )
     return order
 
 
-def unread(tensor: torch.Tensor) -> str:
+def unreadable_reason(tensor: torch.Tensor) -> str:
     """Why a tensor is not read, empty where it is."""
     if isinstance(tensor, DTensor):
         return "a rank's part of a DTensor, whose other parts are not in this file (`full_tensor()` has them all)"
@@ -140,31 +154,35 @@ def unread(tensor: torch.Tensor) -> str:
     return "" if dense else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
 
 
-def is_optimizer(told: Any) -> bool:
+def is_optimizer_state(value: Any) -> bool:
     return (
-        isinstance(told, Mapping)
-        and isinstance(told.get("state"), Mapping)
-        and isinstance(told.get("param_groups"), list)
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
     )
 
 
-def parse_groups(path: str, told: Any) -> list[Group]:
-    """The groups of an optimizer's state dict. FormatError for what is none, or has state of no group."""
-    if not is_optimizer(told):
+def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
+    """The groups of an optimizer's state dict. FormatError for what is none, or has state of no
+    group.
+    """
+    if not is_optimizer_state(state_dict):
         raise FormatError(
             f"{path}: is no optimizer's state dict; needed one with state and param_groups"
         )
-    state, seen = told["state"], list[Any]()
-    found: list[Group] = []
-    for number, group in enumerate(told["param_groups"]):
+    state, seen_keys = state_dict["state"], list[Any]()
+    groups: list[SavedGroup] = []
+    for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
             raise FormatError(f"{path}: param group {number} lists no params")
         keys = group["params"]
-        seen += keys
-        stray = next((key for key in keys if not isinstance(state.get(key, {}), Mapping)), None)
-        if stray is not None:
+        seen_keys += keys
+        unexpected = next(
+            (key for key in keys if not isinstance(state.get(key, {}), Mapping)), None
+        )
+        if unexpected is not None:
             raise FormatError(
-                f"{path}: the state of parameter {stray} is a {type(state[stray]).__name__}; needed values by name"
+                f"{path}: the state of parameter {unexpected} is a {type(state[unexpected]).__name__}; needed values by name"
             )
         names = group.get("param_names") or (
             keys if all(isinstance(key, str) for key in keys) else None
@@ -177,124 +195,149 @@ def parse_groups(path: str, told: Any) -> list[Group]:
         options = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
-        found.append(
-            Group(options, entries, tuple(map(unwrapped, names)) if names is not None else None)
+        groups.append(
+            SavedGroup(
+                options, entries, tuple(map(strip_wrappers, names)) if names is not None else None
+            )
         )
-    if len(set(seen)) != len(seen) or not set(state) <= set(seen):
-        stray = sorted(map(str, set(state) - set(seen)))
+    if len(set(seen_keys)) != len(seen_keys) or not set(state) <= set(seen_keys):
+        unexpected = sorted(map(str, set(state) - set(seen_keys)))
         raise FormatError(
-            listed(f"{path}: state of no param group", stray)
-            if stray
+            format_list(f"{path}: state of no param group", unexpected)
+            if unexpected
             else f"{path}: a parameter is in two places of its groups"
         )
-    return found
+    return groups
 
 
-def _resolve(
+def _resolve_order(
     path: str,
-    groups: Sequence[Group],
+    groups: Sequence[SavedGroup],
     *,
-    told: Sequence[Sequence[str]] | None,
+    caller_order: Sequence[Sequence[str]] | None,
     shapes: Mapping[str, Shape],
     target: Order | None,
-    own: Mapping[str, Callable[[], Order]],
+    stored_orders: Mapping[str, Callable[[], Order]],
 ) -> Order:
     """The names and shapes of the groups' parameters.
 
-    `told`: the caller's order; `shapes`: of parameters by name, as far as they are known; `target`: the order of the optimizer to be
-    filled; `own`: by what it is called in messages, an order that the checkpoint gives, which may have more parameters than the groups.
+    `caller_order`: the caller's order; `shapes`: of parameters by name, as far as they are known;
+    `target`: the order of the optimizer to be filled; `stored_orders`: by what it is called in
+    messages, an order that the checkpoint gives, which may have more parameters than the groups.
     FormatError where none fits, or where two that fit differ.
     """
-    in_file = [one.names for one in groups if one.names is not None]
-    given = told if told is not None else in_file if len(in_file) == len(groups) else None
-    if given is not None:
-        known = {name: shape for group in target or () for name, shape in group} | dict(shapes)
-        order = _with_shapes(path, groups, _without_wrapper(given, known), known)
-        _, why = fitted(groups, order)
-        if why:
-            raise FormatError(f"{path}: the names given for its optimizer do not fit: {why}")
+    file_names = [saved_group.names for saved_group in groups if saved_group.names is not None]
+    explicit_names = (
+        caller_order
+        if caller_order is not None
+        else file_names
+        if len(file_names) == len(groups)
+        else None
+    )
+    if explicit_names is not None:
+        known_shapes = {name: shape for group in target or () for name, shape in group} | dict(
+            shapes
+        )
+        order = _with_shapes(
+            path, groups, _strip_wrapper(explicit_names, known_shapes), known_shapes
+        )
+        _, reason = match_order(groups, order)
+        if reason:
+            raise FormatError(f"{path}: the names given for its optimizer do not fit: {reason}")
         return order
-    candidates = dict(own)
+    candidates = dict(stored_orders)
     if target is not None:
-        candidates = {"the optimizer to be filled": partial(tuple, target), **own}
-    fitting, reasons = _fitting(groups, candidates)
+        candidates = {"the optimizer to be filled": partial(tuple, target), **stored_orders}
+    fitting, reasons = _matching_orders(groups, candidates)
     if not fitting:
-        what = f"{path}: its optimizer state is by position, and of which parameters is not known"
-        raise FormatError(listed(what, reasons) + f"\n  {_REMEDY}")
-    return _agreed(path, fitting)
+        problem = (
+            f"{path}: its optimizer state is by position, and of which parameters is not known"
+        )
+        raise FormatError(format_list(problem, reasons) + f"\n  {_REMEDY}")
+    return _agreed_order(path, fitting)
 
 
-def _fitting(
-    groups: Sequence[Group], candidates: Mapping[str, Callable[[], Order]]
+def _matching_orders(
+    groups: Sequence[SavedGroup], candidates: Mapping[str, Callable[[], Order]]
 ) -> tuple[dict[str, Order], list[str]]:
     """The orders that fit, and why the others do not."""
     orders: dict[str, Order] = {}
     reasons = []
-    for who, make in candidates.items():
+    for label, make_order in candidates.items():
         try:
-            found, why = fitted(groups, make())
+            order, reason = match_order(groups, make_order())
         except CheckpointError as error:
-            found, why = None, str(error)
-        if found is not None:
-            orders[who] = found
+            order, reason = None, str(error)
+        if order is not None:
+            orders[label] = order
         else:
-            reasons.append(f"{who}: {why}")
+            reasons.append(f"{label}: {reason}")
     return orders, reasons
 
 
-def _agreed(path: str, orders: Mapping[str, Order]) -> Order:
-    (first, chosen), *others = orders.items()
-    for who, order in others:
+def _agreed_order(path: str, orders: Mapping[str, Order]) -> Order:
+    (first_label, agreed), *others = orders.items()
+    for label, order in others:
         differing = [
-            pair for pair in zip(_names(chosen), _names(order), strict=True) if pair[0] != pair[1]
+            pair
+            for pair in zip(_flat_names(agreed), _flat_names(order), strict=True)
+            if pair[0] != pair[1]
         ]
         if differing:
             raise FormatError(
-                f"{path}: its optimizer state is by position; where {first} has {differing[0][0]}, {who} has {differing[0][1]}, and both "
-                f"fit; needed {_ORDER}"
+                f"{path}: its optimizer state is by position; where {first_label} has {differing[0][0]}, {label} has {differing[0][1]}, and both "
+                f"fit; needed {_ORDER_OPTION}"
             )
-    return chosen
+    return agreed
 
 
-def fitted(groups: Sequence[Group], order: Order) -> tuple[Order | None, str]:
-    """The order, of those parameters that the groups have; else None and why. Parameters may be left out where it is plain which."""
+def match_order(groups: Sequence[SavedGroup], order: Order) -> tuple[Order | None, str]:
+    """The order, of those parameters that the groups have; else None and why. Parameters may be
+    left out where it is plain which.
+    """
     if len(groups) != len(order):
         return None, f"has {len(order)} param group(s), the checkpoint {len(groups)}"
-    chosen = []
-    for number, (group, those) in enumerate(zip(groups, order, strict=True)):
-        first, last = _placed(group.state, those), _placed(group.state[::-1], list(those)[::-1])
-        if first is None or last is None:
-            return None, f"param group {number}: {_misfit(group, those)}"
-        if first != [len(those) - 1 - at for at in reversed(last)]:
+    matched = []
+    for number, (group, parameters) in enumerate(zip(groups, order, strict=True)):
+        from_start, from_end = (
+            _match_entries(group.state, parameters),
+            _match_entries(group.state[::-1], list(parameters)[::-1]),
+        )
+        if from_start is None or from_end is None:
+            return None, f"param group {number}: {_explain_mismatch(group, parameters)}"
+        if from_start != [len(parameters) - 1 - index for index in reversed(from_end)]:
             return (
                 None,
-                f"param group {number} has {len(group.state)} of {len(those)} parameters, and shapes do not tell which",
+                f"param group {number} has {len(group.state)} of {len(parameters)} parameters, and shapes do not tell which",
             )
-        chosen.append([those[at] for at in first])
-    return chosen, ""
+        matched.append([parameters[index] for index in from_start])
+    return matched, ""
 
 
-def _placed(
-    entries: Sequence[Mapping[str, Any]], those: Sequence[tuple[str, Shape]]
+def _match_entries(
+    entries: Sequence[Mapping[str, Any]], parameters: Sequence[tuple[str, Shape]]
 ) -> list[int] | None:
-    """Which parameter each entry is, the first that can be, in their order; None where some entry is none."""
-    found: list[int] = []
-    at = 0
+    """Which parameter each entry is, the first that can be, in their order; None where some entry
+    is none.
+    """
+    indices: list[int] = []
+    index = 0
     for entry in entries:
-        while at < len(those) and not fits(entry, those[at][1]):
-            if len(those) - at <= len(entries) - len(found):
+        while index < len(parameters) and not shape_fits(entry, parameters[index][1]):
+            if len(parameters) - index <= len(entries) - len(indices):
                 return None
-            at += 1
-        if at == len(those):
+            index += 1
+        if index == len(parameters):
             return None
-        found.append(at)
-        at += 1
-    return found
+        indices.append(index)
+        index += 1
+    return indices
 
 
-def fits(state: Mapping[str, Any], shape: Shape) -> bool:
-    """Whether it can be the state of a parameter of this shape: some tensor of it has that, or is of its rows or columns, as Adafactor's.
-    State without tensors fits any."""
+def shape_fits(state: Mapping[str, Any], shape: Shape) -> bool:
+    """Whether it can be the state of a parameter of this shape: some tensor of it has that, or is
+    of its rows or columns, as Adafactor's. State without tensors fits any.
+    """
     shapes = {
         tuple(value.shape)
         for key, value in state.items()
@@ -310,57 +353,71 @@ def fits(state: Mapping[str, Any], shape: Shape) -> bool:
     return shape in shapes or (bool(factored) and factored <= shapes)
 
 
-def _misfit(group: Group, those: Sequence[tuple[str, Shape]]) -> str:
-    if len(group.state) != len(those):
-        return f"has {len(those)} parameters, the checkpoint {len(group.state)}, and their shapes do not fit"
+def _explain_mismatch(group: SavedGroup, parameters: Sequence[tuple[str, Shape]]) -> str:
+    if len(group.state) != len(parameters):
+        return f"has {len(parameters)} parameters, the checkpoint {len(group.state)}, and their shapes do not fit"
     entry, (name, shape) = next(
-        pair for pair in zip(group.state, those, strict=True) if not fits(pair[0], pair[1][1])
+        pair
+        for pair in zip(group.state, parameters, strict=True)
+        if not shape_fits(pair[0], pair[1][1])
     )
-    has = ", ".join(
+    shapes = ", ".join(
         f"{key} {tuple(value.shape)}"
         for key, value in entry.items()
         if isinstance(value, torch.Tensor)
     )
-    return f"{name} has shape {shape}, the state there is {has}"
+    return f"{name} has shape {shape}, the state there is {shapes}"
 
 
-def _without_wrapper(
-    given: Sequence[Sequence[str]], known: Collection[str]
+def _strip_wrapper(
+    group_names: Sequence[Sequence[str]], known_names: Collection[str]
 ) -> Sequence[Sequence[str]]:
-    """Names of parameters of a model in DistributedDataParallel, whose weights were saved without it, as those have them."""
-    every = [name for names in given for name in names]
-    wrapped = all(name.startswith(WRAPPER) and name not in known for name in every)
-    return [[name.removeprefix(WRAPPER) for name in names] for names in given] if wrapped else given
+    """Names of parameters of a model in DistributedDataParallel, whose weights were saved without
+    it, as those have them.
+    """
+    all_names = [name for names in group_names for name in names]
+    wrapped = all(name.startswith(DDP_PREFIX) and name not in known_names for name in all_names)
+    return (
+        [[name.removeprefix(DDP_PREFIX) for name in names] for names in group_names]
+        if wrapped
+        else group_names
+    )
 
 
 def _with_shapes(
-    path: str, groups: Sequence[Group], given: Sequence[Sequence[str]], shapes: Mapping[str, Shape]
+    path: str,
+    groups: Sequence[SavedGroup],
+    group_names: Sequence[Sequence[str]],
+    shapes: Mapping[str, Shape],
 ) -> Order:
-    if len(given) != len(groups) or any(
-        len(names) != len(one.state) for names, one in zip(given, groups, strict=True)
+    if len(group_names) != len(groups) or any(
+        len(names) != len(group.state) for names, group in zip(group_names, groups, strict=True)
     ):
-        has, needed = [len(names) for names in given], [len(one.state) for one in groups]
-        raise FormatError(
-            f"{path}: the names given are of param groups with {has} parameters; needed {needed}"
+        counts, expected = (
+            [len(names) for names in group_names],
+            [len(group.state) for group in groups],
         )
-    absent = sorted({name for names in given for name in names} - set(shapes))
-    if absent:
         raise FormatError(
-            listed(f"{path}: names of its optimizer that no tensor of the model has", absent)
+            f"{path}: the names given are of param groups with {counts} parameters; needed {expected}"
         )
-    return [[(name, shapes[name]) for name in names] for names in given]
+    missing = sorted({name for names in group_names for name in names} - set(shapes))
+    if missing:
+        raise FormatError(
+            format_list(f"{path}: names of its optimizer that no tensor of the model has", missing)
+        )
+    return [[(name, shapes[name]) for name in names] for names in group_names]
 
 
-def _names(order: Order) -> list[str]:
+def _flat_names(order: Order) -> list[str]:
     return [name for group in order for name, _ in group]
 
 
-def _name_state(path: str, groups: Sequence[Group], order: Order) -> _Named:
+def _name_state(path: str, groups: Sequence[SavedGroup], order: Order) -> _NamedState:
     """The state under these names, which fit."""
-    tensors: dict[Key, Assembly] = {}
+    tensors: dict[Key, ShardedTensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for group, those in zip(groups, order, strict=True):
-        for entry, (name, _) in zip(group.state, those, strict=True):
+    for group, parameters in zip(groups, order, strict=True):
+        for entry, (name, _) in zip(group.state, parameters, strict=True):
             for key, value in entry.items():
                 if not isinstance(key, str) or not key or "/" in key:
                     raise FormatError(
@@ -368,14 +425,14 @@ def _name_state(path: str, groups: Sequence[Group], order: Order) -> _Named:
                     )
                 if not isinstance(value, torch.Tensor):
                     scalars.setdefault(name, {})[key] = value
-                elif kind := unread(value):
+                elif reason := unreadable_reason(value):
                     raise FormatError(
-                        f"{path}: {key} of {name} is {kind}; needed a dense one with all its values"
+                        f"{path}: {key} of {name} is {reason}; needed a dense one with all its values"
                     )
                 else:
                     tensors[OPTIMIZER, f"{name}/{key}"] = whole_tensor(value, path)
-    found = [
-        {"names": [name for name, _ in those], "options": dict(group.options)}
-        for group, those in zip(groups, order, strict=True)
+    named_groups = [
+        {"names": [name for name, _ in parameters], "options": dict(group.options)}
+        for group, parameters in zip(groups, order, strict=True)
     ]
-    return _Named(tensors, scalars, found)
+    return _NamedState(tensors, scalars, named_groups)

@@ -10,17 +10,19 @@ import torch
 from unified_ckpt.errors import FormatError
 
 
-def joined_scalars(
+def merge_scalars(
     states: Iterable[tuple[str, str, Mapping[str, Any]]],
 ) -> dict[str, dict[str, Any]]:
-    """By parameter, of (file, parameter, its state) of every rank. FormatError where ranks that have a value have it differently."""
-    found: dict[str, dict[str, Any]] = {}
+    """By parameter, of (file, parameter, its state) of every rank. FormatError where ranks that
+    have a value have it differently.
+    """
+    merged: dict[str, dict[str, Any]] = {}
     for file, name, state in states:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 continue
-            if repr(found.setdefault(name, {}).setdefault(key, value)) != repr(value):
+            if repr(merged.setdefault(name, {}).setdefault(key, value)) != repr(value):
                 raise FormatError(
                     f"{file}: {key} of {name} is {value!r}, and other ranks' files have another; needed files of one save"
                 )
-    return found
+    return merged

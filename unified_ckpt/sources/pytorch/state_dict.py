@@ -1,7 +1,9 @@
-"""What `torch.save` wrote: one file of a state dict, alone or in a training script's dict; Hugging Face's `pytorch_model*.bin`.
+"""What `torch.save` wrote: one file of a state dict, alone or in a training script's dict; Hugging
+Face's `pytorch_model*.bin`.
 
-Read are the model's tensors, mapped where they lie; what else the file has that is plain values is `extra`. Optimizer state is by position:
-of which parameter is said by the optimizer to be filled, or by the order of the model's tensors where that leaves no doubt.
+Read are the model's tensors, mapped where they lie; what else the file has that is plain values is
+`extra`. Optimizer state is by position: of which parameter is said by the optimizer to be filled,
+or by the order of the model's tensors where that leaves no doubt.
 """
 
 from __future__ import annotations
@@ -15,236 +17,265 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import listed
+from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.by_position import Order
-from unified_ckpt.engine.source.protocol import Said, Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.format import index
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import open_file
+from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL
-from unified_ckpt.runtime.torch_state.modules import is_extra_state, unwrapped
+from unified_ckpt.runtime.torch_state.modules import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.pytorch.optimizer_names import (
-    WRAPPER,
-    Found,
-    Group,
-    by_position,
-    is_optimizer,
+    DDP_PREFIX,
+    ForeignCheckpoint,
+    SavedGroup,
+    is_optimizer_state,
     parse_groups,
-    unread,
+    unreadable_reason,
+    with_optimizer_names,
 )
-from unified_ckpt.sources.pytorch.parameter_order import order_of
+from unified_ckpt.sources.pytorch.parameter_order import config_order
 from unified_ckpt.sources.restricted_pickle.load import load_torch
-from unified_ckpt.sources.restricted_pickle.stubs import HOLDERS, plain
-from unified_ckpt.views.shards import Assembled, Assembly, whole_tensor
+from unified_ckpt.sources.restricted_pickle.stubs import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.views.shards import ShardedSource, ShardedTensor, whole_tensor
 
-_MODELS = (
+_MODEL_KEYS = (
     "model",
     "state_dict",
     "model_state_dict",
     "module",
     "net",
 )  # where scripts put the model, likeliest first
-_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers")
-_LIGHTNING = "pytorch-lightning_version"
-_STATISTICS = (
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizers")
+_LIGHTNING_KEY = "pytorch-lightning_version"
+_BUFFER_NAMES = (
     "running_mean",
     "running_var",
     "num_batches_tracked",
 )  # of norms: buffers, among the parameters of a state dict
-_STEPS = ("step", "global_step", "iteration")
+_STEP_KEYS = ("step", "global_step", "iteration")
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a state dict holds. `aliases`: other names of tensors that are one piece of memory; `modules`: extra state, by the name that it
-    has there; `values`: what is neither."""
+class ParsedStateDict:
+    """What a state dict holds. `aliases`: other names of tensors that are one piece of memory;
+    `extra_states`: extra state, by the name that it has there; `values`: what is neither.
+    """
 
-    tensors: dict[Key, Assembly]
+    tensors: dict[Key, ShardedTensor]
     aliases: dict[str, str]
-    modules: dict[str, Any]
+    extra_states: dict[str, Any]
     values: dict[str, Any]
 
 
 def open_torch_file(path: str, options: SourceOptions) -> Source:
-    """A file of `torch.save`, Lightning's too. FormatError for one that is damaged, asks for classes, or holds no model's state dict."""
-    told = load_torch(path, stubs=HOLDERS)
-    if not isinstance(told, Mapping):
+    """A file of `torch.save`, Lightning's too. FormatError for one that is damaged, asks for
+    classes, or holds no model's state dict.
+    """
+    content = load_torch(path, placeholders=NAMESPACE_CLASSES)
+    if not isinstance(content, Mapping):
         raise FormatError(
-            f"{path}: holds a {type(told).__name__}; needed a state dict, or a dict that has one"
+            f"{path}: holds a {type(content).__name__}; needed a state dict, or a dict that has one"
         )
-    place = _model_place(path, told)
-    weights = told[place] if place is not None else told
-    if not _is_state(weights):
+    model_key = _model_key(path, content)
+    weights = content[model_key] if model_key is not None else content
+    if not _is_state_dict(weights):
         raise FormatError(
-            f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, told))[:10])}; needed one of {_MODELS}"
+            f"{path}: holds no state dict: its keys are {', '.join(sorted(map(str, content))[:10])}; needed one of {_MODEL_KEYS}"
         )
     groups = (
-        {key: _groups(path, told[key]) for key in _optimizer_keys(told)}
-        if place is not None
+        {key: _parse_optimizers(path, content[key]) for key in _list_optimizer_keys(content)}
+        if model_key is not None
         else {}
     )
     rest = (
-        {key: value for key, value in told.items() if key not in (place, MASTER, *groups)}
-        if place is not None
+        {key: value for key, value in content.items() if key not in (model_key, MASTER, *groups)}
+        if model_key is not None
         else {}
     )
-    step = next((rest[name] for name in _STEPS if isinstance(rest.get(name), int)), None)
-    model = read_state(path, weights)
+    step = next((rest[name] for name in _STEP_KEYS if isinstance(rest.get(name), int)), None)
+    model = parse_state_dict(path, weights)
     tensors = model.tensors
     aliases: dict[str, Mapping[str, str]] = {MODEL: model.aliases}
-    if place is not None and _is_state(told.get(MASTER)):
-        masters = read_state(path, told[MASTER], part=MASTER)
+    if model_key is not None and _is_state_dict(content.get(MASTER)):
+        masters = parse_state_dict(path, content[MASTER], part=MASTER)
         tensors |= masters.tensors
         aliases[MASTER] = masters.aliases
-    rest |= {place: model.values} if place is not None and model.values else model.values
-    found = Found(
+    rest |= {model_key: model.values} if model_key is not None and model.values else model.values
+    checkpoint = ForeignCheckpoint(
         path,
-        "lightning" if _LIGHTNING in told else "torch",
+        "lightning" if _LIGHTNING_KEY in content else "torch",
         tensors,
         aliases=aliases,
-        said=Said(step=step, extra=plain(rest) or None, modules=plain(model.modules)),
-        unnamed=[group for those in groups.values() for group in those],
+        metadata=SourceMetadata(
+            step=step, extra=to_plain(rest) or None, modules=to_plain(model.extra_states)
+        ),
+        indexed_groups=[
+            group for optimizer_groups in groups.values() for group in optimizer_groups
+        ],
     )
-    own = {"the order of the file's tensors": partial(_stored_order, tensors)}
+    orders = {"the order of the file's tensors": partial(_file_order, tensors)}
     if options.config is not None:
-        own[f"the model of {options.config}"] = partial(
-            order_of, options.config, len(found.unnamed)
+        orders[f"the model of {options.config}"] = partial(
+            config_order, options.config, len(checkpoint.indexed_groups)
         )
-    return by_position(found, options, own=own)
+    return with_optimizer_names(checkpoint, options, stored_orders=orders)
 
 
-def _model_place(path: str, told: Mapping[Any, Any]) -> str | None:
-    """Where the model is, None where the file is its state dict. FormatError where two could be it: Lightning's has its own name."""
-    found = [name for name in _MODELS if _is_state(told.get(name))]
-    if _LIGHTNING in told and "state_dict" in found:
+def _model_key(path: str, content: Mapping[Any, Any]) -> str | None:
+    """Where the model is, None where the file is its state dict. FormatError where two could be it:
+    Lightning's has its own name.
+    """
+    candidates = [name for name in _MODEL_KEYS if _is_state_dict(content.get(name))]
+    if _LIGHTNING_KEY in content and "state_dict" in candidates:
         return "state_dict"
-    if len(found) > 1:
+    if len(candidates) > 1:
         raise FormatError(
-            listed(
+            format_list(
                 f"{path}: has several state dicts that may be the model; needed a file with one of them",
-                found,
+                candidates,
             )
         )
-    return found[0] if found else None
+    return candidates[0] if candidates else None
 
 
-def _optimizer_keys(told: Mapping[Any, Any]) -> list[Any]:
-    """Where optimizers are: under a name that scripts have for them, else the only one under any name. Of several under others, as of a
-    generator and a critic, none is the model's: they stay what they are, plain values."""
-    usual = [key for key in _OPTIMIZERS if _has_optimizers(told.get(key))]
-    others = [key for key, value in told.items() if _has_optimizers(value)]
+def _list_optimizer_keys(content: Mapping[Any, Any]) -> list[Any]:
+    """Where optimizers are: under a name that scripts have for them, else the only one under any
+    name. Of several under others, as of a generator and a critic, none is the model's: they stay
+    what they are, plain values.
+    """
+    usual = [key for key in _OPTIMIZER_KEYS if _has_optimizers(content.get(key))]
+    others = [key for key, value in content.items() if _has_optimizers(value)]
     return usual or (others if len(others) == 1 else [])
 
 
-def _has_optimizers(told: Any) -> bool:
+def _has_optimizers(value: Any) -> bool:
     """Whether it is an optimizer's state dict, or a list of those."""
-    return is_optimizer(told) or (
-        isinstance(told, list) and bool(told) and all(map(is_optimizer, told))
+    return is_optimizer_state(value) or (
+        isinstance(value, list) and bool(value) and all(map(is_optimizer_state, value))
     )
 
 
-def _groups(path: str, told: Any) -> list[Group]:
+def _parse_optimizers(path: str, value: Any) -> list[SavedGroup]:
     return [
         group
-        for one in (told if isinstance(told, list) else [told])
-        for group in parse_groups(path, one)
+        for state_dict in (value if isinstance(value, list) else [value])
+        for group in parse_groups(path, state_dict)
     ]
 
 
-def _stored_order(tensors: Mapping[Key, Assembly]) -> Order:
-    """One group of what a state dict has: a module's `parameters()` come in its order, and its buffers between them."""
+def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
+    """One group of what a state dict has: a module's `parameters()` come in its order, and its
+    buffers between them.
+    """
     return [
         [
-            (name, one.spec.shape)
-            for (part, name), one in tensors.items()
-            if part == MODEL and name.rpartition(".")[2] not in _STATISTICS
+            (name, tensor.spec.shape)
+            for (part, name), tensor in tensors.items()
+            if part == MODEL and name.rpartition(".")[2] not in _BUFFER_NAMES
         ]
     ]
 
 
-def open_bin_folder(root: str, _options: SourceOptions) -> Assembled:
-    """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several. IncompleteError naming what is missing."""
-    found = read_bins(root)
-    said = Said(extra=found.values or None, modules=found.modules)
-    return Assembled(
-        root, found.tensors, format="huggingface-bin", said=said, aliases={MODEL: found.aliases}
+def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
+    """A folder of Hugging Face's with `pytorch_model.bin`, or with an index of several.
+    IncompleteError naming what is missing.
+    """
+    state_dict = read_bins(root)
+    metadata = SourceMetadata(extra=state_dict.values or None, modules=state_dict.extra_states)
+    return ShardedSource(
+        root,
+        state_dict.tensors,
+        format="huggingface-bin",
+        metadata=metadata,
+        aliases={MODEL: state_dict.aliases},
     )
 
 
-def read_bins(root: str) -> State:
+def read_bins(root: str) -> ParsedStateDict:
     """What the files of such a folder hold together. Same errors."""
     names = set(os.listdir(root))
     weight_map: Mapping[str, str] = {}
     files = [BIN]
     if BIN_INDEX in names:
-        with open_file(os.path.join(root, BIN_INDEX)) as opened:
+        with open_binary(os.path.join(root, BIN_INDEX)) as opened:
             weight_map = index.parse_index(
                 opened.read(), file=os.path.join(root, BIN_INDEX)
             ).weight_map
-        if index.is_left_over(weight_map, single=BIN, there=names, where=root):
+        if index.is_stale(weight_map, single=BIN, file_names=names, folder=root):
             weight_map = {}
     if weight_map:
         files = sorted(set(weight_map.values()))
         missing = [file for file in files if file not in names]
         if missing:
-            raise IncompleteError(listed(f"{root}: files are missing", missing))
-    every = State({}, {}, {}, {})
+            raise IncompleteError(format_list(f"{root}: files are missing", missing))
+    merged = ParsedStateDict({}, {}, {}, {})
     for file in files:
         path = os.path.join(root, file)
-        found = read_state(path, load_torch(path))
+        file_state = parse_state_dict(path, load_torch(path))
         stale = sorted(
             name
-            for part, name in found.tensors
-            if weight_map.get(name, file) != file or (part, name) in every.tensors
+            for part, name in file_state.tensors
+            if weight_map.get(name, file) != file or (part, name) in merged.tensors
         )
         if stale:
-            raise FormatError(listed(f"{path}: has tensors that are another file's", stale))
-        every = State(
-            every.tensors | found.tensors,
-            every.aliases | found.aliases,
-            every.modules | found.modules,
-            every.values | found.values,
+            raise FormatError(format_list(f"{path}: has tensors that are another file's", stale))
+        merged = ParsedStateDict(
+            merged.tensors | file_state.tensors,
+            merged.aliases | file_state.aliases,
+            merged.extra_states | file_state.extra_states,
+            merged.values | file_state.values,
         )
-    known = {name for _, name in every.tensors} | every.aliases.keys() | every.modules.keys()
-    lost = sorted(weight_map.keys() - known)
-    if lost:
+    present = (
+        {name for _, name in merged.tensors} | merged.aliases.keys() | merged.extra_states.keys()
+    )
+    missing_tensors = sorted(weight_map.keys() - present)
+    if missing_tensors:
         raise IncompleteError(
-            listed(f"{root}: tensors that {BIN_INDEX} names are in no file", lost)
+            format_list(f"{root}: tensors that {BIN_INDEX} names are in no file", missing_tensors)
         )
-    return every
+    return merged
 
 
-def _is_state(told: Any) -> bool:
+def _is_state_dict(content: Any) -> bool:
     """Whether it is tensors by name; some frameworks put a few plain values among them."""
     return (
-        isinstance(told, Mapping)
-        and bool(told)
-        and any(isinstance(value, torch.Tensor) for value in told.values())
+        isinstance(content, Mapping)
+        and bool(content)
+        and any(isinstance(value, torch.Tensor) for value in content.values())
     )
 
 
-def read_state(path: str, state: Any, *, part: str = MODEL, apart: bool = False) -> State:
-    """What a state dict holds, its tensors under this part. `apart`: each name is a tensor of its own, whatever memory it has."""
-    if not _is_state(state):
+def parse_state_dict(
+    path: str, state_dict: Any, *, part: str = MODEL, without_aliases: bool = False
+) -> ParsedStateDict:
+    """What a state dict holds, its tensors under this part. `without_aliases`: each name is a
+    tensor of its own, whatever memory it has.
+    """
+    if not _is_state_dict(state_dict):
         raise FormatError(f"{path}: holds no state dict; needed tensors by name")
-    bare = _bare_names(state)
-    modules = {bare[name]: value for name, value in state.items() if is_extra_state(str(name))}
-    state = {name: value for name, value in state.items() if not is_extra_state(str(name))}
-    nested = sorted(str(name) for name, value in state.items() if _holds_tensors(value))
+    plain_names = _plain_names(state_dict)
+    extra_states = {
+        plain_names[name]: value for name, value in state_dict.items() if is_extra_state(str(name))
+    }
+    state_dict = {
+        name: value for name, value in state_dict.items() if not is_extra_state(str(name))
+    }
+    nested = sorted(str(name) for name, value in state_dict.items() if _holds_tensors(value))
     if nested:
         raise FormatError(
-            listed(
+            format_list(
                 f"{path}: beside tensors by name it has others deeper, which would be left out",
                 nested,
             )
         )
-    tensors: dict[Key, Assembly] = {}
+    tensors: dict[Key, ShardedTensor] = {}
     seen_names: set[str] = set()
-    first: dict[object, str] = {}
+    names_by_memory: dict[object, str] = {}
     aliases = {}
-    for name, tensor in _named(path, state, bare):
+    for name, tensor in _named_tensors(path, state_dict, plain_names):
         if name in seen_names:
             raise FormatError(
                 f"{path}: {name}: two of its tensors are called so without what wrappers add; needed names that differ"
@@ -258,47 +289,58 @@ def read_state(path: str, state: Any, *, part: str = MODEL, apart: bool = False)
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        seen = first.setdefault(memory if tensor.numel() and not apart else name, name)
-        if seen != name:
-            aliases[name] = seen
+        first_name = names_by_memory.setdefault(
+            memory if tensor.numel() and not without_aliases else name, name
+        )
+        if first_name != name:
+            aliases[name] = first_name
             continue
         try:
             tensors[part, name] = whole_tensor(tensor, path)
         except CheckpointError as error:
             raise type(error)(f"{path}: {name}: {error}") from error
     values = {
-        str(name): value for name, value in state.items() if not isinstance(value, torch.Tensor)
+        str(name): value
+        for name, value in state_dict.items()
+        if not isinstance(value, torch.Tensor)
     }
-    return State(tensors, aliases, modules, values)
+    return ParsedStateDict(tensors, aliases, extra_states, values)
 
 
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value.values())
+        return any(
+            isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value.values()
+        )
     return isinstance(value, list | tuple) and any(
-        isinstance(one, torch.Tensor) or _holds_tensors(one) for one in value
+        isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value
     )
 
 
-def _named(
-    path: str, state: Mapping[Any, Any], bare: Mapping[Any, str]
+def _named_tensors(
+    path: str, state_dict: Mapping[Any, Any], plain_names: Mapping[Any, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in state.items():
+    for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
-            if kind := unread(value):
+            if reason := unreadable_reason(value):
                 raise FormatError(
-                    f"{path}: {name}: is {kind}; needed a dense one with all its values"
+                    f"{path}: {name}: is {reason}; needed a dense one with all its values"
                 )
-            yield bare[name], value.detach()
+            yield plain_names[name], value.detach()
 
 
-def _bare_names(state: Mapping[Any, Any]) -> dict[Any, str]:
-    """The names of tensors and of extra state -> these without what wrappers add. `module.` is DistributedDataParallel's where all have it:
-    else it is a submodule that is called so."""
+def _plain_names(state_dict: Mapping[Any, Any]) -> dict[Any, str]:
+    """The names of tensors and of extra state -> these without what wrappers add. `module.` is
+    DistributedDataParallel's where all have it: else it is a submodule that is called so.
+    """
     names = {
-        raw: unwrapped(str(raw))
-        for raw, value in state.items()
-        if isinstance(value, torch.Tensor) or is_extra_state(str(raw))
+        stored_name: strip_wrappers(str(stored_name))
+        for stored_name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) or is_extra_state(str(stored_name))
     }
-    wrapped = all(name.startswith(WRAPPER) for name in names.values())
-    return {raw: name.removeprefix(WRAPPER) for raw, name in names.items()} if wrapped else names
+    wrapped = all(name.startswith(DDP_PREFIX) for name in names.values())
+    return (
+        {stored_name: name.removeprefix(DDP_PREFIX) for stored_name, name in names.items()}
+        if wrapped
+        else names
+    )

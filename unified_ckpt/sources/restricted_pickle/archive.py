@@ -1,7 +1,9 @@
-"""A tensor in a slice of a file that `torch.save` wrote into, as DCP has them: mapped where it lies, never copied.
+"""A tensor in a slice of a file that `torch.save` wrote into, as DCP has them: mapped where it
+lies, never copied.
 
-Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the tensor's pickle and `<name>/data/<key>` with its
-storage (torch/serialization.py). The pickle names a storage by a tuple ("storage", class, key, device, elements).
+Source of the layout: a zip archive whose entries are stored, `<name>/data.pkl` with the tensor's
+pickle and `<name>/data/<key>` with its storage (torch/serialization.py). The pickle names a storage
+by a tuple ("storage", class, key, device, elements).
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from typing import Any, cast
 import torch
 
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.storage.regular_files import open_file
-from unified_ckpt.sources.restricted_pickle.opcodes import check_numbers
+from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 
 # Others are stored as bytes, their dtype beside them.
-STORAGES = {
+STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -41,19 +43,21 @@ STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _NUMBER = re.compile(r"[-_]?\d+")
-LOCAL = struct.Struct(
+LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
 )  # of a zip entry's local header: magic, name's length, extra's length
 
 
 def check_archive_name(path: str) -> None:
-    """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or renamed to rank 0's place.
+    """Refuses a file of several that torch.save wrote under another number: rank 1's, copied or
+    renamed to rank 0's place.
 
-    torch.save calls the root folder of an archive as the file, without its suffix. Only a root that differs from the file's name in its
-    numbers alone is proof: written to a stream, an archive's root is `archive`. A file whose name has no number may be renamed.
-    Raises FormatError; zipfile.BadZipFile where the archive is cut.
+    torch.save calls the root folder of an archive as the file, without its suffix. Only a root that
+    differs from the file's name in its numbers alone is proof: written to a stream, an archive's
+    root is `archive`. A file whose name has no number may be renamed. Raises FormatError;
+    zipfile.BadZipFile where the archive is cut.
     """
-    with open_file(path) as file:
+    with open_binary(path) as file:
         if file.read(4) != b"PK\x03\x04":
             return  # written without an archive
         with zipfile.ZipFile(file) as archive:
@@ -65,15 +69,17 @@ def check_archive_name(path: str) -> None:
         )
 
 
-class Mapped:
-    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors reach the file. It is not kept open."""
+class MappedFile:
+    """A file mapped into memory when it is first read, privately: nobody's writes to its tensors
+    reach the file. It is not kept open.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     @cached_property
     def _memory(self) -> memoryview:
-        with open_file(self.path) as file:  # torch opens it by its path
+        with open_binary(self.path) as file:  # torch opens it by its path
             nbytes = os.fstat(file.fileno()).st_size
         if not nbytes:
             return memoryview(b"")
@@ -86,18 +92,20 @@ class Mapped:
 
     def bytes(self, start: int, length: int) -> memoryview:
         """FormatError where the file ends before."""
-        found = self._memory[start : start + length]
-        if len(found) != length:
+        data = self._memory[start : start + length]
+        if len(data) != length:
             raise FormatError(
                 f"{self.path}: ends at byte {len(self._memory)}; needed {start + length}"
             )
-        return found
+        return data
 
     def tensor(self, start: int, length: int) -> torch.Tensor:
-        """The tensor that `torch.save` wrote to bytes [start, start + length): an alias. FormatError where it is none."""
-        held = self.bytes(start, length)
+        """The tensor that `torch.save` wrote to bytes [start, start + length): an alias.
+        FormatError where it is none.
+        """
+        data = self.bytes(start, length)
         try:
-            return _tensor(held)
+            return _load_tensor(data)
         except FormatError as error:
             raise FormatError(f"{self.path}: bytes [{start}, {start + length}): {error}") from error
         except Exception as error:  # a damaged archive may raise anything
@@ -106,11 +114,11 @@ class Mapped:
             ) from error
 
 
-class _View(io.RawIOBase):
+class _MemoryviewFile(io.RawIOBase):
     """A memoryview as a file: `io.BytesIO` would copy it."""
 
-    def __init__(self, held: memoryview) -> None:
-        self._held, self._at = held, 0
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._position = memory, 0
 
     def readable(self) -> bool:
         return True
@@ -119,78 +127,82 @@ class _View(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._at = max(0, (0, self._at, len(self._held))[whence] + offset)
-        return self._at
+        self._position = max(0, (0, self._position, len(self._memory))[whence] + offset)
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
-    def readinto(self, into: Any, /) -> int:
-        view = memoryview(into).cast("B")
-        found = self._held[self._at : self._at + len(view)]
-        view[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        chunk = self._memory[self._position : self._position + len(view)]
+        view[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
 
 
-def _tensor(held: memoryview) -> torch.Tensor:
-    with zipfile.ZipFile(cast("Any", _View(held))) as archive:
+def _load_tensor(memory: memoryview) -> torch.Tensor:
+    with zipfile.ZipFile(cast("Any", _MemoryviewFile(memory))) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        swollen = [
+        invalid = [
             info.filename
             for info in archive.infolist()
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(held)
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(memory)
         ]
-        if swollen:
+        if invalid:
             raise FormatError(
-                f"{swollen[0]}: is compressed, or larger than the archive; needed entries that are stored"
+                f"{invalid[0]}: is compressed, or larger than the archive; needed entries that are stored"
             )
-        order = entries.get("byteorder")
-        if order is not None and archive.read(order).decode() != sys.byteorder:
+        byteorder_entry = entries.get("byteorder")
+        if byteorder_entry is not None and archive.read(byteorder_entry).decode() != sys.byteorder:
             raise FormatError(
-                f"is of a machine whose byte order is {archive.read(order).decode()}; needed {sys.byteorder}"
+                f"is of a machine whose byte order is {archive.read(byteorder_entry).decode()}; needed {sys.byteorder}"
             )
         pickled = archive.read(entries["data.pkl"])
-        check_numbers(pickled)
-        found = _Tensor(io.BytesIO(pickled), held, entries).load()
-    if not isinstance(found, torch.Tensor):
-        raise FormatError(f"holds a {type(found).__name__}; needed a tensor")
-    return found
+        check_memo_bounds(pickled)
+        tensor = _TensorUnpickler(io.BytesIO(pickled), memory, entries).load()
+    if not isinstance(tensor, torch.Tensor):
+        raise FormatError(f"holds a {type(tensor).__name__}; needed a tensor")
+    return tensor
 
 
-class _Tensor(pickle.Unpickler):
-    """The pickle of one tensor: it may name how a tensor is rebuilt, storage classes, and nothing else."""
+class _TensorUnpickler(pickle.Unpickler):
+    """The pickle of one tensor: it may name how a tensor is rebuilt, storage classes, and nothing
+    else.
+    """
 
     def __init__(
-        self, file: io.BytesIO, held: memoryview, entries: dict[str, zipfile.ZipInfo]
+        self, file: io.BytesIO, memory: memoryview, entries: dict[str, zipfile.ZipInfo]
     ) -> None:
         super().__init__(file)
-        self._held, self._entries = held, entries
+        self._memory, self._entries = memory, entries
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _rebuild
+            return _rebuild_tensor
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module in ("torch", "torch.storage") and name in STORAGES:
+        if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
             return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise FormatError(f"asks for {module}.{name}, which is not read from files")
 
-    def persistent_load(self, told: Any, /) -> torch.Tensor:
+    def persistent_load(self, persistent_id: Any, /) -> torch.Tensor:
         """The storage, as a tensor of one dim."""
-        kind, name, key, _, count = told
+        kind, storage_class, key, _, count = persistent_id
         if kind != "storage":
             raise FormatError(f"asks for a {kind!r}; needed a storage")
-        dtype = STORAGES[name]
+        dtype = STORAGE_DTYPES[storage_class]
         info = self._entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
             raise FormatError("its storage is compressed; needed one that is stored")
-        magic, name_nbytes, extra_nbytes = LOCAL.unpack_from(self._held, info.header_offset)
-        start = info.header_offset + LOCAL.size + name_nbytes + extra_nbytes
+        magic, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack_from(
+            self._memory, info.header_offset
+        )
+        start = info.header_offset + LOCAL_HEADER.size + name_nbytes + extra_nbytes
         count = (
-            info.file_size if name == "UntypedStorage" else count
+            info.file_size if storage_class == "UntypedStorage" else count
         )  # of some versions elements, of others bytes
         if magic != b"PK\x03\x04" or info.file_size != count * dtype.itemsize:
             raise FormatError(
@@ -198,18 +210,24 @@ class _Tensor(pickle.Unpickler):
             )
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._held, dtype=dtype, count=count, offset=start)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 
-def _rebuild(
-    storage: torch.Tensor, first: int, shape: Sequence[int], stride: Sequence[int], *more: object
+def _rebuild_tensor(
+    storage: torch.Tensor,
+    storage_offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *rest: object,
 ) -> torch.Tensor:
-    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks)`; v3 has the dtype
-    after these, and counts in its elements. Last may come what of the values is not in the storage: {"conj": True, "neg": True}."""
-    dtype = more[2] if len(more) > 2 and isinstance(more[2], torch.dtype) else storage.dtype
-    found = storage.view(dtype).as_strided(tuple(shape), tuple(stride), first)
-    told = more[-1] if len(more) > 2 and isinstance(more[-1], Mapping) else {}
-    if not told.keys() <= {"conj", "neg"}:
-        raise FormatError(f"says {sorted(told)} of its tensor; needed conj and neg")
-    found = found.conj() if told.get("conj") else found
-    return torch._neg_view(found) if told.get("neg") else found
+    """Source: `torch._utils._rebuild_tensor_v2(storage, storage_offset, size, stride,
+    requires_grad, backward_hooks)`; v3 has the dtype after these, and counts in its elements. Last
+    may come what of the values is not in the storage: {"conj": True, "neg": True}.
+    """
+    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    tensor = storage.view(dtype).as_strided(tuple(shape), tuple(stride), storage_offset)
+    flags = rest[-1] if len(rest) > 2 and isinstance(rest[-1], Mapping) else {}
+    if not flags.keys() <= {"conj", "neg"}:
+        raise FormatError(f"says {sorted(flags)} of its tensor; needed conj and neg")
+    tensor = tensor.conj() if flags.get("conj") else tensor
+    return torch._neg_view(tensor) if flags.get("neg") else tensor

@@ -107,7 +107,7 @@ class Rewrite:
         node = self.nodes[self.collective.rank]
         peers = self._peers(node)
         position = {
-            "machine": node,
+            "node": node,
             "index": peers.index(self.collective.rank),
             "count": len(peers),
         }

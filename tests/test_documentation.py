@@ -374,7 +374,7 @@ def lightning_names() -> dict[str, Any]:
 # A page, or text that a snippet has -> its names. They stay for the snippets after it on the page.
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": plain_names,
-    "docs/guide/machines.md": plain_names,
+    "docs/guide/nodes.md": plain_names,
     "docs/guide/trainers.md": data_names,
     "unified_ckpt.integrations.transformers": hugging_face_names,
     "unified_ckpt.integrations.accelerate": accelerate_names,

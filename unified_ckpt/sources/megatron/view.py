@@ -85,7 +85,7 @@ def renamed_source(
         }
         for group in metadata.groups
     ]
-    source = make_source(said=replace(metadata, groups=groups), rank_extra=rank_extra)
+    source = make_source(metadata=replace(metadata, groups=groups), rank_extra=rank_extra)
     return derive(source, outputs, parts=(MODEL, MASTER, OPTIMIZER), refused=source.refused)
 
 

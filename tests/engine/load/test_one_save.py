@@ -122,7 +122,7 @@ def test_a_checkpoint_that_takes_the_name_between_two_ranks(tmp_path: Path) -> N
     assert [values(target) for target in targets] == [[-1.0]] * 2
 
 
-@pytest.mark.parametrize("moment", ["match_all", "read_tiles"])
+@pytest.mark.parametrize("moment", ["match_targets", "read_tiles"])
 def test_a_load_goes_on_with_the_folder_that_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

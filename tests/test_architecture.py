@@ -66,7 +66,6 @@ EFFECTS = {
     "asyncio",
 }
 BARRED = {
-    "handler",
     "helper",
     "util",
     "utils",

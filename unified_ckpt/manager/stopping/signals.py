@@ -47,7 +47,7 @@ class SignalFlag:
         if threading.current_thread() is threading.main_thread():
             for signum in self._previous:
                 if signal.getsignal(signum) == self._handle:
-                    signal.signal(signum, self._previous_handler(signum) or signal.SIG_DFL)
+                    signal.signal(signum, self._previous_action(signum) or signal.SIG_DFL)
         deferred, self._deferred = self._deferred, []
         for signum in dict.fromkeys(deferred):
             signal.raise_signal(signum)
@@ -64,18 +64,18 @@ class SignalFlag:
     ) -> None:
         self.stop()
 
-    def _previous_handler(self, signum: int) -> _Handler:
+    def _previous_action(self, signum: int) -> _Handler:
         """What stood there before, and still listens."""
         previous = self._previous.get(signum)
         owner = getattr(previous, "__self__", None)
         return (
-            owner._previous_handler(signum)
+            owner._previous_action(signum)
             if isinstance(owner, SignalFlag) and owner._stopped
             else previous
         )
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        previous = self._previous_handler(signum)
+        previous = self._previous_action(signum)
         if self._stopped:
             self._forward(signum, frame, previous)
             return

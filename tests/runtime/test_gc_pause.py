@@ -23,7 +23,7 @@ def enabled() -> Iterator[None]:
     gc.enable()
 
 
-def test_it_runs_again_after_the_last_pause() -> None:
+def test_collector_runs_after_the_last_pause() -> None:
     with gc_paused:
         with gc_paused:
             assert not gc.isenabled()
@@ -31,20 +31,20 @@ def test_it_runs_again_after_the_last_pause() -> None:
     assert gc.isenabled()
 
 
-def test_it_runs_again_after_an_error() -> None:
+def test_collector_runs_after_an_error() -> None:
     with pytest.raises(ValueError, match="x"), gc_paused:
         raise ValueError("x")
     assert gc.isenabled()
 
 
-def test_where_it_did_not_run_it_does_not() -> None:
+def test_disabled_collector_stays_disabled() -> None:
     gc.disable()
     with gc_paused:
         pass
     assert not gc.isenabled()
 
 
-def test_pauses_of_threads_overlap() -> None:
+def test_pauses_of_threads_may_overlap() -> None:
     inside, go = threading.Event(), threading.Event()
 
     def act() -> None:
@@ -62,7 +62,7 @@ def test_pauses_of_threads_overlap() -> None:
     assert gc.isenabled()
 
 
-def test_a_child_that_is_forked_meanwhile_has_it(tmp_path: Path) -> None:
+def test_collector_runs_in_a_child_forked_during_a_pause(tmp_path: Path) -> None:
     with gc_paused:
         child = os.fork()
         if not child:
@@ -72,7 +72,7 @@ def test_a_child_that_is_forked_meanwhile_has_it(tmp_path: Path) -> None:
     assert gc.isenabled()
 
 
-def test_it_runs_after_saves_and_opens_good_and_bad(tmp_path: Path) -> None:
+def test_collector_runs_after_saves_and_opens(tmp_path: Path) -> None:
     model = {"w": torch.ones(3)}
     with uc.Checkpointer() as checkpointer:
         pending = checkpointer.save_async(tmp_path / "a", model=model)

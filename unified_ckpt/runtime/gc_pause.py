@@ -1,4 +1,4 @@
-"""The interpreter's garbage collector, out of the way while many objects are made that all stay."""
+"""Pauses the garbage collector while many objects are created that all stay."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from types import TracebackType
 
 
 class _GCPause:
-    """`with paused:`, on any threads. It goes over all objects again and again while they get more,
-    for nothing: half of the time of reading a large pickle, and now and then 0.2 s of a training
-    that stands still. It runs again once the last who paused it is done; where it did not run
-    before the first, it does not.
+    """`with gc_paused:`, nested and on any thread.
+
+    The collector would scan all objects again and again as they become more: half of the time to
+    read a large pickle, and pauses of 0.2 s in the training. It runs again after the last block, if
+    it ran before the first.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._was_enabled = False
+        self._was_enabled = self._is_registered = False
 
     def __enter__(self) -> None:
         with self._lock:
+            if not self._is_registered:
+                os.register_at_fork(after_in_child=self._reset_after_fork)
+                self._is_registered = True
             if not self._depth:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
@@ -38,13 +42,12 @@ class _GCPause:
             if not self._depth and self._was_enabled:
                 gc.enable()
 
-    def reset_after_fork(self) -> None:
-        """In a child: threads that have paused it are not there."""
+    def _reset_after_fork(self) -> None:
+        """Restores the collector in a child, which lacks the threads that paused it."""
         self._lock = threading.Lock()
         if self._depth and self._was_enabled:
             gc.enable()
         self._depth = 0
 
 
-gc_paused = _GCPause()
-os.register_at_fork(after_in_child=gc_paused.reset_after_fork)
+gc_paused = _GCPause()  # one, as the collector is one per process

@@ -32,7 +32,7 @@ def read(storage: LocalStorage) -> bytes:
     return bytes(found)
 
 
-def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
+def test_open_handle_reads_the_same_folder(pinned: LocalStorage) -> None:
     with pinned:
         pinned.close()
         assert pinned.directory.was_replaced()
@@ -52,7 +52,7 @@ def test_all_that_is_read_is_of_the_folder_itself(pinned: LocalStorage) -> None:
     pinned.directory.close()
 
 
-def test_nothing_is_read_once_it_is_closed(pinned: LocalStorage) -> None:
+def test_closed_directory_reads_nothing(pinned: LocalStorage) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         pinned.directory.close()
@@ -63,7 +63,7 @@ def test_nothing_is_read_once_it_is_closed(pinned: LocalStorage) -> None:
         pinned.read("f")
 
 
-def test_one_that_is_not_pinned_goes_by_its_name(pinned: LocalStorage) -> None:
+def test_without_a_handle_names_are_resolved_each_time(pinned: LocalStorage) -> None:
     pinned.directory.close()
     with LocalStorage(pinned.root) as storage:
         assert read(storage) == b"secon"
@@ -71,7 +71,7 @@ def test_one_that_is_not_pinned_goes_by_its_name(pinned: LocalStorage) -> None:
         assert not storage.directory.was_replaced()
 
 
-def test_what_is_no_folder_cannot_be_pinned(tmp_path: Path) -> None:
+def test_open_handle_of_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "gone"):
         with pytest.raises(NotFoundError, match=f"{name}: open: no such file or folder"):

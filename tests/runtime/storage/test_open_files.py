@@ -64,7 +64,7 @@ def read(storage: LocalStorage, name: str) -> bytes:
     return bytes(found)
 
 
-def test_a_bounded_number_of_all_storages_stays_open(tmp_path: Path) -> None:
+def test_all_storages_share_one_bound(tmp_path: Path) -> None:
     with LocalStorage(str(tmp_path / "a")) as a, LocalStorage(str(tmp_path / "b")) as b:
         for storage in (a, b):
             for n, name in enumerate(put(Path(storage.root), 20)):
@@ -80,7 +80,7 @@ def test_a_bounded_number_of_all_storages_stays_open(tmp_path: Path) -> None:
     assert of(tmp_path) == []
 
 
-def test_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
+def test_least_recently_used_file_is_evicted(tmp_path: Path) -> None:
     names = put(tmp_path, 6)
     with LocalStorage(str(tmp_path)) as storage:
         for name in [*names[:4], names[0], names[4], names[5]]:
@@ -88,7 +88,7 @@ def test_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
         assert of(tmp_path) == [str(tmp_path / names[n]) for n in (0, 3, 4, 5)]
 
 
-def test_no_file_is_closed_under_those_who_read_it(tmp_path: Path) -> None:
+def test_file_in_use_is_not_evicted(tmp_path: Path) -> None:
     names = put(tmp_path, 16)
     storages = [LocalStorage(str(tmp_path)) for _ in range(2)]
 
@@ -108,7 +108,7 @@ def test_no_file_is_closed_under_those_who_read_it(tmp_path: Path) -> None:
     assert of(tmp_path) == []
 
 
-def test_one_in_use_is_closed_once_it_is_given_back(tmp_path: Path) -> None:
+def test_file_in_use_is_closed_on_release(tmp_path: Path) -> None:
     put(tmp_path, 1)
     files = open_files.OpenFiles(str(tmp_path), lambda name: os.open(tmp_path / name, os.O_RDONLY))
     with files.use("0.bin") as fd:
@@ -120,7 +120,7 @@ def test_one_in_use_is_closed_once_it_is_given_back(tmp_path: Path) -> None:
     assert of(tmp_path) == []
 
 
-def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> None:
+def test_hanging_open_blocks_no_other_storage(tmp_path: Path) -> None:
     names = put(tmp_path, 1)
     reached, go = threading.Event(), threading.Event()
 
@@ -142,7 +142,7 @@ def test_storage_that_hangs_while_it_opens_holds_up_no_other(tmp_path: Path) -> 
     thread.join()
 
 
-def test_no_storage_closes_what_another_has_written(
+def test_written_files_are_evicted_by_their_storage_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "root").mkdir()
@@ -164,7 +164,7 @@ def test_no_storage_closes_what_another_has_written(
                 local.sync(f"new-{name}")
 
 
-def test_an_error_of_closing_is_told_to_who_wrote(
+def test_close_error_is_raised_by_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -182,7 +182,7 @@ def test_an_error_of_closing_is_told_to_who_wrote(
     assert of(tmp_path) == [str(tmp_path / "x")], "the one that could not be closed"
 
 
-def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_lost_written_file_is_not_created_again(tmp_path: Path) -> None:
     with LocalStorage(str(tmp_path)) as storage:
         for n in range(6):
             storage.write_at(f"{n}.bin", 0, [memoryview(b"x" * 64)])
@@ -196,9 +196,9 @@ def test_what_was_written_and_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         assert not (tmp_path / "0.bin").exists()
 
 
-def test_a_child_of_a_process_whose_thread_reads_can_read(tmp_path: Path) -> None:
+def test_forked_child_can_read(tmp_path: Path) -> None:
     (name,) = put(tmp_path, 1)
-    with open_files.SHARED_READ_CACHE.lock:
+    with open_files.shared_read_cache().lock:
         child = os.fork()
         if not child:
             signal.alarm(20)
@@ -206,7 +206,7 @@ def test_a_child_of_a_process_whose_thread_reads_can_read(tmp_path: Path) -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_folder_that_took_the_place_of_another_is_not_read_on(tmp_path: Path) -> None:
+def test_replaced_folder_is_not_read_further(tmp_path: Path) -> None:
     names = [f"a/{name}" for name in put(tmp_path / "a", 6)]
     with LocalStorage(str(tmp_path)) as storage:
         for name in names:
@@ -214,7 +214,7 @@ def test_a_folder_that_took_the_place_of_another_is_not_read_on(tmp_path: Path) 
         os.rename(tmp_path / "a", tmp_path / "old")
         put(tmp_path / "a", 6)
         assert read(storage, names[5]) == bytes([5]) * 64, "it is open still"
-        with pytest.raises(StorageError, match=r"a/0\.bin: its folder was replaced"):
+        with pytest.raises(StorageError, match=r"a/0\.bin: another process replaced its folder"):
             read(storage, names[0])
         storage.close()
         assert read(storage, names[0]) == bytes(64)
@@ -222,7 +222,7 @@ def test_a_folder_that_took_the_place_of_another_is_not_read_on(tmp_path: Path) 
             read(storage, "absent")
 
 
-def test_a_file_that_was_mended_is_read_on(tmp_path: Path) -> None:
+def test_repaired_file_is_read_further(tmp_path: Path) -> None:
     names = put(tmp_path, 6)
     with LocalStorage(str(tmp_path)) as storage:
         for name in names:
@@ -265,7 +265,7 @@ check(found)
 """
 
 
-def test_a_checkpoint_of_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+def test_checkpoint_with_more_files_than_descriptors(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         capture_output=True,

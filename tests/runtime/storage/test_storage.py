@@ -64,10 +64,10 @@ def test_ranges_are_read_into_the_callers_memory(filled: Reader) -> None:
     assert into[0] == ord("1")
 
 
-def test_a_file_that_ends_too_soon_is_an_error(filled: Reader) -> None:
-    with pytest.raises(StorageError, match=r"bytes: .*needed"):
+def test_short_file_is_an_error(filled: Reader) -> None:
+    with pytest.raises(StorageError, match=r"bytes: .*expected"):
         filled.read_at("bytes", 250, memoryview(bytearray(7)))
-    with pytest.raises(StorageError, match=r"empty: .*needed"):
+    with pytest.raises(StorageError, match=r"empty: .*expected"):
         filled.read_at("empty", 0, memoryview(bytearray(1)))
 
 
@@ -82,7 +82,7 @@ def test_whole_files_sizes_and_names(filled: Reader) -> None:
     assert filled.names() == ["bytes", "empty", "sub"]
 
 
-def test_what_is_not_there_is_not_found(filled: Reader) -> None:
+def test_missing_file_is_not_found(filled: Reader) -> None:
     with pytest.raises(NotFoundError, match=r"none: read: no such file"):
         filled.read("none")
     with pytest.raises(NotFoundError, match=r"none: (open|read): no such file"):
@@ -101,7 +101,7 @@ def test_paths_and_urls(tmp_path: Path) -> None:
     assert isinstance(open_reader("memory://a"), RemoteStorage)
 
 
-def test_a_folder_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+def test_missing_folder_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"gone: list: no such file or folder"):
         LocalStorage(str(tmp_path / "gone")).names()
     with pytest.raises(NotFoundError, match=r"gone/?: list: no such file"):
@@ -125,7 +125,7 @@ def test_more_buffers_than_one_system_call_takes(local: LocalStorage, tmp_path: 
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_writes_that_the_system_cuts_short_go_on(
+def test_short_writes_continue(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     real = os.pwritev
@@ -139,7 +139,7 @@ def test_writes_that_the_system_cuts_short_go_on(
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_file_systems_that_cache_all_writes_are_written_to_all_the_same(
+def test_uncached_writes_fall_back_to_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     real, refused = os.pwritev, list[int]()
@@ -158,7 +158,7 @@ def test_file_systems_that_cache_all_writes_are_written_to_all_the_same(
     assert refused == [0], "asked once"
 
 
-def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(
+def test_full_disk_is_an_error_of_uncached_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
@@ -172,7 +172,7 @@ def test_a_disk_that_is_full_is_an_error_of_uncached_writes_too(
         storage.write_at("f", 0, views(b"abc"))
 
 
-def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Path) -> None:
+def test_uncached_writes_keep_neighbours_in_a_page(tmp_path: Path) -> None:
     """Two storages stand for two processes: each has the file open for itself."""
     whole, step = os.urandom(3 << 20), 1000
     with (
@@ -194,7 +194,7 @@ def test_neighbours_in_one_page_keep_what_the_other_writes_uncached(tmp_path: Pa
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_reads_that_the_system_cuts_short_go_on(
+def test_short_reads_continue(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     (tmp_path / "f").write_bytes(bytes(range(200)))
@@ -207,7 +207,7 @@ def test_reads_that_the_system_cuts_short_go_on(
     assert into == bytes(range(20, 170))
 
 
-def test_resize_makes_a_file_and_keeps_what_is_in_it(local: LocalStorage, tmp_path: Path) -> None:
+def test_resize_creates_a_file_and_keeps_its_content(local: LocalStorage, tmp_path: Path) -> None:
     local.write_at("f", 0, views(b"abc"))
     local.resize("f", 10)
     local.resize("g", 4)
@@ -237,7 +237,7 @@ def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) 
     assert not (tmp_path / "never opened").exists()
 
 
-def test_close_gives_every_file_back(tmp_path: Path) -> None:
+def test_close_closes_every_file(tmp_path: Path) -> None:
     (tmp_path / "r").write_bytes(b"r")
     before = len(os.listdir("/proc/self/fd"))
     storage = LocalStorage(str(tmp_path))
@@ -257,7 +257,7 @@ def test_a_full_disk_is_an_error() -> None:
         storage.write_at("full", 0, views(b"x"))
 
 
-def test_a_file_that_may_not_grow_is_an_error_at_the_byte_reached(local: LocalStorage) -> None:
+def test_write_error_names_the_byte_reached(local: LocalStorage) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -267,7 +267,7 @@ def test_a_file_that_may_not_grow_is_an_error_at_the_byte_reached(local: LocalSt
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+def test_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with LocalStorage(str(tmp_path / "file")) as storage:
         with pytest.raises(NotFoundError, match=r"file/f: open: no such file or folder"):
@@ -278,7 +278,7 @@ def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_of_somebody_else_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_permission_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with (
         LocalStorage(str(tmp_path)) as storage,
@@ -288,7 +288,7 @@ def test_a_folder_of_somebody_else_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-def test_a_folder_that_is_gone_is_not_found(local: LocalStorage) -> None:
+def test_deleted_folder_is_not_found(local: LocalStorage) -> None:
     with pytest.raises(NotFoundError, match=r"gone/f: open: no such file or folder"):
         local.write_at("gone/f", 0, views(b"x"))
 
@@ -304,7 +304,7 @@ def test_links_are_never_written_through(local: LocalStorage, tmp_path: Path) ->
     assert (tmp_path / "target").read_bytes() == b"precious"
 
 
-def test_a_failed_size_is_an_error_of_ours(local: LocalStorage, tmp_path: Path) -> None:
+def test_failed_stat_is_a_storage_error(local: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(StorageError, match=r"loop: .*Too many levels of symbolic links"):
         local.size("loop")
@@ -313,7 +313,7 @@ def test_a_failed_size_is_an_error_of_ours(local: LocalStorage, tmp_path: Path) 
 # folders
 
 
-def test_folders_are_made_once(local: LocalStorage, tmp_path: Path) -> None:
+def test_make_folder_twice_is_an_error(local: LocalStorage, tmp_path: Path) -> None:
     local.make_folder("d")
     assert (tmp_path / "d").is_dir()
     with pytest.raises(StorageError, match=r"d: make folder failed: File exists"):
@@ -329,7 +329,9 @@ def test_rename(local: LocalStorage, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "full folder", "empty folder", "dangling link"])
-def test_rename_takes_no_name_that_is_taken(local: LocalStorage, tmp_path: Path, kind: str) -> None:
+def test_rename_to_an_existing_name_is_an_error(
+    local: LocalStorage, tmp_path: Path, kind: str
+) -> None:
     local.make_folder("a")
     if kind == "dangling link":
         (tmp_path / "b").symlink_to(tmp_path / "nowhere")
@@ -339,12 +341,12 @@ def test_rename_takes_no_name_that_is_taken(local: LocalStorage, tmp_path: Path,
         (tmp_path / "b").mkdir()
         if kind == "full folder":
             (tmp_path / "b" / "f").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"b: is in the way of a rename; needed a free name"):
+    with pytest.raises(StorageError, match=r"b: exists; rename needs an unused name"):
         local.rename("a", "b")
     assert (tmp_path / "a").is_dir()
 
 
-def test_exchange_swaps_two_names_in_one_step(local: LocalStorage, tmp_path: Path) -> None:
+def test_exchange_swaps_names(local: LocalStorage, tmp_path: Path) -> None:
     for name in ("a", "b"):
         local.make_folder(name)
         (tmp_path / name / "was").write_text(name)
@@ -353,7 +355,7 @@ def test_exchange_swaps_two_names_in_one_step(local: LocalStorage, tmp_path: Pat
     assert [(tmp_path / name / "was").read_text() for name in ("a", "b")] == ["b", "a"]
 
 
-def test_exchange_with_nothing_is_an_error(local: LocalStorage) -> None:
+def test_exchange_with_a_missing_name_is_an_error(local: LocalStorage) -> None:
     local.make_folder("a")
     with pytest.raises(
         (StorageError, NotFoundError), match=r"exchange with .*b failed: No such file"
@@ -378,7 +380,7 @@ def test_remove_file(local: LocalStorage, tmp_path: Path) -> None:
         local.remove_file("f")
 
 
-def test_a_whole_tree_is_synced(
+def test_sync_tree_syncs_everything(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "d" / "e").mkdir(parents=True)
@@ -399,7 +401,7 @@ def test_a_whole_tree_is_synced(
     )
 
 
-def test_a_stamp_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:
+def test_version_token_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
     first = local.version_token("f")
     assert first is not None
@@ -439,5 +441,5 @@ def test_free_nbytes(local: LocalStorage, tmp_path: Path) -> None:
 def test_remote_errors_name_the_url() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     fsspec.filesystem("memory").pipe(f"{url}/f", b"abc")
-    with pytest.raises(StorageError, match=rf"^{url}/f: got 1 bytes from byte 2; needed 4$"):
+    with pytest.raises(StorageError, match=rf"^{url}/f: got 1 bytes from byte 2, expected 4$"):
         RemoteStorage(url + "/").read_at("f", 2, memoryview(bytearray(4)))

@@ -10,7 +10,7 @@ from unified_ckpt.runtime.storage.write_calls import skip_bytes, split_iovecs, s
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
-def test_calls_have_all_bytes_in_order_and_end_at_multiples(
+def test_split_iovecs_is_complete_ordered_and_aligned(
     pieces: list[bytes], start: int, nbytes: int
 ) -> None:
     found = [
@@ -25,13 +25,13 @@ def test_calls_have_all_bytes_in_order_and_end_at_multiples(
         at += len(one)
 
 
-def test_a_call_takes_no_more_buffers_than_the_system() -> None:
+def test_split_iovecs_bounds_buffers_per_call() -> None:
     found = list(split_iovecs(0, [memoryview(b"x")] * 2500, call_nbytes=1 << 20))
     assert [len(those) for those in found] == [1000, 1000, 500]
 
 
 @given(st.lists(st.binary(min_size=1, max_size=20), min_size=1), st.data())
-def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObject) -> None:
+def test_skip_bytes_returns_the_rest(pieces: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(pieces)
     done = data.draw(st.integers(0, len(whole)))
     left = skip_bytes([memoryview(one) for one in pieces], done)
@@ -50,5 +50,5 @@ def test_what_a_call_did_not_write_is_left(pieces: list[bytes], data: st.DataObj
         ("x", False),
     ],
 )
-def test_uncached_writes_are_for_kernels_that_have_them_right(release: str, can: bool) -> None:
+def test_supports_uncached_by_kernel_release(release: str, can: bool) -> None:
     assert supports_uncached(release) == can

@@ -1,1 +1,4 @@
-"""TODO package."""
+"""Touches files and folders: reads, writes, renames, locks.
+
+Knows no ranks, and not what the files mean.
+"""

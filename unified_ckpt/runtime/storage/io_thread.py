@@ -1,6 +1,4 @@
-"""Work beside the caller: one thread where a core is free for it, none where the machine's ranks
-use all cores already.
-"""
+"""Runs calls on a worker thread if the node has a free core for it, else on the caller's thread."""
 
 from __future__ import annotations
 
@@ -13,24 +11,21 @@ from types import TracebackType
 
 
 class IOThread:
-    """Runs calls one after the other, in order. `ranks`: on this machine; each is taken to keep one
-    core busy.
+    """Runs calls one after another, in order.
 
-    `queue_depth`: how many calls may usefully wait for the thread; 0 where there is none. A plain
-    thread: the pools of concurrent.futures take no work while the interpreter ends, which is when a
-    save in the background may still be going on.
+    `ranks`: ranks of this node, each of which keeps one core busy. `queue_depth`: how many calls
+    may usefully wait for the thread; 0 without a thread. A plain thread, because executors of
+    concurrent.futures accept no work while the interpreter exits, when a background save may still
+    run.
     """
 
     def __init__(self, *, ranks: int) -> None:
         has_free_core = len(os.sched_getaffinity(0)) > ranks
         self.queue_depth = 2 if has_free_core else 0
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread = (
-            Thread(target=self._run, name="unified_ckpt-lane", daemon=True)
-            if has_free_core
-            else None
-        )  # it ends with its owner
-        if self._thread is not None:
+        self._thread: Thread | None = None
+        if has_free_core:
+            self._thread = Thread(target=self._run, name="unified_ckpt-io", daemon=True)
             self._thread.start()
 
     def __enter__(self) -> IOThread:
@@ -45,7 +40,7 @@ class IOThread:
         self.close()
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Queues a call, or makes it at once; its error comes with the result."""
+        """Queues a call, or runs it at once without a thread; the future carries its error."""
         future: Future[None] = Future()
         if self._thread is not None:
             self._queue.put((call, future))
@@ -68,7 +63,7 @@ class IOThread:
 def _run_call(call: Callable[[], None], future: Future[None]) -> None:
     try:
         call()
-    except BaseException as error:  # told to whoever asks for the result
+    except BaseException as error:  # raised by `Future.result`
         future.set_exception(error)
     else:
         future.set_result(None)

@@ -1,8 +1,7 @@
-"""Readers and removers of a checkpoint keep out of each other's way: a shared `flock` on its
-manifest, an exclusive one to remove it. Those who mend it keep out of each other's way by an
-exclusive one on the folder.
+"""Locks checkpoints with `flock`: readers share the manifest's lock, removal needs it exclusively.
 
-Where the file system knows no locks, there are none.
+Repairs exclude each other by a lock of the folder. On a file system without locks, nothing is
+locked.
 """
 
 from __future__ import annotations
@@ -18,27 +17,22 @@ from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.directory import Directory
 from unified_ckpt.runtime.storage.regular_files import open_regular
 
-_NO_LOCKS = (
-    errno.ENOLCK,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-    errno.EBADF,
-)  # the last: of NFS, for a folder
+# NFS gives EBADF for a folder.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 @contextmanager
 def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[None]:
-    """While inside, nobody who asks removes this checkpoint. A folder without a manifest, or behind
-    a URL, is not locked.
+    """Prevents removal of the checkpoint inside the block, by processes that use `exclusive_lock`.
 
-    `directory`: the folder itself, where it is pinned. NotFoundError where it was removed just now.
+    A folder without a manifest, or behind a URL, is not locked. `directory`: the folder itself, if
+    a handle of it is open. NotFoundError if the folder was removed meanwhile.
     """
     directory = directory or Directory(folder)
     try:
         fd = directory.open(names.MANIFEST)
     except OSError:
-        yield  # what is wrong with it, the reader will say
+        yield  # the reader reports what is wrong with it
         return
     try:
         _lock(fd, fcntl.LOCK_SH)
@@ -51,8 +45,9 @@ def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[
 
 @contextmanager
 def exclusive_lock(folder: str) -> Iterator[bool]:
-    """Whether nobody reads this checkpoint, and nobody will begin to while inside. Waits for
-    nobody; False where there is none.
+    """Yields whether no process reads the checkpoint; none can start to inside the block.
+
+    Does not wait. Yields False if there is no checkpoint.
     """
     manifest = os.path.join(folder, names.MANIFEST)
     try:
@@ -68,11 +63,10 @@ def exclusive_lock(folder: str) -> Iterator[bool]:
 
 @contextmanager
 def repair_lock(folder: str) -> Iterator[os.stat_result]:
-    """While inside, nobody else mends what is in this folder; gives what tells it from another one
-    that takes its name.
+    """Excludes other repairs of the folder inside the block, and yields the folder's status.
 
-    Readers may read meanwhile: a file that is put in is the one that they had to find. StorageError
-    where somebody mends it.
+    Readers may continue: a repaired file has exactly the content that the manifest demands.
+    StorageError if another process repairs the folder.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -81,7 +75,7 @@ def repair_lock(folder: str) -> Iterator[os.stat_result]:
     try:
         if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise StorageError(
-                f"{folder}: is being mended by another process; needed one at a time"
+                f"{folder}: another process repairs this folder; wait until it has finished"
             )
         yield os.fstat(fd)
     finally:
@@ -90,25 +84,25 @@ def repair_lock(folder: str) -> Iterator[os.stat_result]:
 
 def _open_to_lock(path: str) -> int:
     try:
-        return open_regular(path, write=True)  # NFS wants it writable for an exclusive lock
+        return open_regular(path, write=True)  # NFS requires this for an exclusive lock
     except PermissionError:
         return open_regular(path)
 
 
 def _lock(fd: int, operation: int) -> bool:
-    """False where another one holds it. True also where the file system has no locks."""
+    """Returns False if another process holds the lock. Without lock support, returns True."""
     try:
         fcntl.flock(fd, operation)
     except BlockingIOError:
         return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise StorageError(f"the manifest's lock failed: {error.strerror}") from error
+            raise StorageError(f"manifest: cannot be locked: {error.strerror}") from error
     return True
 
 
 def _is_current(fd: int, directory: Directory) -> bool:
-    """Whether the open file is still the manifest there."""
+    """Returns whether the open file is still the folder's manifest."""
     try:
         return os.path.samestat(os.fstat(fd), directory.stat(names.MANIFEST))
     except OSError:

@@ -1,6 +1,4 @@
-"""Pages of mapped files that were read, given back: else all of a file that is read through counts
-as memory of this process.
-"""
+"""Drops pages of memory-mapped files after reading, so that they do not count as process memory."""
 
 from __future__ import annotations
 
@@ -14,69 +12,53 @@ import torch
 from unified_ckpt.runtime.torch_state.tensors import INT_DTYPES
 
 _RECLAIM_NBYTES = 64 << 20  # read between two drops
-_DONTNEED = (
-    4  # MADV_DONTNEED: clean pages of a file are read from it again when they are next looked at
-)
+_DONTNEED = 4  # MADV_DONTNEED: clean file pages are read from the file again on the next access
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class PageReclaimer:
-    """What was read of tensors that may lie in mapped files. Safe on many threads."""
+    """Collects the tensors that were read, and drops their pages now and then. Thread-safe."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int]] = []  # addresses [start, stop)
         self._nbytes = 0
-        self._tensors: list[torch.Tensor] = []  # so that their addresses stay theirs until the drop
+        self._tensors: list[torch.Tensor] = []  # keeps their addresses valid until the pages drop
         self._lock = threading.Lock()
 
     def mark_read(self, tensor: torch.Tensor) -> None:
-        """Its elements were read, and are not needed any more for now. The tensor was never written
-        to.
-        """
+        """Marks a tensor's elements as read and not needed for now. It was never written."""
         if not tensor.numel():
             return
         start = tensor.data_ptr()
-        last = sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in dims)
         with self._lock:
             self._spans.append((start, start + (last + 1) * tensor.element_size()))
             self._tensors.append(tensor)
             self._nbytes += tensor.nbytes
             if self._nbytes < _RECLAIM_NBYTES:
                 return
-            spans, tensors, self._spans, self._tensors, self._nbytes = (
-                sorted(self._spans),
-                self._tensors,
-                [],
-                [],
-                0,
-            )
+            spans, tensors = sorted(self._spans), self._tensors
+            self._spans, self._tensors, self._nbytes = [], [], 0
         _drop_pages(spans)
         del tensors
 
 
 def copy_single_threaded(into: torch.Tensor, source: torch.Tensor) -> None:
-    """`into.copy_(source)`, of one shape and dtype, by this thread alone: torch waits for all
-    cores, busy as they are.
+    """Copies like `into.copy_(source)`, for one shape and dtype, on this thread only.
+
+    torch would wait for all cores, which other ranks keep busy.
     """
     bits = INT_DTYPES.get(source.element_size())
-    if (
-        bits is None
-        or not source.dim()
-        or source.stride(-1) != 1
-        or source.is_conj()
-        or source.is_neg()
-    ):
-        into.copy_(source)  # numpy is slow at transposing
+    has_rows = source.dim() > 0 and source.stride(-1) == 1
+    if bits is None or not has_rows or source.is_conj() or source.is_neg():
+        into.copy_(source)  # numpy transposes slowly
         return
     np.copyto(into.view(bits).numpy(), source.view(bits).numpy())
 
 
 def _drop_pages(spans: list[tuple[int, int]]) -> None:
-    """Whole pages of these that are private pages of files: never memory that has no file to be
-    read from again.
-    """
+    """Drops whole private file pages in these address ranges; never anonymous memory."""
     libc, mapped = ctypes.CDLL(None), _mapped_ranges()
     for start, stop in spans:
         for low, high in mapped:
@@ -86,7 +68,7 @@ def _drop_pages(spans: list[tuple[int, int]]) -> None:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Address ranges of this process that are regular files mapped privately."""
+    """Returns the address ranges of this process that are privately mapped regular files."""
     ranges = []
     try:
         with open("/proc/self/maps") as file:
@@ -96,5 +78,5 @@ def _mapped_ranges() -> list[tuple[int, int]]:
                     low, high = span.split("-")
                     ranges.append((int(low, 16), int(high, 16)))
     except OSError:
-        pass  # no /proc: the kernel takes them back when it needs to
+        pass  # no /proc: the kernel reclaims the pages when it needs memory
     return ranges

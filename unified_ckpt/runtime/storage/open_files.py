@@ -1,11 +1,10 @@
-"""Files that storages keep open between calls: a bounded number, for a process may have some
-thousand, and a checkpoint more.
+"""Keeps a bounded number of files open between calls: a checkpoint may have more than a process
+may.
 
-What is wrong with closing one to make room, and opening it again: closing what was written may wait
-for the storage, and tell of an error that nothing else tells; and the name may be another file's by
-then. So files that are written to make room for those of their own storage only, whose errors they
-are; and one that is opened again has to be in the folder that it was in, and to be there if it was
-written to.
+How a write could be lost: closing a written file to free a descriptor may report an error that is
+reported nowhere else, and its name may be another file's when it is opened again. So a storage
+evicts only its own written files, and raises their errors. A file that is opened again must be in
+the same folder, and must exist if it was written.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.directory import Directory
 
-# in a room, beside those in use: shells let a process have 1,024, sockets to other ranks among them
+# Per cache, beside files in use: a process may often have 1,024 descriptors, sockets included.
 MAX_IDLE = 256
 
 
 @dataclass(slots=True)
 class OpenFile:
-    """`folder`: device and inode of the one that it is in. `cached`: found by its name; else the
-    last of its users closes it.
+    """An open file. `folder`: device and inode of the folder that it is in.
+
+    `cached`: found by its name; otherwise its last user closes it.
     """
 
     path: str
@@ -39,32 +40,36 @@ class OpenFile:
 
 
 class FdCache:
-    """Where open files are kept. The one that was used longest ago goes first."""
+    """Open files, evicted in LRU order."""
 
     def __init__(self) -> None:
-        self.lock = (
-            threading.Lock()
-        )  # no file is opened or closed under it, which storage that hangs would never end
-        self.files: OrderedDict[tuple[OpenFiles, str], OpenFile] = (
-            OrderedDict()
-        )  # the one that was used last at the end
+        # Never held while a file is opened or closed: storage that hangs would block all others.
+        self.lock = threading.Lock()
+        # The most recently used file is last.
+        self.files: OrderedDict[tuple[OpenFiles, str], OpenFile] = OrderedDict()
+
+    def reset_after_fork(self) -> None:
+        """Replaces the lock in a child, which lacks the thread that may hold it."""
+        self.lock = threading.Lock()
 
 
-SHARED_READ_CACHE = (
-    FdCache()
-)  # of all storages of this process: one reads as many folders as there are machines
+@cache
+def shared_read_cache() -> FdCache:
+    """Returns the cache for the files that this process reads.
 
-
-def _reset_after_fork() -> None:
-    SHARED_READ_CACHE.lock = threading.Lock()  # a thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+    One for all storages, because a process may read as many folders as there are nodes, and the
+    limit of open files is the process's.
+    """
+    fd_cache = FdCache()
+    os.register_at_fork(after_in_child=fd_cache.reset_after_fork)
+    return fd_cache
 
 
 class OpenFiles:
-    """Of one storage, by name below `root`. `open_file` opens one; `look` looks at a folder below
-    it, by default by its name. Safe on many threads: none is closed while somebody uses it.
+    """The open files of one storage, by name below `root`. Thread-safe.
+
+    No file is closed while in use. `open_file` opens one; `stat` returns the status of a folder
+    below the root, by name by default.
     """
 
     def __init__(
@@ -72,23 +77,19 @@ class OpenFiles:
         root: str,
         open_file: Callable[[str], int],
         *,
-        cache: FdCache | None = None,
+        fd_cache: FdCache | None = None,
         stat: Callable[[str], os.stat_result] | None = None,
     ) -> None:
-        self._root, self._open_file, self._cache, self._stat = (
-            root,
-            open_file,
-            cache or FdCache(),
-            stat or Directory(root).stat,
-        )
-        self._evicted: dict[
-            str, tuple[int, int]
-        ] = {}  # to make room: their folders, for a checkpoint may have been replaced since
+        self._root, self._open_file = root, open_file
+        self._cache, self._stat = fd_cache or FdCache(), stat or Directory(root).stat
+        # Folder (device, inode) of each evicted file: its name may be in another folder by now.
+        self._evicted: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
-        """Its descriptor. What `open_file` raises; StorageError where its folder is another one
-        than before.
+        """Yields the file's descriptor. Raises what `open_file` raises.
+
+        StorageError if its folder is another one than before.
         """
         file = self.acquire(name)
         try:
@@ -97,11 +98,11 @@ class OpenFiles:
             self.release(file)
 
     def acquire(self, name: str) -> OpenFile:
-        """`use` in two halves, for many short calls."""
+        """Returns the file, in use until `release`: cheaper than `use` for many short calls."""
         return self.acquire_open(name) or self._acquire_new(name)
 
     def acquire_open(self, name: str) -> OpenFile | None:
-        """`acquire` of one that is open now."""
+        """Returns the file, in use until `release`, if it is open now."""
         cache, key = self._cache, (self, name)
         with cache.lock:
             file = cache.files.get(key)
@@ -111,6 +112,7 @@ class OpenFiles:
             return file
 
     def release(self, file: OpenFile) -> None:
+        """Ends one use of a file."""
         with self._cache.lock:
             file.refs -= 1
             unused = not file.cached and not file.refs
@@ -118,29 +120,26 @@ class OpenFiles:
             _close_all([file])
 
     def close(self, name: str | None = None) -> None:
-        """One, or all; those in use once they are given back. What has the name from now on may be
-        anything. StorageError.
-        """
+        """Closes one file, or all; files in use are closed on release. StorageError."""
         cache = self._cache
         with cache.lock:
-            to_close = _remove(
-                cache, [key for key in cache.files if key[0] is self and name in (None, key[1])]
-            )
+            keys = [key for key in cache.files if key[0] is self and name in (None, key[1])]
+            to_close = _remove(cache, keys)
             for evicted in list(self._evicted) if name is None else [name]:
                 self._evicted.pop(evicted, None)
         _close_all(to_close)
 
     def _acquire_new(self, name: str) -> OpenFile:
-        """In use by the caller."""
+        """Opens the file and returns it in use."""
         cache, key, fd = self._cache, (self, name), self._open_file(name)
         try:
             new_file = OpenFile(f"{self._root}/{name}", fd, self._folder_of(name))
             with cache.lock:
                 if self._evicted.get(name, new_file.folder) != new_file.folder:
                     raise StorageError(
-                        f"{new_file.path}: its folder was replaced; needed one that stays while it is used"
+                        f"{new_file.path}: another process replaced its folder while it was in use"
                     )
-                file = cache.files.setdefault(key, new_file)  # another thread may have been faster
+                file = cache.files.setdefault(key, new_file)  # another thread may have been first
                 file.refs += 1
                 to_close = _evict(cache)
         except BaseException:
@@ -159,25 +158,21 @@ class OpenFiles:
             status = self._stat(os.path.dirname(name))
         except OSError as error:
             raise StorageError(
-                f"{self._root}/{name}: its folder cannot be looked at: {error.strerror}"
+                f"{self._root}/{name}: stat of its folder failed: {error.strerror}"
             ) from error
         return status.st_dev, status.st_ino
 
 
 def _evict(cache: FdCache) -> list[OpenFile]:
-    surplus = len(cache.files) - MAX_IDLE
-    keys = (
-        list(islice((key for key, file in cache.files.items() if not file.refs), surplus))
-        if surplus > 0
-        else []
-    )
+    surplus = max(len(cache.files) - MAX_IDLE, 0)
+    keys = list(islice((key for key, file in cache.files.items() if not file.refs), surplus))
     for files, name in keys:
         files._evicted[name] = cache.files[files, name].folder
     return _remove(cache, keys)
 
 
 def _remove(cache: FdCache, keys: list[tuple[OpenFiles, str]]) -> list[OpenFile]:
-    """Those of them that are to be closed now; the others are by the last who uses them."""
+    """Removes files from the cache; returns those that nobody uses, to be closed now."""
     removed = [cache.files.pop(key) for key in keys]
     for file in removed:
         file.cached = False
@@ -185,16 +180,13 @@ def _remove(cache: FdCache, keys: list[tuple[OpenFiles, str]]) -> list[OpenFile]
 
 
 def _close_all(files: list[OpenFile]) -> None:
-    """All of them. StorageError for the first that cannot be, which may have lost what was written
-    to it.
-    """
+    """Closes all files. StorageError for the first failure, which may have lost written bytes."""
     first_error: StorageError | None = None
     for file in files:
         try:
             os.close(file.fd)
         except OSError as error:
-            first_error = first_error or StorageError(
-                f"{file.path}: close failed: {error.strerror}"
-            )
+            text = f"{file.path}: close failed: {error.strerror}"
+            first_error = first_error or StorageError(text)
     if first_error is not None:
         raise first_error

@@ -1,6 +1,4 @@
-"""Opening files of a checkpoint to read. Regular files only: to open a FIFO waits for a writer, to
-open a device may do anything.
-"""
+"""Opens regular files only: opening a FIFO waits for a writer, opening a device may do anything."""
 
 from __future__ import annotations
 
@@ -21,11 +19,9 @@ _KIND_NAMES = {
 
 
 def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -> int:
-    """A descriptor of a regular file, or of a link to one. OSError for anything else, which is not
-    opened.
-    """
+    """Returns a descriptor of a regular file, or of a link to one. OSError for anything else."""
     check_regular(os.stat(path, dir_fd=dir_fd), path)
-    # Something else may take the name now: O_NONBLOCK does not wait for the other end of a FIFO.
+    # Another entry may take the name meanwhile: with O_NONBLOCK a FIFO does not block.
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     fd = os.open(path, flags, dir_fd=dir_fd)
     try:
@@ -37,20 +33,19 @@ def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -
 
 
 def open_binary(path: str) -> BinaryIO:
-    """A regular file, to read. NotFoundError where there is none, StorageError where it is of
-    another kind or cannot be opened.
-    """
+    """Opens a regular file for reading. NotFoundError or StorageError if that fails."""
     try:
         return os.fdopen(open_regular(path), "rb")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{path}: there is no such file") from error
+        raise NotFoundError(f"{path}: no such file") from error
     except OSError as error:
         raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 def check_regular_files(root: str) -> None:
-    """StorageError for the first entry of a folder, at any depth, that is neither a regular file
-    nor a folder nor a link to one: for libraries that open files themselves.
+    """Raises StorageError for the first entry, at any depth, that is not a regular file or folder.
+
+    For libraries that open files themselves. Links to regular files are allowed.
     """
     try:
         with os.scandir(root) as entries:
@@ -65,7 +60,7 @@ def check_regular_files(root: str) -> None:
 
 
 def check_regular(status: os.stat_result, path: str) -> None:
-    """OSError that says what is there, where it is no regular file."""
+    """Raises OSError, naming the kind of entry, for anything but a regular file."""
     if not stat.S_ISREG(status.st_mode):
-        kind = _KIND_NAMES.get(stat.S_IFMT(status.st_mode), "no file")
-        raise OSError(errno.EINVAL, f"is {kind}; needed a regular file", path)
+        kind = _KIND_NAMES.get(stat.S_IFMT(status.st_mode), "an unknown kind of entry")
+        raise OSError(errno.EINVAL, f"is {kind}, expected a regular file", path)

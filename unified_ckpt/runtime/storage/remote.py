@@ -1,4 +1,4 @@
-"""Folders behind fsspec URLs, for reading. The only fsspec import."""
+"""Reads folders behind fsspec URLs. The only module that imports fsspec."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Result = TypeVar("_Result")
 
 
 class RemoteStorage:
-    """A folder behind an fsspec URL, for reading."""
+    """A folder behind an fsspec URL, read-only."""
 
     def __init__(self, url: str) -> None:
-        import fsspec  # opened lazily: a local job never pays for it
+        import fsspec  # lazily, because local jobs do not need it
 
         self.root = url.rstrip("/")
         try:
@@ -23,36 +23,36 @@ class RemoteStorage:
             raise StorageError(f"{self.root}: cannot be opened: {error}") from error
 
     def read_at(self, name: str, start: int, into: memoryview) -> None:
+        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
+        path, end = self._path(name), start + len(into)
         data = self._call(
-            "read",
-            name,
-            lambda: self._file_system.cat_file(
-                self._path(name), start=start, end=start + len(into)
-            ),
+            "read", name, lambda: self._file_system.cat_file(path, start=start, end=end)
         )
         if len(data) != len(into):
             raise StorageError(
-                f"{self.root}/{name}: got {len(data)} bytes from byte {start}; needed {len(into)}"
+                f"{self.root}/{name}: got {len(data)} bytes from byte {start}, expected {len(into)}"
             )
         into[:] = data
 
     def read(self, name: str) -> bytes:
+        """Returns a whole file. NotFoundError if there is none."""
         return bytes(self._call("read", name, lambda: self._file_system.cat_file(self._path(name))))
 
     def size(self, name: str) -> int | None:
+        """Returns the file's length, or None if there is no such file."""
         try:
-            return int(
-                self._call("stat", name, lambda: self._file_system.info(self._path(name)))["size"]
-            )
+            info = self._call("stat", name, lambda: self._file_system.info(self._path(name)))
         except NotFoundError:
             return None
+        return int(info["size"])
 
     def names(self) -> list[str]:
+        """Returns the entries of the folder, sorted."""
         entries = self._call("list", "", lambda: self._file_system.ls(self._prefix, detail=False))
         return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file stays open."""
 
     def _path(self, name: str) -> str:
         return f"{self._prefix.rstrip('/')}/{name}" if name else self._prefix

@@ -1,8 +1,7 @@
-"""Bytes at rest: ranged reads, positional writes, durable publication. The only module that touches
-local files.
+"""Reads and writes local files: ranged reads, positional writes, atomic renames, durability.
 
-Names are relative to a root folder, with `/` between folder and file. Local folders are written and
-read; fsspec URLs are read.
+The only module that changes local files. Names are relative to a root folder, with `/` between
+folders. Local folders are read and written; fsspec URLs are only read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage.directory import Directory
-from unified_ckpt.runtime.storage.open_files import SHARED_READ_CACHE, OpenFiles
+from unified_ckpt.runtime.storage.open_files import OpenFiles, shared_read_cache
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -34,36 +33,37 @@ from unified_ckpt.runtime.storage.write_calls import (
 Buffer = memoryview
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
-_COLLAPSED_URL = re.compile(
-    r"(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)"
-)  # as pathlib.Path("s3://bucket/run") gives it
+# pathlib.Path("s3://bucket/run") becomes "s3:/bucket/run".
+_COLLAPSED_URL = re.compile(r"(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")
 _Result = TypeVar("_Result")
 
 
 class Reader(Protocol):
-    """What a source needs of a storage. `root`: where it is, for people."""
+    """What a source needs of a storage. `root`: its location, for messages."""
 
     root: str
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fills `into` with the file's bytes from `start`. StorageError when the file ends before."""
+        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
 
     def read(self, name: str) -> bytes:
-        """A whole small file. NotFoundError when there is none."""
+        """Returns a whole file, which is small. NotFoundError if there is none."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, None when there is none. StorageError for anything but a regular file,
-        which no call here opens.
+        """Returns the file's length, or None if there is no such file.
+
+        StorageError for anything but a regular file; such entries are never opened.
         """
 
     def names(self) -> list[str]:
-        """Entries of the root folder, sorted."""
+        """Returns the entries of the root folder, sorted."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes all files."""
 
 
 class LocalStorage:
-    """A folder of a POSIX file system. Keeps some files open until `sync` or `close`."""
+    """A folder of a POSIX file system. Some files stay open until `sync` or `close`."""
 
     def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
         self.root, self.directory, self._call_nbytes = (
@@ -73,7 +73,7 @@ class LocalStorage:
         )
         self._uncached = write_policy.uncached and supports_uncached(os.uname().release)
         self._read_files = OpenFiles(
-            root, self._open_to_read, cache=SHARED_READ_CACHE, stat=self.directory.stat
+            root, self._open_to_read, fd_cache=shared_read_cache(), stat=self.directory.stat
         )
         self._write_files = OpenFiles(root, self._open_to_write)
         self._unsynced: dict[str, None] = {}
@@ -90,17 +90,20 @@ class LocalStorage:
         self.close()
 
     def path(self, name: str) -> str:
+        """Returns the absolute path of a name."""
         return os.path.join(self.root, name) if name else self.root
 
-    # reading
+    # reads
 
     def open_handle(self) -> None:
-        """What is read from now on is this folder's, though another takes its name, until
-        `directory` is closed; after that nothing can be.
+        """Binds all reads to the folder that has the name now, until `directory` is closed.
+
+        Nothing can be read after that.
         """
         self._call("open", "", self.directory.open_handle)
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Fills `into` with the file's bytes from `start`. StorageError if the file ends before."""
         done, file = 0, self._read_files.acquire(name)
         try:
             while done < len(into):
@@ -109,13 +112,16 @@ class LocalStorage:
                 )
                 if count == 0:
                     raise StorageError(
-                        f"{self.path(name)}: ends at byte {start + done}; needed bytes [{start}, {start + len(into)})"
+                        f"{self.path(name)}: ends at byte {start + done}, "
+                        f"expected bytes [{start}, {start + len(into)})"
                     )
                 done += count
         finally:
             self._read_files.release(file)
 
     def read(self, name: str) -> bytes:
+        """Returns a whole file. NotFoundError if there is none."""
+
         def read_all() -> bytes:
             with os.fdopen(self.directory.open(name), "rb") as file:
                 return file.read()
@@ -123,16 +129,18 @@ class LocalStorage:
         return self._call("read", name, read_all)
 
     def size(self, name: str) -> int | None:
+        """Returns the file's length, or None if there is no such file."""
         try:
             return self._call("stat", name, lambda: self.directory.nbytes(name))
         except NotFoundError:
             return None
 
     def names(self) -> list[str]:
+        """Returns the entries of the root folder, sorted."""
         return self.entries("")
 
     def version_token(self, name: str) -> tuple[int, int, int] | None:
-        """What changes when a file is written to or replaced; None where there is no such file."""
+        """Returns a value that changes when a file is written or replaced; None without a file."""
         try:
             status = self._call("stat", name, lambda: self.directory.stat(name))
         except NotFoundError:
@@ -140,27 +148,29 @@ class LocalStorage:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def entries(self, name: str) -> list[str]:
-        """Entries of a folder, sorted."""
+        """Returns the entries of a folder, sorted."""
         return sorted(self._call("list", name, lambda: self.directory.entries(name)))
 
     def kind(self, name: str) -> str | None:
-        """What has this name: "folder", "file", "link" or None."""
+        """Returns "folder", "file", "link" or None."""
         return self.directory.kind(name)
 
-    # writing
+    # writes
 
     def make_folder(self, name: str) -> None:
+        """Creates a folder. StorageError if it exists."""
         self._call("make folder", name, lambda: os.mkdir(self.path(name)))
 
     def resize(self, name: str, nbytes: int) -> None:
-        """Sets the file's length, creating it where needed. Never allocates: other ranks may have
-        written to it already.
+        """Sets the file's length, creating it if needed.
+
+        Never truncates to allocate: other ranks may have written to the file already.
         """
         with self._write_files.use(name) as fd:
             self._call("resize", name, lambda: os.ftruncate(fd, nbytes))
 
     def write_at(self, name: str, start: int, buffers: Sequence[Buffer]) -> None:
-        """Writes the buffers one after the other from byte `start`, creating the file where needed."""
+        """Writes the buffers one after another from byte `start`, creating the file if needed."""
         with self._write_files.use(name) as fd:
             for remaining in split_iovecs(start, buffers, call_nbytes=self._call_nbytes):
                 while remaining:
@@ -181,17 +191,16 @@ class LocalStorage:
         return os.pwritev(fd, buffers, start)
 
     def put(self, name: str, body: bytes, *, fsync: bool) -> None:
-        """A small new file; with `fsync` its bytes are on the disk on return, its name is once the
-        folder is synced.
+        """Writes a small new file. With `fsync` its bytes are durable on return.
+
+        Its name is durable once the folder is synced.
         """
         self.write_at(name, 0, [memoryview(body)])
         if fsync:
             self.sync(name)
 
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
-        """Asks the kernel to start writing these bytes to the disk; does not wait, and is only a
-        hint.
-        """
+        """Hints the kernel to start writing these bytes to the disk. Does not wait."""
         flush = _libc_function("sync_file_range")
         file = self._write_files.acquire_open(name) if flush is not None else None
         if flush is not None and file is not None:
@@ -199,31 +208,27 @@ class LocalStorage:
             self._write_files.release(file)
 
     def unsynced_files(self) -> list[str]:
-        """The files that were written to and not synced yet."""
+        """Returns the files that were written and not synced since."""
         return list(self._unsynced)
 
     def sync(self, name: str) -> None:
-        """Returns once the file's bytes are on the disk, and closes it."""
+        """Returns once the file's bytes are durable, and closes it."""
         with self._write_files.use(name) as fd:
             self._call("fsync", name, lambda: os.fsync(fd))
         self._unsynced.pop(name, None)
         self._write_files.close(name)
 
     def sync_tree(self, name: str) -> None:
-        """`sync` for a file, or for everything in a folder. What is no regular file has nothing to
-        sync, and is not opened.
-        """
+        """Syncs a file, or everything in a folder. Skips what is not a regular file."""
         if self.kind(name) == "folder":
             for entry in self.entries(name):
                 self.sync_tree(f"{name}/{entry}")
             self.sync_folder(name)
         elif self.kind(name) == "file" and stat.S_ISREG(self.directory.stat(name).st_mode):
-            self._sync_path(
-                name, os.O_RDONLY
-            )  # it may be a file that others made, and made read-only
+            self._sync_path(name, os.O_RDONLY)  # files of other programs may be read-only
 
     def sync_folder(self, name: str) -> None:
-        """Returns once the folder's entries are on the disk."""
+        """Returns once the folder's entries are durable."""
         self._sync_path(name, os.O_RDONLY | os.O_DIRECTORY)
 
     def _sync_path(self, name: str, flags: int) -> None:
@@ -237,23 +242,21 @@ class LocalStorage:
         self._call("fsync", name, sync)
 
     def rename(self, old: str, new: str) -> None:
-        """Gives a file or folder another name in one step. StorageError where the new name is
-        taken.
-        """
+        """Renames a file or folder atomically. StorageError if the new name exists."""
         if os.path.lexists(self.path(new)):
-            raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
-        error_number = self._rename_flags(
-            old, new, _RENAME_NOREPLACE
-        )  # os.rename replaces a file that appears after the check
+            raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
+        # os.rename would replace a file that appears after the check.
+        error_number = self._rename_flags(old, new, _RENAME_NOREPLACE)
         if error_number == errno.EEXIST:
-            raise StorageError(f"{self.path(new)}: is in the way of a rename; needed a free name")
+            raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
         if error_number:
             self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        """Gives a file of the root folder the name of another one there, in one step. StorageError
-        where the root's name is another folder's by now than `folder`: nothing is changed there
-        then.
+        """Replaces file `new` of the root folder by file `old`, atomically.
+
+        StorageError, with nothing changed, if the root's name now belongs to another folder than
+        `folder`.
         """
 
         def swap() -> None:
@@ -261,7 +264,7 @@ class LocalStorage:
             try:
                 if not os.path.samestat(os.fstat(fd), folder):
                     raise StorageError(
-                        f"{self.root}: is another folder than before; needed one that nobody replaces meanwhile"
+                        f"{self.root}: another process replaced this folder; try again"
                     )
                 os.rename(old, new, src_dir_fd=fd, dst_dir_fd=fd)
             finally:
@@ -270,18 +273,17 @@ class LocalStorage:
         self._call("rename", old, swap)
 
     def exchange(self, old: str, new: str) -> bool:
-        """Swaps two names in one step; False where the system cannot."""
+        """Swaps two names atomically; returns False if the system cannot."""
         error_number = self._rename_flags(old, new, _RENAME_EXCHANGE)
         if error_number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
             return False
         if error_number:
-            raise StorageError(
-                f"{self.path(old)}: exchange with {self.path(new)} failed: {os.strerror(error_number)}"
-            )
+            reason = os.strerror(error_number)
+            raise StorageError(f"{self.path(old)}: exchange with {self.path(new)} failed: {reason}")
         return True
 
     def _rename_flags(self, old: str, new: str, flags: int) -> int:
-        """`renameat2`. Returns its errno, 0 for success."""
+        """Calls `renameat2`; returns its errno, 0 for success."""
         rename = _libc_function("renameat2")
         if rename is None:
             return errno.ENOSYS
@@ -298,13 +300,15 @@ class LocalStorage:
         return 0 if succeeded else ctypes.get_errno()
 
     def remove_file(self, name: str) -> None:
+        """Deletes a file."""
         self._call("remove", name, lambda: os.unlink(self.path(name)))
 
     def remove_folder(self, name: str) -> None:
+        """Deletes a folder and all its contents."""
         self._call("remove", name, lambda: shutil.rmtree(self.path(name)))
 
     def remove_empty(self, name: str) -> bool:
-        """Removes a folder that has no entries; False where it has some."""
+        """Deletes a folder without entries; returns False if it has some."""
         try:
             self._call("remove", name, lambda: os.rmdir(self.path(name)))
         except StorageError as error:
@@ -317,11 +321,12 @@ class LocalStorage:
         return True
 
     def free_nbytes(self) -> int:
-        """Bytes that an ordinary user may still write here."""
+        """Returns how many bytes an ordinary user may still write."""
         stats = self._call("statvfs", "", lambda: os.statvfs(self.root))
         return stats.f_bavail * stats.f_frsize
 
     def close(self) -> None:
+        """Closes all files, without syncing them."""
         self._unsynced = {}
         try:
             self._write_files.close()
@@ -333,9 +338,8 @@ class LocalStorage:
 
     def _open_to_write(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        flags |= (
-            0 if name in self._unsynced else os.O_CREAT
-        )  # what was written to it is to be there
+        if name not in self._unsynced:  # a file that was written must still exist
+            flags |= os.O_CREAT
         fd = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
         self._unsynced[name] = None
         return fd
@@ -354,28 +358,29 @@ class LocalStorage:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names an fsspec file system other than the local one."""
+    """Returns whether a path names an fsspec file system other than the local one."""
     return "://" in path and not path.startswith("file://")
 
 
 def strip_file_scheme(path: str) -> str:
-    """A local path without the scheme that it may have."""
+    """Returns a local path without its `file://` scheme, if it has one."""
     return path.removeprefix("file://")
 
 
 def writable_path(path: str) -> str:
-    """The absolute path of a local folder to write to or to list. StorageError for a URL."""
+    """Returns the absolute path of a local folder to write or list. StorageError for a URL."""
     full_path = absolute_path(path)
     if is_url(full_path):
         raise StorageError(
-            f"{full_path}: is a URL, expected a local folder; this version reads fsspec URLs, and does not write or list them"
+            f"{full_path}: got a URL, expected a local folder; URLs can only be read"
         )
     return full_path
 
 
 def absolute_path(path: str, *, root: str = "") -> str:
-    """A URL as it is, with both slashes; any other path from `root`, the working directory as it is
-    now without it.
+    """Returns an absolute path, or a URL with both its slashes restored.
+
+    A relative path starts from `root`, or from the current working directory.
     """
     path, root = (
         _COLLAPSED_URL.sub(r"\1/", text, count=1) if _COLLAPSED_URL.match(text) else text
@@ -391,23 +396,24 @@ def absolute_path(path: str, *, root: str = "") -> str:
 
 
 def ensure_parent(path: str) -> tuple[str, str]:
-    """The folder beside which a checkpoint is built, made where there is none, and the checkpoint's
-    name in it. StorageError.
+    """Creates the parent folder of a checkpoint; returns its real path and the checkpoint's name.
+
+    StorageError if it cannot be created, or the path has no name.
     """
     parent, name = os.path.split(writable_path(path))
     if not name:
-        raise StorageError(f"{path}: is no name for a checkpoint; needed a folder name")
+        raise StorageError(f"{path}: has no folder name; pass the path of the checkpoint folder")
     try:
         os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"{parent}: cannot be made: {error.strerror}; needed a folder that can be written to"
+            f"{parent}: cannot be created: {error.strerror}; pass a writable location"
         ) from error
     return os.path.realpath(parent), name
 
 
 def open_reader(path: str) -> LocalStorage | RemoteStorage:
-    """The storage whose root is this folder."""
+    """Returns the storage whose root is this folder or URL."""
     return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
 
 

@@ -1,6 +1,4 @@
-"""Calls of `pwritev`: how buffers are cut into them, and whether what they write stays in the page
-cache.
-"""
+"""Splits buffers into `pwritev` calls, and decides whether written bytes stay in the page cache."""
 
 from __future__ import annotations
 
@@ -12,35 +10,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """`call_nbytes`: of a call, at most. `uncached`: where the kernel can, what is written goes to
-    the disk at once and leaves the page cache.
+    """How a storage writes.
 
-    The kernel keeps what a call writes in pages as long as the call where it can, and long pages
-    may be slow to get: a virtual machine that gives free memory back to its host does so from 2 MiB
-    on. Uncached writes use few pages again and again (benchmarks/bench_writes.py).
+    `call_nbytes`: bytes per call, at most. `uncached`: write to the disk at once and drop the
+    pages, if the kernel can.
+
+    The kernel caches one call's bytes in folios as long as the call, if it can. Long folios may be
+    slow to allocate: a virtual machine that returns free memory to its host does so from 2 MiB on.
+    Uncached writes reuse few pages (benchmarks/bench_writes.py).
     """
 
     call_nbytes: int
     uncached: bool
 
 
-FOREGROUND = WritePolicy(
-    1 << 20, uncached=False
-)  # a job that is started again at once reads the cache
-BACKGROUND = WritePolicy(
-    4 << 20, uncached=False
-)  # after each call one waits for the interpreter's lock, and who trains for that
+# Cached, so that a job that restarts at once reads from memory.
+FOREGROUND = WritePolicy(1 << 20, uncached=False)
+# Fewer calls, because each one competes with the training thread for the interpreter's lock.
+BACKGROUND = WritePolicy(4 << 20, uncached=False)
 BULK = WritePolicy(256 << 10, uncached=True)
 _MAX_BUFFERS = 1000  # IOV_MAX is 1024
-_DONTCACHE = 0x80  # RWF_DONTCACHE of linux/fs.h, which Python has no name for
-_MIN_KERNEL = (
-    6,
-    16,
-)  # the first kernel with the repairs of 2025: "mm/filemap: gate dropbehind invalidate on folio !dirty && !writeback"
+_DONTCACHE = 0x80  # RWF_DONTCACHE of linux/fs.h, for which Python has no name
+# The first kernel with the fix "mm/filemap: gate dropbehind invalidate on folio !dirty &&
+# !writeback".
+_MIN_KERNEL = (6, 16)
 
 
 def supports_uncached(release: str) -> bool:
-    """By a kernel's release, such as 6.18.4-generic. A file system may still refuse."""
+    """Returns whether this kernel release, such as 6.18.4-generic, has uncached writes.
+
+    A file system may still refuse them.
+    """
     numbers = release.split("-", maxsplit=1)[0].split(".")[:2]
     return (
         len(numbers) == 2
@@ -50,7 +50,7 @@ def supports_uncached(release: str) -> bool:
 
 
 def write_uncached(fd: int, buffers: Sequence[memoryview], start: int) -> int | None:
-    """`os.pwritev`; None where the file system cannot write so."""
+    """Calls `os.pwritev` without caching; None if the file system does not support it."""
     try:
         return os.pwritev(fd, buffers, start, _DONTCACHE)
     except OSError as error:
@@ -62,8 +62,9 @@ def write_uncached(fd: int, buffers: Sequence[memoryview], start: int) -> int | 
 def split_iovecs(
     start: int, buffers: Sequence[memoryview], *, call_nbytes: int
 ) -> Iterator[list[memoryview]]:
-    """The buffers in their order, from byte `start` of a file: those of each call, which ends at a
-    multiple of `call_nbytes` in the file.
+    """Yields the buffers of each call, in order, for a write at byte `start` of a file.
+
+    A call ends at a multiple of `call_nbytes` in the file.
     """
     iovec: list[memoryview] = []
     remaining = call_nbytes - start % call_nbytes
@@ -81,7 +82,7 @@ def split_iovecs(
 
 
 def skip_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of the buffers without their first bytes."""
+    """Returns the buffers without their first `nbytes` bytes."""
     remaining = list(buffers)
     while remaining and nbytes >= len(remaining[0]):
         nbytes -= len(remaining.pop(0))

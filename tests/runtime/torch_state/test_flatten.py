@@ -44,7 +44,7 @@ def flatten(rank: int = 0, rules: Layout | None = None, **given: Any) -> FlatSta
         "model": None,
         "optimizer": None,
         "master_weights": None,
-        "further": None,
+        "extra_parts": None,
         "model_dtype": None,
         **given,
     }
@@ -57,7 +57,7 @@ def by_key(parts: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
     return found
 
 
-def test_parts_of_a_model_and_its_optimizer() -> None:
+def test_model_and_optimizer_become_parts() -> None:
     module = model()
     optimizer = stepped(module)
     state = flatten(model=module, optimizer=optimizer)
@@ -71,12 +71,12 @@ def test_parts_of_a_model_and_its_optimizer() -> None:
     assert found["model", "count"].decl.spec.dtype == "I64"
 
 
-def test_nothing_asked_nothing_found() -> None:
+def test_no_targets_give_no_tensors() -> None:
     state = flatten()
     assert (state.tensors, state.requested) == ([], set())
 
 
-def test_state_follows_its_parameter() -> None:
+def test_state_is_sharded_like_its_parameter() -> None:
     module = model()
     found = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).tensors)
     assert {key for key, part in found.items() if part.decl.sharding == TP} == {
@@ -88,7 +88,7 @@ def test_state_follows_its_parameter() -> None:
     assert found["optimizer", "w/step"].decl.spec.shape == ()
 
 
-def test_state_of_a_padded_parameter_is_cut_off_like_it() -> None:
+def test_state_of_a_padded_parameter_loses_padding() -> None:
     for rank, rows in enumerate((8, 2)):
         module = model(8)
         found = by_key(
@@ -99,13 +99,13 @@ def test_state_of_a_padded_parameter_is_cut_off_like_it() -> None:
             assert tuple(found[key].local.shape) == (rows, 3)
 
 
-def test_state_of_another_shape_of_a_sharded_parameter_is_refused() -> None:
+def test_sharded_state_of_another_shape_is_refused() -> None:
     module = model()
     optimizer = stepped(module)
     optimizer.state[module.get_parameter("w")]["row_var"] = torch.ones(4, 1)
     with pytest.raises(
         LayoutError,
-        match=r"w/row_var: plain state of shape \(4, 1\) of a sharded parameter whose part here is \(4, 3\)",
+        match=r"w/row_var: got state of shape \(4, 1\) for a sharded parameter, expected its local shape \(4, 3\)",
     ):
         flatten(0, layout(), model=module, optimizer=optimizer)
     assert ("optimizer", "w/row_var") in by_key(
@@ -113,7 +113,7 @@ def test_state_of_another_shape_of_a_sharded_parameter_is_refused() -> None:
     ), "fine where nothing is cut"
 
 
-def test_masters_follow_too() -> None:
+def test_masters_are_sharded_like_parameters() -> None:
     module = model().to(torch.bfloat16)
     masters = {fqn: p.detach().float() for fqn, p in module.named_parameters()}
     found = by_key(flatten(1, layout(), model=module, master_weights=masters).tensors)
@@ -124,7 +124,7 @@ def test_masters_follow_too() -> None:
     )
 
 
-def test_a_model_in_another_dtype_keeps_masters_of_what_that_changes() -> None:
+def test_model_dtype_adds_masters_of_rounded_tensors() -> None:
     module = model()
     module.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
     module.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
@@ -175,24 +175,24 @@ def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
     assert placer.matched_patterns == {"embed", "head"}
     with pytest.raises(
         LayoutError,
-        match=r"^head: Layout rule 'head' is of the tensor embed, and 'embed' differs for that name",
+        match=r"^head: Layout rule 'head' matches this alias of embed, which has 'embed'",
     ):
         flatten(0, rules(1), model=tied)
 
 
-def test_an_optimizer_without_masters_has_none_to_give() -> None:
+def test_master_weights_of_an_optimizer_without_any() -> None:
     module = model()
     with pytest.raises(
         LayoutError,
-        match=r"^master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that",
+        match=r"^master_weights: got an optimizer without master weights in its state; pass a dict of tensors, or",
     ):
         flatten(model=module, master_weights=stepped(module))
 
 
-def test_further_parts() -> None:
+def test_extra_parts() -> None:
     module = model()
     average = {"w": torch.ones(4, 3)}
-    state = flatten(1, layout(), model=module, further={"ema": average})
+    state = flatten(1, layout(), model=module, extra_parts={"ema": average})
     assert by_key(state.tensors)["ema", "w"].decl.sharding == TP, (
         "a Layout is of names, whatever the part"
     )
@@ -200,18 +200,18 @@ def test_further_parts() -> None:
     for name in ("model", "optimizer", "master_weights"):
         with pytest.raises(
             LayoutError,
-            match=rf"parts=\{{'{name}': …\}}: this part has an argument of its own; needed another name",
+            match=rf"parts: got the name '{name}', which has its own argument; use another name",
         ):
-            flatten(model=module, further={name: average})
+            flatten(model=module, extra_parts={name: average})
 
 
-def test_an_optimizer_may_hold_parameters_of_further_parts() -> None:
+def test_optimizer_with_parameters_of_extra_parts() -> None:
     module, critic = model(), model()
     both = torch.optim.AdamW([*module.parameters(), *critic.parameters()])
     for p in (*module.parameters(), *critic.parameters()):
         p.grad = torch.ones_like(p)
     both.step()
-    state = flatten(1, layout(), model=module, further={"critic": critic}, optimizer=both)
+    state = flatten(1, layout(), model=module, extra_parts={"critic": critic}, optimizer=both)
     found = by_key(state.tensors)
     assert state.optimizer.groups[0]["names"] == ["w", "b", "critic.w", "critic.b"]
     assert found["optimizer", "critic.w/exp_avg"].decl.sharding == TP, (
@@ -221,7 +221,7 @@ def test_an_optimizer_may_hold_parameters_of_further_parts() -> None:
     assert found["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
 
 
-def test_targets_are_placed_like_state() -> None:
+def test_targets_are_resolved_like_parameters() -> None:
     module = model()
     state = flatten(1, layout(), model=module)
     placer = ShardingResolver(1, range(2), layout())
@@ -239,8 +239,8 @@ def test_targets_are_placed_like_state() -> None:
     assert found["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()
 
 
-def test_dtypes_that_a_file_cannot_hold_are_named() -> None:
+def test_unsupported_dtypes_are_named() -> None:
     with pytest.raises(
-        MismatchError, match=r"^ema:z: dtype torch.complex128 has no name in safetensors"
+        MismatchError, match=r"^ema:z: got dtype torch.complex128, which safetensors cannot store"
     ):
-        flatten(further={"ema": {"z": torch.ones(1, dtype=torch.complex128)}})
+        flatten(extra_parts={"ema": {"z": torch.ones(1, dtype=torch.complex128)}})

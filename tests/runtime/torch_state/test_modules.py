@@ -52,7 +52,7 @@ def test_parameters_and_buffers_by_name() -> None:
     assert (flat.aliases, flat.extra_state, flat.extra_owners) == ({}, {}, {})
 
 
-def test_nothing_and_plain_dicts() -> None:
+def test_flatten_none_and_dicts() -> None:
     assert flatten_model(None).tensors == {}
     tensors = {"b": torch.ones(2), "a": torch.ones(3)}
     assert flatten_model(tensors).tensors == tensors
@@ -65,17 +65,17 @@ def test_several_modules_are_one_model() -> None:
     assert list(flatten_model(stages).tensors) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_one_name_for_two_tensors_is_refused() -> None:
+def test_duplicate_name_is_refused() -> None:
     with pytest.raises(
         LayoutError,
-        match=r"^0.weight: two modules of the model have this name for different tensors",
+        match=r"^0.weight: two modules of the model use this name for different tensors",
     ):
         flatten_model(
             [nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"0": nn.Linear(2, 2)})]
         )
 
 
-def test_one_tensor_in_two_modules_is_one() -> None:
+def test_shared_tensor_is_stored_once() -> None:
     shared = nn.Linear(2, 2)
     flat = flatten_model(
         [nn.ModuleDict({"0": shared}), nn.ModuleDict({"0": shared, "1": nn.Linear(2, 2)})]
@@ -84,7 +84,7 @@ def test_one_tensor_in_two_modules_is_one() -> None:
     assert flat.aliases == {}
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_unsupported_model_types_are_refused() -> None:
     with pytest.raises(
         LayoutError,
         match=r"^model: got a Tensor, expected an nn.Module, a list of them, or a dict of tensors$",
@@ -112,7 +112,7 @@ def test_clean_name(raw: str, wrapped: list[str], clean: str) -> None:
     assert clean_name(raw, wrapped) == clean
 
 
-def test_wrappers_leave_no_trace() -> None:
+def test_wrapper_prefixes_are_removed() -> None:
     plain = list(flatten_model(nn.Sequential(Block(), Block())).tensors)
     assert list(flatten_model(nn.Sequential(checkpoint_wrapper(Block()), Block())).tensors) == plain
     assert list(flatten_model(nn.Sequential(compiled(Block()), Block())).tensors) == plain
@@ -131,7 +131,7 @@ def test_wrappers_leave_no_trace() -> None:
     )
 
 
-def test_wrappers_inside_leave_no_trace() -> None:
+def test_inner_wrapper_prefixes_are_removed() -> None:
     plain = list(flatten_model(nn.Sequential(Block(), Block())).tensors)
     assert list(flatten_model(nn.Sequential(Block(), nn.DataParallel(Block()))).tensors) == plain
     assert (
@@ -142,14 +142,14 @@ def test_wrappers_inside_leave_no_trace() -> None:
     )
 
 
-def test_a_child_that_is_called_module_keeps_its_name() -> None:
+def test_child_named_module_keeps_its_name() -> None:
     parent = nn.Module()
     parent.module = nn.Linear(2, 2)
     assert list(flatten_model(parent).tensors) == ["module.weight", "module.bias"]
     assert list(flatten_model(nn.DataParallel(parent)).tensors) == ["module.weight", "module.bias"]
 
 
-def test_ddp_leaves_no_trace() -> None:
+def test_ddp_prefixes_are_removed() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -166,7 +166,7 @@ def test_flat_parameters_of_fsdp1_are_refused() -> None:
     module.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
     with pytest.raises(
         LayoutError,
-        match=r"_flat_param: is a flat parameter of FSDP1; needed fully_shard \(FSDP2\)",
+        match=r"_flat_param: is a flat parameter of FSDP1; use fully_shard \(FSDP2\)",
     ):
         flatten_model(module)
 
@@ -174,7 +174,7 @@ def test_flat_parameters_of_fsdp1_are_refused() -> None:
 # tied weights
 
 
-def test_a_tied_weight_is_stored_once_under_its_first_name() -> None:
+def test_tied_weight_is_stored_under_its_first_name() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["embed"].weight
     flat = flatten_model(module)
@@ -182,7 +182,7 @@ def test_a_tied_weight_is_stored_once_under_its_first_name() -> None:
     assert flat.aliases == {"head.weight": "embed.weight"}
 
 
-def test_two_parameters_over_one_memory_are_tied_too() -> None:
+def test_parameters_that_share_memory_are_tied() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     module["head"].weight = nn.Parameter(module["embed"].weight.data)
     assert flatten_model(module).aliases == {"head.weight": "embed.weight"}
@@ -235,7 +235,7 @@ def test_tied_embeddings_of_transformers() -> None:
     assert "lm_head.weight" in flat.tensors
 
 
-def test_a_stage_with_only_the_second_name_of_a_tied_weight_stores_it_under_the_first() -> None:
+def test_stage_stores_a_tied_weight_under_its_first_name() -> None:
     last = tiny(tied=True)
     last.lm_head.weight = nn.Parameter(last.lm_head.weight.detach().clone())
     del last.model.embed_tokens
@@ -245,7 +245,7 @@ def test_a_stage_with_only_the_second_name_of_a_tied_weight_stores_it_under_the_
     assert "lm_head.weight" not in flat.tensors
 
 
-def test_a_stage_of_a_model_that_ties_nothing_keeps_its_names() -> None:
+def test_stage_of_an_untied_model_keeps_its_names() -> None:
     last = tiny(tied=False)
     del last.model.embed_tokens
     assert "lm_head.weight" in flatten_model(last).tensors
@@ -266,7 +266,7 @@ class Counting(nn.Linear):
         self.calls = state["calls"]
 
 
-def test_extra_state_is_kept_apart() -> None:
+def test_extra_state_is_separate() -> None:
     module = nn.Sequential(Counting(), nn.Sequential(compiled(Counting())))
     flat = flatten_model(module)
     assert flat.extra_state == {"0._extra_state": {"calls": 7}, "1.0._extra_state": {"calls": 7}}
@@ -286,19 +286,19 @@ def test_extra_state_of_the_model_itself() -> None:
     assert list(flat.extra_owners) == ["_extra_state"]
 
 
-def test_state_that_is_no_tensor_is_refused() -> None:
+def test_state_that_is_not_a_tensor_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.register_state_dict_post_hook(
         lambda module, state, prefix, meta: state.__setitem__("version", 3)
     )
     with pytest.raises(
         LayoutError,
-        match=r"^version: the module's state holds a int; needed a tensor, or get_extra_state$",
+        match=r"^version: got a int in the module's state, expected a tensor; store other values with get_extra_state$",
     ):
         flatten_model(module)
 
 
-def test_nothing_is_changed() -> None:
+def test_flatten_changes_nothing() -> None:
     module = tiny(tied=True)
     before = copy.deepcopy(module.state_dict())
     flatten_model(module)

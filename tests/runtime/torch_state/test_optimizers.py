@@ -68,9 +68,7 @@ def load(
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_training_goes_on_bit_by_bit_without_a_step_to_make_state(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_bitwise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = model()
     trained = MAKERS[kind](list(first.parameters()))
     for number in range(3):
@@ -91,7 +89,7 @@ def test_training_goes_on_bit_by_bit_without_a_step_to_make_state(
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD momentum", "Adagrad", "Adafactor", "LBFGS"])
-def test_state_that_was_there_is_replaced(kind: str) -> None:
+def test_existing_state_is_replaced(kind: str) -> None:
     first, second = model(), model()
     trained, other = MAKERS[kind](list(first.parameters())), MAKERS[kind](list(second.parameters()))
     step(first, trained, 0)
@@ -118,7 +116,7 @@ def test_tensors_that_fit_are_filled_in_place() -> None:
     } == before
 
 
-def test_nothing_reaches_the_optimizer_before_install() -> None:
+def test_optimizer_is_unchanged_before_install() -> None:
     module = model()
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     saved: Saved = {"matrix/exp_avg": ("F32", (5, 3)), "matrix/step": ("F32", ())}
@@ -135,7 +133,7 @@ def test_nothing_reaches_the_optimizer_before_install() -> None:
     assert target.param_names() == {"matrix", "vector", "one", "scalar"}
 
 
-def test_state_that_the_checkpoint_lacks_is_cleared() -> None:
+def test_missing_state_is_cleared() -> None:
     module = model()
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     step(module, optimizer, 0)
@@ -180,7 +178,7 @@ def test_state_has_the_dtype_that_the_next_step_reads() -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rules_name_the_state_that_a_step_leaves(kind: str, dtype: torch.dtype) -> None:
+def test_state_rules_match_real_steps(kind: str, dtype: torch.dtype) -> None:
     module = model().to(dtype)
     optimizer = MAKERS[kind](list(module.parameters()))
     if kind == "LBFGS" and dtype == torch.bfloat16:
@@ -201,7 +199,7 @@ def test_rules_name_the_state_that_a_step_leaves(kind: str, dtype: torch.dtype) 
         ]
 
 
-def test_state_of_an_unknown_class_is_made_in_the_saved_dtype() -> None:
+def test_unknown_optimizer_gets_the_saved_dtype() -> None:
     module = model()
     optimizer = Unknown(module.parameters())
     saved: Saved = {
@@ -224,7 +222,7 @@ def test_state_of_an_unknown_class_is_made_in_the_saved_dtype() -> None:
     }
 
 
-def test_existing_state_of_another_shape_is_not_written_to() -> None:
+def test_existing_state_of_another_shape_is_replaced() -> None:
     module = model()
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     step(module, optimizer, 0)
@@ -244,9 +242,7 @@ def test_existing_state_of_another_shape_is_not_written_to() -> None:
 
 
 @pytest.mark.parametrize(("fused", "where"), [(False, "cpu"), (True, "meta")])
-def test_counters_stay_on_the_cpu_unless_the_optimizer_wants_them_elsewhere(
-    fused: bool, where: str
-) -> None:
+def test_counters_are_on_the_device_torch_uses(fused: bool, where: str) -> None:
     """The meta device stands for an accelerator."""
     module = model().to("meta")
     optimizer = MAKERS["AdamW"](list(module.parameters()))
@@ -269,7 +265,7 @@ def test_counters_stay_on_the_cpu_unless_the_optimizer_wants_them_elsewhere(
         assert tensor.device.type == (where if key.endswith("/step") else "meta"), key
 
 
-def test_state_is_laid_out_row_by_row_and_needs_no_gradient() -> None:
+def test_new_state_is_contiguous_without_gradient() -> None:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.ones(3, 5).t()))
     optimizer = torch.optim.AdamW(module.parameters())
@@ -329,7 +325,7 @@ class WithMasters(torch.optim.SGD):
                 self.state[p]["master_param"] = p.detach().float().clone()
 
 
-def test_masters_are_kept_apart_and_survive_a_load() -> None:
+def test_masters_are_separate_and_survive_a_load() -> None:
     module = model().to(torch.bfloat16)
     optimizer = WithMasters(list(module.parameters()), lr=0.1, momentum=0.9)
     step(module, optimizer, 0)
@@ -369,7 +365,7 @@ def test_state_by_name() -> None:
     assert group["options"] == {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
 
 
-def test_what_is_no_tensor_is_kept_apart() -> None:
+def test_values_that_are_not_tensors_are_scalars() -> None:
     module = model()
     optimizer = MAKERS["LBFGS"](list(module.parameters()))
     step(module, optimizer, 0)
@@ -399,13 +395,13 @@ def test_several_optimizers_are_one_state() -> None:
     assert as_optimizers(None) == as_optimizers({}) == []
 
 
-def test_names_of_torchs_own_are_no_hyperparameters() -> None:
+def test_param_names_are_not_hyperparameters() -> None:
     module = model()
     optimizer = torch.optim.AdamW(module.named_parameters())
     assert "param_names" not in flatten_optimizer(optimizer, named(module)).groups[0]["options"]
 
 
-def test_plain_dicts() -> None:
+def test_flatten_optimizer_dicts() -> None:
     tensors = {"w/exp_avg": torch.ones(2), "a/b/step": torch.ones(())}
     assert flatten_optimizer(tensors, {}).tensors == tensors
     for wrong in ({"w": torch.ones(1)}, {"w/": torch.ones(1)}, {"/m": torch.ones(1)}, {"w/m": 3.0}):
@@ -416,10 +412,10 @@ def test_plain_dicts() -> None:
             flatten_optimizer(wrong, {})  # type: ignore[arg-type]
 
 
-def test_a_parameter_that_the_model_does_not_have_is_refused() -> None:
+def test_unknown_parameter_is_refused() -> None:
     module = model()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(7, 2))], lr=0.1)
-    text = r"optimizer group 0 holds a parameter of shape \(7, 2\) that the model given does not have; needed the optimizer's own model"
+    text = r"optimizer group 0: has a parameter of shape \(7, 2\) that is not in `model`; pass the optimizer's model"
     with pytest.raises(LayoutError, match=text):
         flatten_optimizer(optimizer, named(module))
     with pytest.raises(LayoutError, match=text):
@@ -429,12 +425,12 @@ def test_a_parameter_that_the_model_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["a/b", "", 3])
-def test_state_keys_are_names(key: object) -> None:
+def test_invalid_state_keys_are_refused(key: object) -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.state[next(module.parameters())][key] = torch.ones(1)
     with pytest.raises(
-        LayoutError, match=r"matrix: optimizer state has the key .*; needed a name without '/'"
+        LayoutError, match=r"matrix: got the key .* in optimizer state, expected a name without '/'"
     ):
         flatten_optimizer(optimizer, named(module))
 
@@ -447,7 +443,7 @@ def test_dtensors_inside_lists_are_refused() -> None:
     optimizer.state[next(module.parameters())]["history"] = [torch.ones(1), {"a": inside}]
     with pytest.raises(
         LayoutError,
-        match=r"matrix/history\[1\].*: a DTensor inside a list or dict of optimizer state cannot be described",
+        match=r"matrix/history\[1\].*: got a DTensor inside of a list or dict of optimizer state, which is not supported",
     ):
         flatten_optimizer(optimizer, named(module))
 
@@ -462,7 +458,7 @@ def grouped(module: nn.Module, *groups: tuple[dict[str, Any], list[str]]) -> Opt
     )
 
 
-def test_groups_are_matched_by_name_and_not_by_position() -> None:
+def test_groups_match_by_name() -> None:
     module = model()
     saved = flatten_optimizer(
         grouped(module, ({"lr": 0.1}, ["matrix"]), ({"lr": 0.2}, ["vector", "one", "scalar"])),
@@ -476,7 +472,7 @@ def test_groups_are_matched_by_name_and_not_by_position() -> None:
     assert [len(group["params"]) for group in current.param_groups] == [2, 1, 1]
 
 
-def test_training_goes_on_in_groups_of_another_order() -> None:
+def test_training_continues_with_reordered_groups() -> None:
     first = model()
     trained = grouped(
         first,
@@ -496,7 +492,7 @@ def test_training_goes_on_in_groups_of_another_order() -> None:
     )
 
 
-def test_current_hyperparameters_are_kept_on_demand() -> None:
+def test_current_hyperparameters_can_be_kept() -> None:
     module = model()
     optimizer = grouped(module, ({"lr": 0.1}, ["matrix", "vector", "one", "scalar"]))
     saved, values = on_disk(flatten_optimizer(optimizer, named(module)))
@@ -505,7 +501,7 @@ def test_current_hyperparameters_are_kept_on_demand() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.7
 
 
-def test_groups_that_join_different_hyperparameters_are_a_mismatch() -> None:
+def test_groups_joining_different_options_are_a_mismatch() -> None:
     module = model()
     saved = flatten_optimizer(
         grouped(module, ({"lr": 0.1}, ["matrix"]), ({"lr": 0.2}, ["vector", "one", "scalar"])),
@@ -514,12 +510,12 @@ def test_groups_that_join_different_hyperparameters_are_a_mismatch() -> None:
     current = grouped(module, ({}, ["matrix", "vector", "one", "scalar"]))
     with pytest.raises(
         MismatchError,
-        match=r"the param group of matrix joins parameters whose saved hyperparameters differ",
+        match=r"matrix: its param group joins parameters whose saved hyperparameters differ",
     ):
         match_groups([current], named(module), saved)
 
 
-def test_groups_that_join_equal_hyperparameters_are_fine() -> None:
+def test_groups_joining_equal_options_are_accepted() -> None:
     module = model()
     options = {"lr": torch.tensor(0.1), "foreach": False}
     apart = grouped(
@@ -532,7 +528,7 @@ def test_groups_that_join_equal_hyperparameters_are_fine() -> None:
     assert matched["lr"] == torch.tensor(0.1)
 
 
-def test_groups_of_new_parameters_keep_their_hyperparameters() -> None:
+def test_new_groups_keep_their_hyperparameters() -> None:
     module = model()
     saved = flatten_optimizer(grouped(module, ({"lr": 0.1}, ["matrix"])), named(module)).groups
     current = grouped(module, ({"lr": 0.3}, ["vector"]), ({}, ["one", "matrix"]))
@@ -542,7 +538,7 @@ def test_groups_of_new_parameters_keep_their_hyperparameters() -> None:
 
 
 @pytest.mark.parametrize("value", [0.25, torch.tensor(0.25)])
-def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(value: object) -> None:
+def test_tensor_learning_rate_is_filled_in_place(value: object) -> None:
     module = model()
     optimizer = grouped(module, ({"lr": torch.tensor(0.1), "foreach": False}, ["matrix"]))
     before = optimizer.param_groups[0]["lr"]
@@ -553,7 +549,7 @@ def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(value: object) -> N
     assert before == 0.25
 
 
-def test_loaded_options_are_not_shared_with_the_checkpoint() -> None:
+def test_loaded_options_are_copied() -> None:
     module = model()
     saved = [{"names": ["matrix", "vector"], "options": {"lr": torch.tensor(0.1), "marks": [1]}}]
     current = grouped(module, ({}, ["matrix"]), ({}, ["vector"]))

@@ -20,7 +20,7 @@ def _seeded() -> None:
     torch.manual_seed(3)
 
 
-def test_what_is_drawn_after_a_load_is_what_was_drawn_after_the_save(tmp_path: Path) -> None:
+def test_draws_after_load_equal_draws_after_save(tmp_path: Path) -> None:
     drawn()  # half of a pair of normal numbers is held back now
     uc.save(
         tmp_path / "c",
@@ -33,7 +33,7 @@ def test_what_is_drawn_after_a_load_is_what_was_drawn_after_the_save(tmp_path: P
     assert [drawn() for _ in range(3)] == expected
 
 
-def test_another_number_of_ranks_derives_states_that_differ_by_rank_and_by_what_was_saved() -> None:
+def test_derived_states_differ_by_rank_and_saved_state() -> None:
     states = uc.RandomStates()
     saved = [states.state_dict()]
     torch.rand(3)
@@ -50,7 +50,7 @@ def test_another_number_of_ranks_derives_states_that_differ_by_rank_and_by_what_
 
 
 @pytest.mark.parametrize("devices", [0, 2])
-def test_cuda_states_that_nothing_takes_are_named(
+def test_unused_cuda_states_are_logged(
     devices: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine without a GPU, too; those of as many devices are set."""
@@ -65,7 +65,7 @@ def test_cuda_states_that_nothing_takes_are_named(
             {**states.state_dict(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * saved}
         )
     expected = (
-        f"random states: saved for 1 CUDA devices, here are {devices}: theirs stay as they are"
+        f"random states: saved for 1 CUDA devices, found {devices}; CUDA states stay unchanged"
     )
     assert [record.getMessage() for record in caplog.records] == [expected]
     assert [len(of) for of in taken] == ([2] if devices else [])

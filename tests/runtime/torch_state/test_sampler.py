@@ -80,7 +80,7 @@ batches = st.integers(1, 5)
     drop_last=st.booleans(),
     epoch=st.integers(0, 3),
 )
-def test_over_any_worlds_each_sample_comes_once(
+def test_each_sample_comes_once_over_any_worlds(
     length: int,
     lives: list[tuple[int, int, int]],
     last: tuple[int, int],
@@ -121,7 +121,7 @@ def test_over_any_worlds_each_sample_comes_once(
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("length", "world"), [(24, 4), (23, 4), (3, 5), (1, 1), (7, 2)])
-def test_a_whole_epoch_is_that_of_torch(
+def test_epoch_equals_that_of_distributed_sampler(
     length: int, world: int, shuffle: bool, drop_last: bool
 ) -> None:
     for rank in range(world):
@@ -139,7 +139,7 @@ def test_a_whole_epoch_is_that_of_torch(
             ] == list(theirs)
 
 
-def test_a_last_batch_that_the_loader_drops_is_not_seen_and_the_next_epoch_begins() -> None:
+def test_dropped_last_batch_is_not_consumed() -> None:
     job = Job(22, 2, 3, None, drop_batch=True)
     seen = job.steps()
     assert len(seen) == len(set(seen)) == 18
@@ -156,7 +156,7 @@ class Numbers:
         return 41
 
 
-def test_hours_of_skipping_through_seen_data_at_a_resume() -> None:
+def test_resume_skips_consumed_data_quickly() -> None:
     """A resume fetches no sample that was seen before."""
     fetched: list[int] = []
 
@@ -182,7 +182,7 @@ def test_hours_of_skipping_through_seen_data_at_a_resume() -> None:
     "how",
     [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
 )
-def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object]) -> None:
+def test_prefetched_samples_are_not_consumed(kind: type, how: dict[str, object]) -> None:
     sampler = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
     loader = kind(Numbers(), batch_size=3, sampler=sampler, collate_fn=list, **how)
     whole = uc.ElasticSampler(Numbers(), 2, 0, seed=1)
@@ -205,7 +205,7 @@ def test_what_workers_have_fetched_is_not_seen(kind: type, how: dict[str, object
 @pytest.mark.parametrize(
     "how", [{}, {"num_workers": 2}, {"num_workers": 2, "snapshot_every_n_steps": 3}]
 )
-def test_a_stateful_loader_and_its_sampler_may_both_be_saved(
+def test_stateful_loader_and_sampler_can_both_be_saved(
     taken: int | None, how: dict[str, object]
 ) -> None:
     def made() -> tuple[uc.ElasticSampler, StatefulDataLoader]:
@@ -219,9 +219,7 @@ def test_a_stateful_loader_and_its_sampler_may_both_be_saved(
     before = list(islice(walk, taken))
     assert len(before) == (7 if taken is None else taken)
     if taken == 0 and how:
-        with pytest.raises(
-            uc.CheckpointError, match="a loader fetches from it, uncounted; needed a loop"
-        ):
+        with pytest.raises(uc.CheckpointError, match="a loader draws from it uncounted; use"):
             loader.state_dict()  # starts the workers
         return
     saved = sampler.state_dict(), loader.state_dict()
@@ -243,7 +241,7 @@ def test_a_stateful_loader_and_its_sampler_may_both_be_saved(
             next(alone.batches(other))
 
 
-def test_epochs_go_on_by_themselves_and_by_set_epoch() -> None:
+def test_epochs_advance_alone_and_by_set_epoch() -> None:
     sampler = uc.ElasticSampler(range(10), 2, 0)
     loader = loader_of(sampler, 10, batch=2)
     walks = []
@@ -264,7 +262,7 @@ def walk_of(sampler: uc.ElasticSampler) -> Iterator[list[int]]:
     return sampler.batches(loader_of(sampler, 20))
 
 
-def test_a_loop_does_not_go_on_with_batches_of_another_place() -> None:
+def test_loop_ends_when_the_position_changes() -> None:
     sampler = uc.ElasticSampler(range(20), 1, 0)
     start = sampler.state_dict()
     for change in (
@@ -275,28 +273,26 @@ def test_a_loop_does_not_go_on_with_batches_of_another_place() -> None:
         walk = walk_of(sampler)
         next(walk)
         change()
-        with pytest.raises(uc.CheckpointError, match="its place was set in the midst of a loop"):
+        with pytest.raises(uc.CheckpointError, match="its position was changed during a loop"):
             next(walk)
 
 
 @pytest.mark.parametrize("how", [{}, {"num_workers": 1}])
-def test_a_loop_that_nobody_counts_is_refused(how: dict[str, object]) -> None:
+def test_uncounted_loop_is_refused(how: dict[str, object]) -> None:
     """Else it would be saved as the start of the epoch, and all of it would come again."""
     sampler = uc.ElasticSampler(range(20), 1, 0)
     loader = loader_of(sampler, 20, **how)
     for _ in range(2):
-        with pytest.raises(
-            uc.CheckpointError, match=r"uncounted; needed a loop over sampler\.batches\(loader\)"
-        ):
+        with pytest.raises(uc.CheckpointError, match=r"uncounted; use sampler\.batches\(loader\)"):
             next(iter(loader))
         next(sampler.batches(loader))  # left early
 
 
-def test_loaders_that_cannot_be_counted_are_refused() -> None:
+def test_uncountable_loaders_are_refused() -> None:
     sampler, other = (uc.ElasticSampler(range(20), 1, 0) for _ in range(2))
-    with pytest.raises(uc.LayoutError, match="the loader draws from another sampler"):
+    with pytest.raises(uc.LayoutError, match="the loader has another sampler"):
         next(sampler.batches(loader_of(other, 20)))
-    with pytest.raises(uc.LayoutError, match="hands batches out of order"):
+    with pytest.raises(uc.LayoutError, match="yields batches out of order"):
         next(sampler.batches(loader_of(sampler, 20, num_workers=1, in_order=False)))
 
     class Uneven(BatchSampler):
@@ -312,19 +308,19 @@ def test_loaders_that_cannot_be_counted_are_refused() -> None:
     assert len(list(sampler.batches(DataLoader(range(20), batch_size=None, sampler=sampler)))) == 20
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_other_dataset_or_order_is_refused() -> None:
     saved = uc.ElasticSampler(range(20), 2, 1).state_dict()
-    with pytest.raises(uc.MismatchError, match="saved in a dataset of 20 samples, this one has 21"):
+    with pytest.raises(uc.MismatchError, match="got a dataset of 21 samples, expected 20 as saved"):
         uc.ElasticSampler(range(21), 2, 1).load_state_dict(saved)
     with pytest.raises(uc.MismatchError, match="shuffles in another order"):
         uc.ElasticSampler(range(20), 2, 1).load_state_dict({**saved, "check": 1})
     with pytest.raises(
-        uc.LayoutError, match="rank is 2, num_replicas 2; needed a rank from 0 below num_replicas"
+        uc.LayoutError, match="got rank 2 with num_replicas 2, expected 0 <= rank < num_replicas"
     ):
         uc.ElasticSampler(range(20), 2, 2)
 
 
-def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
+def test_sampler_created_before_the_group_is_refused() -> None:
     """Else every rank would go through all of the data."""
     sampler = uc.ElasticSampler(range(20))
     dist.init_process_group(
@@ -333,7 +329,7 @@ def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
     try:
         with pytest.raises(
             uc.LayoutError,
-            match=r"there were 1 rank\(s\) when it was made, now 2; needed init_process_group before",
+            match=r"was created with 1 rank\(s\), now there are 2; call init_process_group first",
         ):
             next(sampler.batches(loader_of(sampler, 20)))
         assert len(uc.ElasticSampler(range(20))) == 10
@@ -342,7 +338,7 @@ def test_a_sampler_that_was_made_before_the_process_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_begins_anew_takes_nothing_from_the_random_state(workers: int) -> None:
+def test_restarted_loop_draws_no_random_numbers(workers: int) -> None:
     """torch's loaders draw a seed when they begin: a resumed run would draw once more than the one
     that goes on.
     """
@@ -363,7 +359,7 @@ class Noisy:
         return 20
 
 
-def test_workers_draw_otherwise_in_each_epoch_and_on_each_rank() -> None:
+def test_worker_seeds_differ_by_epoch_and_rank() -> None:
     found = []
     for rank in range(2):
         torch.manual_seed(0)  # as scripts do on every rank

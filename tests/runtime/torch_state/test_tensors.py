@@ -61,7 +61,7 @@ def part(
 # dtypes
 
 
-def test_every_dtype_of_safetensors_has_one_of_torch_but_those_of_six_bits() -> None:
+def test_torch_has_all_dtypes_but_six_bit_ones() -> None:
     assert set(TORCH_DTYPES) == set(ITEM_BITS) - {"F6_E2M3", "F6_E3M2"}
     assert {DTYPE_NAMES[dtype]: dtype for dtype in DTYPE_NAMES} == TORCH_DTYPES
 
@@ -79,10 +79,10 @@ def test_names_and_sizes_are_those_of_safetensors(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.quint8, torch.complex32])
-def test_dtypes_that_a_file_cannot_hold_are_refused(dtype: torch.dtype) -> None:
+def test_unsupported_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(
         MismatchError,
-        match=rf"^model:w: dtype {dtype} has no name in safetensors; needed one of .*torch.bfloat16",
+        match=rf"^model:w: got dtype {dtype}, which safetensors cannot store, expected one of .*torch.bfloat16",
     ):
         dtype_name(dtype, fqn="model:w")
 
@@ -112,7 +112,7 @@ def test_bytes_of_a_view_start_where_it_starts() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_alias_the_tensor(dtype: str) -> None:
+def test_as_int_bits_aliases_the_tensor(dtype: str) -> None:
     tensor = random_bits(dtype, 4, 6)
     for view in (tensor, tensor[:, 1:4], tensor[::2]):
         found = as_int_bits(view)
@@ -122,7 +122,7 @@ def test_the_same_bits_alias_the_tensor(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_copies_only_what_is_not(dtype: str) -> None:
+def test_as_contiguous_copies_only_if_needed(dtype: str) -> None:
     tensor = random_bits(dtype, 4, 6)
     assert as_contiguous(tensor) is tensor
     turned = as_contiguous(tensor.t())
@@ -131,7 +131,7 @@ def test_dense_copies_only_what_is_not(dtype: str) -> None:
     assert as_int_bits(turned).tolist() == as_int_bits(tensor).t().tolist()
 
 
-def test_plain_parts_are_what_a_file_holds() -> None:
+def test_is_stored_bytes() -> None:
     tensor = torch.ones(4, 3)
     assert part(tensor).is_stored_bytes
     assert not part(tensor, dtype="BF16").is_stored_bytes
@@ -144,7 +144,7 @@ def test_plain_parts_are_what_a_file_holds() -> None:
 # lines
 
 
-def test_lines_alias_a_contiguous_part() -> None:
+def test_slabs_alias_a_contiguous_tensor() -> None:
     tensor = torch.arange(24.0).reshape(2, 3, 4)
     found = slabs_of(part(tensor), outer_ndim=2, first_slab=1, count=3)
     assert found.tolist() == tensor.reshape(6, 4)[1:4].tolist()
@@ -178,7 +178,7 @@ def shared_tensors(draw: st.DrawFn) -> tuple[TensorDecl, int, int]:
 
 @given(shared_tensors(), st.booleans(), st.data())
 @settings(max_examples=150)
-def test_lines_go_into_a_tile_and_come_back(
+def test_slabs_round_trip_through_a_tile(
     case: tuple[TensorDecl, int, int], strided: bool, data: st.DataObject
 ) -> None:
     row, split, world = case
@@ -246,7 +246,7 @@ def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
     ("here", "there"),
     [("F32", "BF16"), ("BF16", "F32"), ("F64", "F16"), ("F32", "F8_E4M3"), ("F8_E5M2", "F32")],
 )
-def test_lines_are_cast_on_the_way(here: str, there: str) -> None:
+def test_slabs_are_cast(here: str, there: str) -> None:
     values = torch.tensor([[0.5, -2.0, 1.25, 3.0], [0.1, 7.0, -0.25, 1e-3]]).to(TORCH_DTYPES[here])
     row = TensorDecl("model", "w", TensorSpec(there, (2, 4)), Sharding((ShardDim(1, 2, 1),)))
     tile = torch.zeros(row.spec.nbytes, dtype=torch.uint8)

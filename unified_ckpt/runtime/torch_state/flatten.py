@@ -1,6 +1,4 @@
-"""A rank's whole state as parts: modules, optimizers, masters and further parts, placed and named.
-Aliases memory, moves no bytes.
-"""
+"""Flattens a rank's state into named tensors with shardings. Aliases memory, copies nothing."""
 
 from __future__ import annotations
 
@@ -32,22 +30,19 @@ from unified_ckpt.runtime.torch_state.tensors import (
 )
 
 MODEL, MASTER, OPTIMIZER = "model", "master_weights", "optimizer"
-# of a checkpoint without the model: its tensors that no master stands for
+# In a checkpoint that omits the model: the model's tensors that have no master.
 WITHOUT_MASTERS = "model_without_masters"
 WEIGHTS = (MODEL, MASTER, WITHOUT_MASTERS)
 Masters = Optimizers | None
-CASTABLE_DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-)  # what is cast; quantized weights stay as they are
+# Other dtypes, such as quantized weights, are never cast.
+CASTABLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRef:
-    """A parameter that optimizer state belongs to. `fqn`: its name in its own part, which Layout
-    rules speak of.
+    """A parameter that optimizer state belongs to.
+
+    `fqn`: its name in its own part, which Layout rules refer to.
     """
 
     fqn: str
@@ -56,11 +51,13 @@ class ParamRef:
 
 @dataclass(slots=True)
 class FlatState:
-    """`tensors`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}.
-    `requested`: the parts that were given.
-    `resolved`: the tensors of the model and of further parts, by part and name.
+    """A rank's flattened state.
 
-    Optimizer state of a further part's parameter has the part's name before the parameter's:
+    `tensors`: this rank's part of every tensor. `aliases`: part -> {other name: stored name}.
+    `requested`: the parts that the caller passed. `resolved`: tensors of the model and of extra
+    parts, by part and name.
+
+    Optimizer state of an extra part's parameter is prefixed with the part's name:
     "ema.norm.weight/exp_avg".
     """
 
@@ -73,8 +70,9 @@ class FlatState:
     resolved: dict[str, dict[str, ResolvedTensor]] = field(default_factory=dict)
 
     def param_names(self) -> dict[int, str]:
-        """id of a parameter -> its name for optimizer state: the model's, where a further part
-        holds it too.
+        """Returns the names of parameters for optimizer state, by id.
+
+        A parameter of both the model and an extra part has the model's name.
         """
         names = self.model.param_names()
         for part, flat in self.extra_parts.items():
@@ -84,24 +82,19 @@ class FlatState:
         return names
 
     def rank0_buffers(self) -> set[Key]:
-        """What the first rank of a DistributedDataParallel group stores for this one: see
-        `FlatModel`.
-        """
-        of_model = {(part, fqn) for part in (MODEL, MASTER) for fqn in self.model.rank0_buffers}
-        return of_model | {
-            (part, fqn) for part, flat in self.extra_parts.items() for fqn in flat.rank0_buffers
-        }
+        """Returns the buffers that rank 0 of a DDP group stores for this one."""
+        flats = [(MODEL, self.model), (MASTER, self.model), *self.extra_parts.items()]
+        return {(part, fqn) for part, flat in flats for fqn in flat.rank0_buffers}
 
     def param_refs(self) -> dict[str, ParamRef]:
-        """What optimizer state can follow, by the name that it has there."""
-        of_extra_parts = {
-            f"{part}.{fqn}": ParamRef(fqn, tensor)
-            for part in self.extra_parts
-            for fqn, tensor in self.resolved[part].items()
-        }
-        return of_extra_parts | {
-            fqn: ParamRef(fqn, tensor) for fqn, tensor in self.resolved[MODEL].items()
-        }
+        """Returns the parameters that optimizer state can belong to, by their names there."""
+        refs = {}
+        for part in self.extra_parts:
+            for fqn, tensor in self.resolved[part].items():
+                refs[f"{part}.{fqn}"] = ParamRef(fqn, tensor)
+        for fqn, tensor in self.resolved[MODEL].items():
+            refs[fqn] = ParamRef(fqn, tensor)
+        return refs
 
 
 def flatten_state(
@@ -113,21 +106,21 @@ def flatten_state(
     extra_parts: Mapping[str, Model] | None,
     model_dtype: str | None,
 ) -> FlatState:
-    """Places every tensor. LayoutError or MismatchError, naming the tensor, for what cannot be
-    described.
+    """Resolves the sharding of every tensor.
+
+    LayoutError or MismatchError, naming the tensor, for what cannot be described.
     """
     state = FlatState()
     state.model = flatten_model(model)
     for name, model_of_part in _checked_parts(extra_parts).items():
         if name in (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS):
             raise LayoutError(
-                f"parts={{{name!r}: …}}: this part has an argument of its own; needed another name"
+                f"parts: got the name {name!r}, which has its own argument; use another name"
             )
         state.extra_parts[name] = flatten_model(model_of_part, f"parts[{name!r}]")
-    state.resolved = {
-        part: _resolve_all(resolver, flat)
-        for part, flat in ((MODEL, state.model), *state.extra_parts.items())
-    }
+    state.resolved = {MODEL: _resolve_all(resolver, state.model)}
+    for name, flat in state.extra_parts.items():
+        state.resolved[name] = _resolve_all(resolver, flat)
     model_tensors = state.resolved[MODEL]
     state.optimizer = flatten_optimizer(optimizer, state.param_names())
     if model is not None:
@@ -164,17 +157,13 @@ def resolve_like_params(
     tensors: Mapping[str, torch.Tensor],
     param_refs: Mapping[str, ParamRef],
 ) -> list[LocalTensor]:
-    """Parts for tensors that follow parameters, as optimizer state and masters do."""
+    """Resolves tensors that are sharded like their parameters: optimizer state and masters."""
     resolved = []
     for key, tensor in tensors.items():
-        placed_tensor = _resolve_like_param(
-            resolver,
-            key,
-            tensor,
-            param_refs.get(key.rpartition("/")[0] if part == OPTIMIZER else key),
-        )
-        if placed_tensor is not None:
-            resolved.append(_local_tensor(part, key, placed_tensor, None))
+        param_ref = param_refs.get(key.rpartition("/")[0] if part == OPTIMIZER else key)
+        resolved_tensor = _resolve_like_param(resolver, key, tensor, param_ref)
+        if resolved_tensor is not None:
+            resolved.append(_local_tensor(part, key, resolved_tensor, None))
     return resolved
 
 
@@ -185,12 +174,13 @@ def _resolve_masters(
     master_weights: Masters,
     model_dtype: str | None,
 ) -> dict[str, ResolvedTensor]:
-    """The masters that are given or that the optimizer holds, and each tensor that `model_dtype`
-    would round.
+    """Returns the master weights that the caller passed or the optimizer holds.
+
+    Tensors that `model_dtype` would round are among them.
     """
     masters: Mapping[str, Any]
     if master_weights is None:
-        masters = state.optimizer.masters  # which would be those of another step after a load
+        masters = state.optimizer.masters
     elif isinstance(master_weights, Mapping):
         check_tensors(master_weights, MASTER)
         masters = master_weights
@@ -198,7 +188,8 @@ def _resolve_masters(
         masters = collect_masters(as_optimizers(master_weights), state.param_names())
         if not masters:
             raise LayoutError(
-                "master_weights: this optimizer keeps none in its state; needed a dict, or an optimizer that holds them"
+                "master_weights: got an optimizer without master weights in its state; "
+                "pass a dict of tensors, or the optimizer that holds them"
             )
     check_one_master(masters, state.optimizer.masters)
     resolved = {
@@ -207,28 +198,21 @@ def _resolve_masters(
         if _stored_dtype(resolved_tensor.local, model_dtype) is not None
     }
     for fqn, tensor in masters.items():
-        resolved_tensor = _resolve_like_param(
-            resolver,
-            fqn,
-            tensor,
-            ParamRef(fqn, model_tensors[fqn]) if fqn in model_tensors else None,
-        )
+        param_ref = ParamRef(fqn, model_tensors[fqn]) if fqn in model_tensors else None
+        resolved_tensor = _resolve_like_param(resolver, fqn, tensor, param_ref)
         if resolved_tensor is not None:
             resolved[fqn] = resolved_tensor
     return resolved
 
 
 def _checked_parts(extra_parts: Mapping[str, Model] | None) -> Mapping[str, Model]:
-    """Further parts under names that files can have. LayoutError or FormatError for others."""
+    """Returns extra parts with valid names. LayoutError or FormatError otherwise."""
+    expected = "expected {name: module or dict of tensors}"
     if not isinstance(extra_parts, Mapping | None):
-        raise LayoutError(
-            f"parts: got a {type(extra_parts).__name__}, expected {{name: module or dict of tensors}}"
-        )
+        raise LayoutError(f"parts: got a {type(extra_parts).__name__}, {expected}")
     for name, model in (extra_parts or {}).items():
         if not isinstance(name, str) or model is None:
-            raise LayoutError(
-                f"parts: got {{{name!r}: {type(model).__name__}}}, expected {{name: module or dict of tensors}}"
-            )
+            raise LayoutError(f"parts: got {{{name!r}: {type(model).__name__}}}, {expected}")
         check_part_name(name)
     return extra_parts or {}
 
@@ -237,27 +221,24 @@ def _resolve_all(resolver: ShardingResolver, flat: FlatModel) -> dict[str, Resol
     resolved = ((fqn, resolver.resolve(fqn, tensor)) for fqn, tensor in flat.tensors.items())
     for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
         resolver.check_alias(alias, stored)
-    return {
-        fqn: resolved_tensor for fqn, resolved_tensor in resolved if resolved_tensor is not None
-    }
+    return {fqn: tensor for fqn, tensor in resolved if tensor is not None}
 
 
 def _resolve_like_param(
     resolver: ShardingResolver, key: str, tensor: torch.Tensor, param_ref: ParamRef | None
 ) -> ResolvedTensor | None:
-    """Where a tensor that belongs to a parameter sits: one element is replicated, the parameter's
-    own shape takes its rule.
+    """Resolves a tensor that belongs to a parameter.
+
+    One element is replicated; a tensor of the parameter's shape has its sharding.
     """
     without_layout = resolver.without_layout
     if param_ref is None:
-        return (without_layout if tensor.numel() == 1 else resolver).resolve(
-            key.rpartition("/")[0] or key, tensor
-        )
+        resolver = without_layout if tensor.numel() == 1 else resolver
+        return resolver.resolve(key.rpartition("/")[0] or key, tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        # With a Layout, the DTensor is a slice of the outer cut, as the parameter is.
-        return (without_layout if tensor.numel() == 1 and tensor.dim() == 0 else resolver).resolve(
-            param_ref.fqn, tensor
-        )
+        # A Layout shards the DTensor further, as it does the parameter.
+        resolver = without_layout if tensor.numel() == 1 and tensor.dim() == 0 else resolver
+        return resolver.resolve(param_ref.fqn, tensor)
     param = param_ref.tensor
     is_slice = bool(param.sharding.shard_dims) or param.padded_shape != tuple(param.local.shape)
     if tuple(tensor.shape) == param.padded_shape and is_slice and tensor.dim() > 0:
@@ -270,24 +251,21 @@ def _resolve_like_param(
     if tensor.numel() == 1 or not param.sharding.shard_dims:
         return without_layout.resolve(key, tensor)
     raise LayoutError(
-        f"{key}: plain state of shape {tuple(tensor.shape)} of a sharded parameter whose part here is {tuple(param.local.shape)}; "
-        "needed that shape, one element, or a DTensor"
+        f"{key}: got state of shape {tuple(tensor.shape)} for a sharded parameter, expected its "
+        f"local shape {tuple(param.local.shape)}, one element, or a DTensor"
     )
 
 
 def _stored_dtype(local: torch.Tensor, model_dtype: str | None) -> str | None:
-    """The dtype that the model is stored in where it is not the tensor's own."""
-    if (
-        model_dtype is None
-        or local.dtype not in CASTABLE_DTYPES
-        or local.dtype == getattr(torch, model_dtype)
-    ):
+    """Returns the dtype in which the model stores this tensor, or None for its own."""
+    if model_dtype is None or local.dtype not in CASTABLE_DTYPES:
         return None
-    return DTYPE_NAMES[getattr(torch, model_dtype)]
+    stored = getattr(torch, model_dtype)
+    return None if local.dtype == stored else DTYPE_NAMES[stored]
 
 
 def stored_without_master(model: LocalTensor) -> LocalTensor:
-    """A model tensor as a checkpoint without the model stores it: in its own dtype."""
+    """Returns a model tensor as a checkpoint without the model stores it: in its own dtype."""
     decl = model.decl
     spec = spec_of(DTYPE_NAMES[model.local.dtype], decl.spec.shape)
     return LocalTensor(TensorDecl(WITHOUT_MASTERS, decl.fqn, spec, decl.sharding), model.local)
@@ -299,15 +277,15 @@ def _local_tensor(part: str, fqn: str, tensor: ResolvedTensor, dtype: str | None
 
 
 def step_only_keys(state: FlatState) -> frozenset[Key]:
-    """The tensors that nothing but an optimizer's step changes: parameters, their masters,
-    optimizer state. Not buffers, not parts.
+    """Returns the tensors that only `optimizer.step` changes: parameters, masters, optimizer state.
+
+    Buffers and extra parts are not among them.
     """
-    parameters = {
-        fqn for fqn, tensor in state.model.tensors.items() if isinstance(tensor, torch.nn.Parameter)
+    model_tensors = state.model.tensors.items()
+    parameters = {fqn for fqn, tensor in model_tensors if isinstance(tensor, torch.nn.Parameter)}
+    decls = [tensor.decl for tensor in state.tensors]
+    of_optimizer = {decl.key for decl in decls if decl.part == OPTIMIZER}
+    of_model = {
+        decl.key for decl in decls if decl.part in (MODEL, MASTER) and decl.fqn in parameters
     }
-    decls = (part.decl for part in state.tensors)
-    return frozenset(
-        decl.key
-        for decl in decls
-        if decl.part == OPTIMIZER or (decl.part in (MODEL, MASTER) and decl.fqn in parameters)
-    )
+    return frozenset(of_optimizer | of_model)

@@ -1,4 +1,4 @@
-"""What elements that a checkpoint lacks hold in optimizer state that grows with its parameter."""
+"""Initializes new elements of optimizer state that grows with its parameter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
 
-# State that the first step of torch's optimizers, and of those that are made after them, makes of
-# zeros.
+# State that the first step of torch's optimizers, and of similar ones, initializes to zero.
 _ZERO_INITIALIZED = (
     "exp_avg",
     "exp_avg_sq",
@@ -28,18 +27,15 @@ _ZERO_INITIALIZED = (
 
 
 def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
-    """Gives the tensors that were made for `grown`, as "fqn/state", what the optimizer has, or what
-    its first step would make.
+    """Initializes new tensors for `grown` ("fqn/state") as the optimizer's first step would.
 
-    State of the optimizer itself stays as it is. MismatchError for state whose first value is not
-    known.
+    State that the optimizer has already is copied. MismatchError if the initial value is unknown.
     """
     unsupported = []
     params = {
-        target.names[id(p)]: (owner, p)
-        for owner in target.optimizers
-        for group in owner.param_groups
-        for p in group["params"]
+        target.names[id(param)]: (optimizer, param)
+        for optimizer, group in target.groups()
+        for param in group["params"]
     }
     for key in sorted(grown):
         fqn, _, name = key.rpartition("/")
@@ -51,16 +47,14 @@ def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
             _local(tensor).copy_(_local(existing))
         elif name in MASTER_KEYS and tensor.is_floating_point():
             _local(tensor).copy_(_local(param))
-        elif (
-            name in _ZERO_INITIALIZED or name in MASTER_KEYS
-        ):  # which as integers are what the parameter's rounding took off
-            _local(tensor).zero_()
+        elif name in _ZERO_INITIALIZED or name in MASTER_KEYS:
+            _local(tensor).zero_()  # an integer master is the remainder of rounding: none
         else:
             unsupported.append(key)
     if unsupported:
         raise MismatchError(
-            f"optimizer:{', '.join(unsupported)}: grows with its parameter, and what new elements begin with is not known; "
-            "needed an optimizer that has this state: step it once before the load"
+            f"optimizer:{', '.join(unsupported)}: grows with its parameter, and the initial value "
+            "of new elements is unknown; step the optimizer once before the load"
         )
 
 

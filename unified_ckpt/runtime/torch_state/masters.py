@@ -1,6 +1,4 @@
-"""Which tensors of a model are their masters, rounded to the model's dtype. Reads this rank's
-memory; moves no bytes between ranks.
-"""
+"""Compares master weights with model tensors, on this rank only."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ _CHUNK_ELEMENTS = 1 << 20  # compared at a time: bounds the memory of the cast
 
 @dataclass(frozen=True, slots=True)
 class MasterComparison:
-    """This rank's model tensors by name. `rounded`: equal their master, cast. `different`: differ.
-    The others have no master here.
+    """This rank's model tensors that have a master, by name.
+
+    `rounded`: equal to the master cast to the model's dtype. `different`: all others.
     """
 
     rounded: frozenset[str] = frozenset()
@@ -26,14 +25,13 @@ class MasterComparison:
 
 
 def compare_masters(state: FlatState, *, rank: int) -> MasterComparison:
-    """Compares each master with its model tensor, bit by bit; NaNs are equal whatever their
-    payload.
+    """Compares each master with its model tensor bit by bit; NaNs are equal whatever their payload.
 
-    A master that this rank cannot compare, for it holds other elements of the model or none, is
-    `unlike`.
+    A master that cannot be compared, because this rank lacks some of its model elements, is
+    `different`.
     """
-    models = {part.decl.fqn: part for part in state.tensors if part.decl.part == MODEL}
-    masters = {part.decl.fqn: part for part in state.tensors if part.decl.part == MASTER}
+    models = {tensor.decl.fqn: tensor for tensor in state.tensors if tensor.decl.part == MODEL}
+    masters = {tensor.decl.fqn: tensor for tensor in state.tensors if tensor.decl.part == MASTER}
     rounded = {
         fqn
         for fqn, master in masters.items()
@@ -50,37 +48,25 @@ def _is_rounded(model: LocalTensor, master: LocalTensor, *, rank: int) -> bool:
 def _comparable_slices(
     model: LocalTensor, master: LocalTensor, *, rank: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """The master's elements on this rank beside the model's same elements; None where it has some
-    that the model has not.
-    """
+    """Pairs the master's local elements with the model's; None if the model lacks some here."""
     model_local, master_local = model.local, master.local
-    if master.decl.spec.shape != model.decl.spec.shape or not {
-        model_local.dtype,
-        master_local.dtype,
-    }.issubset(CASTABLE_DTYPES):
+    shape, dtypes = model.decl.spec.shape, {model_local.dtype, master_local.dtype}
+    if master.decl.spec.shape != shape or not dtypes.issubset(CASTABLE_DTYPES):
         return None
-    if model_local is master_local:  # by `model_dtype`
+    if model_local is master_local:  # the model is stored rounded to `model_dtype`
         return []
-    shape = model.decl.spec.shape
     model_boxes = list(model.decl.sharding.boxes(rank, shape))
     pairs = []
     for box, local in master.decl.sharding.boxes(rank, shape):
         if not box.numel:
             continue
-        enclosing = next(
-            (
-                (model_box, model_offset)
-                for model_box, model_offset in model_boxes
-                if intersect(model_box, box) == box
-            ),
-            None,
-        )
+        enclosing = next((pair for pair in model_boxes if intersect(pair[0], box) == box), None)
         if enclosing is None:
             return None
-        origins = zip(enclosing[1].offsets, enclosing[0].offsets, box.offsets, strict=True)
-        inner = Box(
-            tuple(model_offset + low - start for model_offset, start, low in origins), box.shape
-        )
+        model_box, model_in_local = enclosing
+        dims = zip(model_in_local.offsets, model_box.offsets, box.offsets, strict=True)
+        offsets = tuple(origin + low - start for origin, start, low in dims)
+        inner = Box(offsets, box.shape)
         pairs.append((master_local[_slices(local)], model_local[_slices(inner)]))
     return pairs
 
@@ -90,10 +76,8 @@ def _bits_equal(master: torch.Tensor, model: torch.Tensor) -> bool:
         master, model = master.reshape(1), model.reshape(1)
     rows = max(1, _CHUNK_ELEMENTS // max(1, model[:1].numel()))
     for first in range(0, len(model), rows):
-        cast, chunk = (
-            master[first : first + rows].to(model.dtype).to(model.device),
-            model[first : first + rows],
-        )
+        cast = master[first : first + rows].to(model.dtype).to(model.device)
+        chunk = model[first : first + rows]
         if not torch.equal(as_int_bits(cast), as_int_bits(chunk)):
             mismatch = (as_int_bits(cast) != as_int_bits(chunk)) & ~(cast.isnan() & chunk.isnan())
             if bool(mismatch.any()):
@@ -102,6 +86,5 @@ def _bits_equal(master: torch.Tensor, model: torch.Tensor) -> bool:
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(
-        slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True)
-    )
+    dims = zip(box.offsets, box.shape, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in dims)

@@ -1,6 +1,4 @@
-"""Modules by fully qualified name: wrappers' prefixes stripped, tied weights found, extra state
-apart. Moves no bytes.
-"""
+"""Flattens modules by fully qualified name, without wrappers; finds tied weights."""
 
 from __future__ import annotations
 
@@ -18,19 +16,19 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor]
-_WRAPPER_NAMES = (
-    "_orig_mod.",
-    "_checkpoint_wrapped_module.",
-)  # torch.compile, activation checkpointing
+# Of torch.compile and of activation checkpointing.
+_WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _FLAT_PARAM = "_flat_param"  # FSDP1
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
 class FlatModel:
-    """`tensors`: the caller's own, by name, each stored tensor once. `aliases`: other name ->
-    stored name. `rank0_buffers`: buffers of DistributedDataParallel on all ranks but the first of
-    its group, from which they are overwritten before each forward pass.
+    """A flattened model.
+
+    `tensors`: the caller's own tensors by name, each stored tensor once. `aliases`: other name ->
+    stored name. `rank0_buffers`: buffers of DistributedDataParallel that the first rank of its
+    group broadcasts before each forward pass; empty on that rank.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,13 +38,14 @@ class FlatModel:
     rank0_buffers: set[str] = field(default_factory=set)
 
     def param_names(self) -> dict[int, str]:
-        """id of a parameter -> its stored name."""
+        """Returns the stored names by tensor id."""
         return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
 
 
 def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
-    """Every tensor of the model. LayoutError naming what cannot be told. `argument`: the caller's
-    name for it.
+    """Returns every tensor of the model. LayoutError, naming the tensor, for unsupported ones.
+
+    `argument`: the caller's name of the model, for errors.
     """
     flat = FlatModel()
     if model is None:
@@ -62,28 +61,29 @@ def flatten_model(model: Model | None, argument: str = "model") -> FlatModel:
         if not isinstance(module, nn.Module):
             type_name = type(module).__name__
             raise LayoutError(
-                f"{argument}: got a {type_name}, expected an nn.Module, a list of them, or a dict of tensors"
+                f"{argument}: got a {type_name}, expected an nn.Module, a list of them, or a dict "
+                "of tensors"
             )
         _flatten_module(flat, names_by_memory, module)
     return flat
 
 
 def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module: nn.Module) -> None:
-    # state_dict() first: it puts FSDP2's parameters back in shards after a forward pass without
-    # backward.
+    # First, because it reshards FSDP2's parameters after a forward pass without backward.
     state = module.state_dict(keep_vars=True)
     wrapper_prefixes = _wrapper_prefixes(module)
     for raw, value in state.items():
         fqn = clean_name(raw, wrapper_prefixes)
         if _FLAT_PARAM in raw:
-            raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; needed fully_shard (FSDP2)")
+            raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; use fully_shard (FSDP2)")
         if is_extra_state(fqn):
             flat.extra_state[fqn] = value
         elif isinstance(value, torch.Tensor):
             _add(flat, names_by_memory, fqn, value)
         else:
             raise LayoutError(
-                f"{fqn}: the module's state holds a {type(value).__name__}; needed a tensor, or get_extra_state"
+                f"{fqn}: got a {type(value).__name__} in the module's state, expected a tensor; "
+                "store other values with get_extra_state"
             )
     for name, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
@@ -94,29 +94,24 @@ def _flatten_module(flat: FlatModel, names_by_memory: dict[object, str], module:
 
 
 def _rank0_buffers(module: nn.Module) -> Iterator[str]:
-    """Source: DistributedDataParallel's `broadcast_buffers`, which sends them from rank 0 of its
-    group.
-    """
+    """Yields the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
     for prefix, inner in module.named_modules():
-        if (
-            isinstance(inner, DistributedDataParallel)
-            and inner.broadcast_buffers
-            and inner.process_group.rank() != 0
-        ):
+        if not isinstance(inner, DistributedDataParallel) or not inner.broadcast_buffers:
+            continue
+        if inner.process_group.rank() != 0:
             yield from (f"{prefix}.{name}" if prefix else name for name, _ in inner.named_buffers())
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Raw name prefixes whose `module.` is that of a wrapper, longest first."""
+    """Returns raw name prefixes that end with a wrapper's `module.`, longest first."""
     kinds = (DistributedDataParallel, DataParallel)
     names = [name for name, inner in module.named_modules() if isinstance(inner, kinds)]
-    return sorted(
-        (f"{name}.module." if name else "module." for name in names), key=len, reverse=True
-    )
+    prefixes = (f"{name}.module." if name else "module." for name in names)
+    return sorted(prefixes, key=len, reverse=True)
 
 
 def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
-    """A name without the prefixes that wrappers add."""
+    """Returns a name without the prefixes of wrappers."""
     for prefix in wrapper_prefixes:
         if raw.startswith(prefix):
             raw = prefix.removesuffix("module.") + raw[len(prefix) :]
@@ -124,14 +119,12 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether what a module's `get_extra_state` gave stands under this name of a state dict; it may
-    be a tensor.
-    """
+    """Returns whether a state dict key is that of extra state, whose value may be a tensor."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def strip_wrappers(name: str) -> str:
-    """A name without what torch.compile and activation checkpointing put into it."""
+    """Returns a name without what torch.compile and activation checkpointing insert."""
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
@@ -141,12 +134,12 @@ def _add(
     flat: FlatModel, names_by_memory: dict[object, str], fqn: str, tensor: torch.Tensor
 ) -> None:
     if is_lazy(tensor):
-        raise LayoutError(f"{fqn}: has no shape before the model's first forward pass; needed one")
+        raise LayoutError(f"{fqn}: has no shape yet; run the model's first forward pass before")
     if fqn in flat.tensors or fqn in flat.aliases:
         if flat.tensors.get(flat.aliases.get(fqn, fqn)) is tensor:
             return
         raise LayoutError(
-            f"{fqn}: two modules of the model have this name for different tensors; needed one name for each"
+            f"{fqn}: two modules of the model use this name for different tensors; rename one"
         )
     stored_name = names_by_memory.setdefault(_memory_key(tensor), fqn)
     if stored_name == fqn:
@@ -156,36 +149,23 @@ def _add(
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    """Equal for two tensors that are one piece of memory seen in one way."""
+    """Returns a key that is equal for two tensors that view the same memory in the same way."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if (
-        local.layout is not torch.strided
-        or local.is_nested
-        or local.numel() == 0
-        or local.device.type == "meta"
-        or type(local) not in (torch.Tensor, nn.Parameter)
-    ):
+    is_dense = local.layout is torch.strided and not local.is_nested
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    if not is_dense or not is_plain or local.numel() == 0 or local.device.type == "meta":
         return id(tensor)
-    signs = local.is_conj(), local.is_neg()
-    return (
-        local.device,
-        local.data_ptr(),
-        tuple(local.shape),
-        local.stride(),
-        local.dtype,
-        signs,
-        tuple(tensor.shape),
-    )
+    memory = local.device, local.data_ptr(), tuple(local.shape), local.stride()
+    return *memory, local.dtype, local.is_conj(), local.is_neg(), tuple(tensor.shape)
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:
-    """A stage that holds only the second name of a weight that transformers ties stores it under
-    the first, like the other stage.
+    """Stores a tied weight under its first name on a pipeline stage that has only the second.
+
+    Names come from transformers' `_tied_weights_keys`; the other stage stores the first name too.
     """
-    tied = getattr(module, "_tied_weights_keys", None)
-    if not isinstance(tied, Mapping) or not getattr(
-        getattr(module, "config", None), "tie_word_embeddings", False
-    ):
+    tied, config = getattr(module, "_tied_weights_keys", None), getattr(module, "config", None)
+    if not isinstance(tied, Mapping) or not getattr(config, "tie_word_embeddings", False):
         return
     for alias, target in tied.items():
         if alias in flat.tensors and target not in flat.tensors and target not in flat.aliases:

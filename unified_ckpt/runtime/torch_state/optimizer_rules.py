@@ -1,5 +1,6 @@
-"""What the next step of an optimizer reads from its state, also before its first step. By class;
-runs no code of an optimizer.
+"""Knows by class which state an optimizer's next step reads, also before its first step.
+
+Runs no code of an optimizer.
 """
 
 from __future__ import annotations
@@ -14,23 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 STEP = "step"
-MASTER_KEYS = (
-    "master_param",
-    "master_params",
-    "master_weight",
-    "master_weights",
-)  # apex and TransformerEngine call it so
-_OPTIONAL_MASTERS = frozenset(
-    MASTER_KEYS
-)  # a copy of a parameter that is no more precise: any step may ignore it
-SCALAR_STATES = (
-    STEP,
-    "mu_product",
-    "eta",
-    "mu",
-)  # of torch's optimizers: never in the parameter's dtype
-# class -> (state that the next step reads, further state that it makes or reads under other
-# options)
+# The names of masters in apex and TransformerEngine.
+MASTER_KEYS = ("master_param", "master_params", "master_weight", "master_weights")
+# A master that is no more precise than its parameter may be ignored by any step.
+_OPTIONAL_MASTERS = frozenset(MASTER_KEYS)
+# State of torch's optimizers that never has the parameter's dtype.
+SCALAR_STATES = (STEP, "mu_product", "eta", "mu")
+# class -> (state that the next step reads, state that it reads or creates under other options)
 _TORCH: dict[str, tuple[str, str]] = {
     "ASGD": ("step eta mu ax", ""),
     "Adadelta": ("step square_avg acc_delta", ""),
@@ -55,11 +46,10 @@ _BY_OPTION = {
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """State names of a parameter that has been stepped. `required`: the next step reads them;
-    `optional`: it may.
+    """Names of a parameter's state after a step.
 
-    `dtypes`: of the states, None where they have the parameter's. `master`: the name under which a
-    step makes and reads master weights.
+    `required`: the next step reads them; `optional`: it may. `dtypes`: of the states; None for the
+    parameter's. `master`: the name under which a step creates and reads master weights.
     `step_in_group`: the step count is `group["step"]`.
     """
 
@@ -70,47 +60,41 @@ class StateRule:
     step_in_group: bool = False
 
     def dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
-        """The dtype in which a step reads this state of a parameter, None for any."""
+        """Returns the dtype in which a step reads this state of a parameter; None for any."""
         if self.dtypes is not None:
             return self.dtypes.get(name)
         return None if name in SCALAR_STATES else param.dtype
 
 
 def class_name(optimizer: Optimizer) -> str:
+    """Returns the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def state_rule(
     optimizer: Optimizer, param: torch.Tensor, options: Mapping[str, Any]
 ) -> StateRule | None:
-    """The rule for a parameter under these options of its group; None for a class that this module
-    does not know.
+    """Returns the rule for a parameter under its group's options; None for an unknown class.
 
-    A subclass of torch's that steps as torch does has torch's state.
+    A subclass of a torch optimizer that inherits its `step` has its state.
     """
     dtypes = getattr(optimizer, "name_to_dtype_map", None)  # TransformerEngine's FusedAdam
     if isinstance(dtypes, Mapping):
         moments = frozenset(dtypes) - {"master_param"}
-        if (
-            not getattr(optimizer, "master_weights", False) or param.dtype == torch.float32
-        ):  # whose master no step reads
+        # No step reads the master of a float32 parameter.
+        if not getattr(optimizer, "master_weights", False) or param.dtype == torch.float32:
             return StateRule(moments, _OPTIONAL_MASTERS, dtypes, step_in_group=True)
         if getattr(optimizer, "store_param_remainders", False) and param.dtype == torch.bfloat16:
-            return StateRule(
-                moments | {"master_param"},
-                dtypes={**dtypes, "master_param": torch.int16},
-                step_in_group=True,
-            )
+            required = moments | {"master_param"}
+            remainder_dtypes = {**dtypes, "master_param": torch.int16}
+            return StateRule(required, dtypes=remainder_dtypes, step_in_group=True)
         return StateRule(moments, dtypes=dtypes, master="master_param", step_in_group=True)
-    if (
-        type(optimizer).__module__.partition(".")[0] == "apex"
-        and type(optimizer).__name__ == "FusedAdam"
-    ):
+    package = type(optimizer).__module__.partition(".")[0]
+    if package == "apex" and type(optimizer).__name__ == "FusedAdam":
         moments = frozenset(("exp_avg", "exp_avg_sq"))
-        return StateRule(
-            moments, _OPTIONAL_MASTERS, dict.fromkeys(moments, torch.float32), step_in_group=True
-        )
-    step = inspect.unwrap(type(optimizer).step)  # torch wraps it, in each class that is made
+        float_dtypes = dict.fromkeys(moments, torch.float32)
+        return StateRule(moments, _OPTIONAL_MASTERS, float_dtypes, step_in_group=True)
+    step = inspect.unwrap(type(optimizer).step)  # torch wraps it when an optimizer is created
     owner = step.__qualname__.partition(".")[0]
     if not f"{step.__module__}.".startswith("torch.optim.") or owner not in _TORCH:
         return None
@@ -121,6 +105,5 @@ def state_rule(
 @cache
 def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
     required, optional = (frozenset(names.split()) for names in _TORCH[name])
-    return StateRule(
-        required | enabled, optional - enabled | _OPTIONAL_MASTERS, {} if name == "LBFGS" else None
-    )
+    dtypes: dict[str, torch.dtype] | None = {} if name == "LBFGS" else None
+    return StateRule(required | enabled, optional - enabled | _OPTIONAL_MASTERS, dtypes)

@@ -1,6 +1,4 @@
-"""Optimizers that a load fills: memory for state by parameter name, and its way into `state` and
-`param_groups`. Steps none.
-"""
+"""Prepares optimizers for a load: allocates state by parameter name, and installs it."""
 
 from __future__ import annotations
 
@@ -23,20 +21,18 @@ from unified_ckpt.runtime.torch_state.optimizers import (
 )
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
-# How the optimizer runs, not what it computes: these stay as this job has them, whatever hardware
-# the checkpoint comes from.
+# Options of how the optimizer runs, not of what it computes: never loaded.
 RUNTIME_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(slots=True)
 class OptimizerTarget:
-    """State tensors made ready for a load; nothing reaches the optimizer before `install`.
-    `loads_state`: its state, not only masters.
+    """State tensors prepared for a load; the optimizers change only in `install`.
 
-    `masters`: fqn -> (state name, new tensor) of masters that the optimizer will hold.
-    `group_steps`: by number of the group, a step count that the checkpoint has per parameter and
-    the optimizer per group; `param_steps`: fqn -> one for the reverse. `unchanged`: parameters
-    whose state stays as it is.
+    `loads_state`: all of the state is loaded, not only masters. `masters`: fqn -> (state name, new
+    tensor) of masters that the optimizer will hold. `group_steps`: group number -> step count, if
+    the checkpoint has it per parameter and the optimizer per group; `param_steps`: fqn -> step
+    count, for the reverse. `unchanged`: parameters whose state stays.
     """
 
     optimizers: list[Optimizer]
@@ -49,16 +45,11 @@ class OptimizerTarget:
     unchanged: set[str] = field(default_factory=set)
 
     def param_names(self) -> set[str]:
-        """The parameters of these optimizers."""
-        return {
-            self.names[id(param)]
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
+        """Returns the names of the optimizers' parameters."""
+        return {self.names[id(param)] for _, group in self.groups() for param in group["params"]}
 
     def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
-        """The param groups of all optimizers, in the order in which they are numbered."""
+        """Returns the param groups of all optimizers, in the order in which they are numbered."""
         return [
             (optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups
         ]
@@ -69,43 +60,34 @@ class OptimizerTarget:
         scalars: Mapping[str, Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Puts the loaded state in place. State that the checkpoint lacks is cleared; `groups` None
-        keeps the hyperparameters.
+        """Installs the loaded state. Clears state that the checkpoint lacks.
+
+        `groups`: saved options; None keeps the current hyperparameters.
         """
         by_param: dict[str, dict[str, Any]] = {}
         for key, tensor in self.tensors.items():
-            fqn, _, state = key.rpartition("/")
-            by_param.setdefault(fqn, {})[state] = tensor
+            fqn, _, name = key.rpartition("/")
+            by_param.setdefault(fqn, {})[name] = tensor
         for fqn, values in scalars.items():
             by_param.setdefault(fqn, {}).update(values)
         for number, (optimizer, group) in enumerate(self.groups()):
-            params = [
-                param for param in group["params"] if self.names[id(param)] not in self.unchanged
-            ]
+            params = [p for p in group["params"] if self.names[id(p)] not in self.unchanged]
             for param in params:
-                fqn = self.names[id(param)]
-                self._install_state(
-                    optimizer,
-                    group,
-                    param,
-                    by_param.get(fqn, {}) if self.loads_state else optimizer.state.get(param, {}),
-                )
+                loaded = optimizer.state.get(param, {})
+                if self.loads_state:
+                    loaded = by_param.get(self.names[id(param)], {})
+                self._install_state(optimizer, group, param, loaded)
             rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
                 excluded = {STEP} if rule is not None and not rule.step_in_group else set()
-                excluded |= (
-                    {"decoupled_weight_decay"}
-                    if isinstance(optimizer, torch.optim.AdamW)
-                    else set()
-                )  # of the class, as for torch
-                _set_options(
-                    group,
-                    {key: value for key, value in groups[number].items() if key not in excluded},
-                )
+                if isinstance(optimizer, torch.optim.AdamW):
+                    excluded.add("decoupled_weight_decay")  # as torch: the class decides it
+                saved = groups[number].items()
+                _set_options(group, {key: value for key, value in saved if key not in excluded})
             if number in self.group_steps and params:
                 _set_options(group, {STEP: self.group_steps[number]})
             elif self.loads_state and rule is not None and rule.step_in_group:
-                group.pop(STEP, None)  # saved before its first step
+                group.pop(STEP, None)  # the checkpoint was saved before the first step
 
     def _install_state(
         self,
@@ -114,30 +96,25 @@ class OptimizerTarget:
         param: torch.Tensor,
         loaded: Mapping[str, Any],
     ) -> None:
-        fqn, existing, rule = (
-            self.names[id(param)],
-            optimizer.state.get(param, {}),
-            state_rule(optimizer, param, group),
-        )
+        fqn, rule = self.names[id(param)], state_rule(optimizer, param, group)
+        existing = optimizer.state.get(param, {}).items()
         state = {
             **loaded,
-            **{key: value for key, value in existing.items() if is_master(key, value, param)},
+            **{key: value for key, value in existing if is_master(key, value, param)},
         }
         if fqn in self.masters:
             key, master = self.masters[fqn]
             state[key] = master
-        if rule is not None and rule.master in state:  # a step makes all of the state, or none
+        if rule is not None and rule.master in state:  # a step creates all of the state, or none
             for name in rule.required - state.keys():
-                state[name] = torch.zeros_like(
-                    param, dtype=rule.dtype(name, param), requires_grad=False
-                )
+                dtype = rule.dtype(name, param)
+                state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
         if rule is not None and rule.step_in_group:
             state.pop(STEP, None)
         elif rule is not None and STEP in rule.required and state:
             number = state.get(STEP, self.param_steps.get(fqn))
-            if (
-                not isinstance(number, torch.Tensor) and number is not None
-            ):  # a number stays what it is in torch's step
+            if not isinstance(number, torch.Tensor) and number is not None:
+                # torch's step would keep a Python number forever.
                 state[STEP] = torch.tensor(float(number), device=_counter_device(param, group))
         if state:
             optimizer.state[param] = state
@@ -145,14 +122,15 @@ class OptimizerTarget:
             optimizer.state.pop(param, None)
         for name, dtype in getattr(optimizer, "name_to_dtype_map", {}).items():
             if name in state and dtype == torch.bfloat16:
-                # TransformerEngine asks for a scale, and does not apply it
-                scales = optimizer._scales  # type: ignore[attr-defined]
-                scales.setdefault(param, {}).setdefault(name, torch.ones([1], device=param.device))
+                # TransformerEngine requires a scale, and does not apply it.
+                scales = optimizer._scales.setdefault(param, {})  # type: ignore[attr-defined]
+                scales.setdefault(name, torch.ones([1], device=param.device))
 
 
 def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.device | str:
-    """As in torch's Optimizer.load_state_dict: "step" alone stays on the CPU, unless the optimizer
-    wants it beside the parameter.
+    """Returns the device of "step", as torch's `Optimizer.load_state_dict` does.
+
+    It is the CPU unless the optimizer is fused or capturable.
     """
     return _device(param) if group.get("fused") or group.get("capturable") else "cpu"
 
@@ -167,7 +145,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         if key in RUNTIME_OPTIONS:
             continue
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
-            current.fill_(value)  # a captured graph reads this very tensor
+            current.fill_(value)  # a captured CUDA graph reads this tensor
         else:
             group[key] = deepcopy(value)
 
@@ -181,15 +159,14 @@ def prepare_optimizer(
     saved_shapes: Mapping[str, tuple[int, ...]],
     loads_state: bool,
 ) -> OptimizerTarget:
-    """Memory for the saved state of the optimizers' parameters.
+    """Allocates memory for the saved state of the optimizers' parameters.
 
-    `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint; `shapes`: fqn -> global shape
-    of the parameter, `saved_shapes`: in the checkpoint, where they differ.
+    `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint. `shapes`: fqn -> the
+    parameter's global shape; `saved_shapes`: in the checkpoint, if different.
 
-    A tensor that the optimizer already has is filled in place when it fits. Otherwise one is made:
-    shaped and sharded like the parameter, or on the CPU for a counter unless the optimizer is fused
-    or capturable. It has the dtype that the next step reads, or the saved one where that is not
-    known.
+    A tensor that the optimizer has is filled in place if it fits. Otherwise a new one is sharded
+    like the parameter, or is on the CPU for a step count unless the optimizer is fused or
+    capturable. It has the dtype that the next step reads, or the saved one if that is unknown.
     """
     check_supported(optimizers, names)
     target = OptimizerTarget(optimizers, names, loads_state)
@@ -200,64 +177,65 @@ def prepare_optimizer(
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 fqn = param_name(param, names, number)
+                param_shapes = shapes.get(fqn), saved_shapes.get(fqn)
                 for key in states.get(fqn, ()):
                     dtype, shape = saved[key]
-                    param_shape = (
-                        shapes.get(fqn)
-                        if shape in (shapes.get(fqn), saved_shapes.get(fqn))
-                        else None
+                    state = _SavedState(
+                        key.rpartition("/")[2],
+                        TORCH_DTYPES[dtype],
+                        shape,
+                        shapes.get(fqn) if shape in param_shapes else None,
                     )
-                    name = key.rpartition("/")[2]
-                    target.tensors[key] = _state_tensor(
-                        name, optimizer, param, group, TORCH_DTYPES[dtype], shape, param_shape
-                    )
+                    target.tensors[key] = _state_tensor(state, optimizer, param, group)
     return target
 
 
-def _state_tensor(
-    name: str,
-    optimizer: Optimizer,
-    param: torch.Tensor,
-    group: Mapping[str, Any],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    param_shape: tuple[int, ...] | None,
-) -> torch.Tensor:
-    """`dtype`, `shape`: as saved; `param_shape`: the parameter's global shape, where the state has
-    it.
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """One state of a parameter: dtype and global shape as saved.
+
+    `param_shape`: the parameter's global shape now, if the state has it.
     """
-    existing = optimizer.state.get(param, {}).get(name)
-    is_counter = name == STEP and not (group.get("fused") or group.get("capturable"))
-    like_param = param_shape is not None and not (is_counter and not shape)
-    fits = isinstance(existing, torch.Tensor) and tuple(existing.shape) == (
-        tuple(param.shape) if like_param else shape
-    )
-    if name != STEP:
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    param_shape: tuple[int, ...] | None
+
+
+def _state_tensor(
+    state: _SavedState, optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """Returns the tensor to load a state into: the existing one if it fits, else a new one."""
+    existing: torch.Tensor | None = None
+    is_counter = state.name == STEP and not (group.get("fused") or group.get("capturable"))
+    like_param = state.param_shape is not None and not (is_counter and not state.shape)
+    local_shape = tuple(param.shape) if like_param else state.shape
+    current = optimizer.state.get(param, {}).get(state.name)
+    if isinstance(current, torch.Tensor) and tuple(current.shape) == local_shape:
+        existing = current
+    dtype = state.dtype
+    if state.name != STEP:
         rule = state_rule(optimizer, param, group)
-        dtype = (
-            existing.dtype
-            if isinstance(existing, torch.Tensor) and fits
-            else (rule and rule.dtype(name, param)) or dtype
-        )
-    if isinstance(existing, torch.Tensor) and fits and existing.dtype == dtype:
+        if existing is not None:
+            dtype = existing.dtype
+        elif rule is not None:
+            dtype = rule.dtype(state.name, param) or dtype
+    if existing is not None and existing.dtype == dtype:
         return existing
     if like_param:
-        return _empty_like_param(param, dtype, param_shape)
-    return torch.empty(
-        shape,
-        dtype=dtype,
-        device=_counter_device(param, group) if name == STEP else _device(param),
-    )
+        return _empty_like_param(param, dtype, state.param_shape)
+    device = _counter_device(param, group) if state.name == STEP else _device(param)
+    return torch.empty(state.shape, dtype=dtype, device=device)
 
 
 def _empty_like_param(
     param: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
-    """Memory for state of a parameter whose global shape is `shape`."""
-    padded = (
-        not isinstance(param, DTensor) and tuple(param.shape) != shape
-    )  # a Layout's slice; what it has beyond it stays zero
-    allocate = torch.zeros_like if padded else torch.empty_like
+    """Allocates state of a parameter whose global shape is `shape`."""
+    # A Layout's slice may be padded; padding stays zero.
+    may_be_padded = not isinstance(param, DTensor) and tuple(param.shape) != shape
+    allocate = torch.zeros_like if may_be_padded else torch.empty_like
     return allocate(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
 
 
@@ -269,20 +247,18 @@ def prepare_masters(
     shapes: Mapping[str, tuple[int, ...]],
     grows: bool,
 ) -> None:
-    """Memory for the masters that the optimizers do not have yet and their next step reads.
-    `saved`: param groups of the checkpoint;
-    `stored_masters`: the parameters of which it has masters; `shapes`: as in `prepare_optimizer`;
-    `grows`: some may be larger than theirs.
+    """Allocates the masters that the next step reads and the optimizers do not have yet.
+
+    `saved`: param groups of the checkpoint. `stored_masters`: parameters whose masters it has.
+    `shapes`: as in `prepare_optimizer`. `grows`: some parameters may be larger than saved.
     """
     for optimizer, group in target.groups():
         key = master_key(optimizer, next(iter(saved_groups(target.names, group, saved)), None))
         for param in group["params"] if key is not None else ():
             fqn, rule = target.names[id(param)], state_rule(optimizer, param, group)
-            needs_master = (
-                rule.master is not None
-                if rule is not None
-                else fqn in stored_masters and param.element_size() < torch.float32.itemsize
-            )
+            needs_master = fqn in stored_masters and param.element_size() < torch.float32.itemsize
+            if rule is not None:
+                needs_master = rule.master is not None
             if needs_master and key is not None and key not in optimizer.state.get(param, {}):
                 master = _empty_like_param(param, torch.float32, shapes.get(fqn))
                 target.masters[fqn] = key, master.copy_(param.detach()) if grows else master
@@ -291,7 +267,7 @@ def prepare_masters(
 def saved_groups(
     names: Mapping[int, str], group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The saved param groups from which the parameters of a group come."""
+    """Returns the saved param groups that contain parameters of this group."""
     fqns = {names[id(param)] for param in group["params"]}
     return [saved_group for saved_group in saved if not fqns.isdisjoint(saved_group["names"])]
 
@@ -299,20 +275,17 @@ def saved_groups(
 def match_groups(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The saved options for each current param group, matched by the names of its parameters, never
-    by position.
+    """Returns the saved options of each current param group, matched by parameter names.
 
-    MismatchError where a group's parameters come from saved groups whose options differ.
+    Positions never matter. MismatchError if a group joins saved groups with different options.
     """
     matched: list[Mapping[str, Any]] = []
-    for group in (
-        param_group for optimizer in optimizers for param_group in optimizer.param_groups
-    ):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         candidates = [saved_group["options"] for saved_group in saved_groups(names, group, saved)]
         if any(not _equal_options(candidates[0], other) for other in candidates[1:]):
             fqn = names[id(group["params"][0])]
             raise MismatchError(
-                f"the param group of {fqn} joins parameters whose saved hyperparameters differ; needed one saved group for each; "
+                f"{fqn}: its param group joins parameters whose saved hyperparameters differ; "
                 'pass LoadOptions(hyperparameters="current") to keep those of the optimizer'
             )
         matched.append(candidates[0] if candidates else {})
@@ -320,14 +293,11 @@ def match_groups(
 
 
 def _equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    a, b = (
-        {key: v for key, v in options.items() if key not in RUNTIME_OPTIONS} for options in (a, b)
-    )
-    if a.keys() != b.keys():
-        return False
-    return all(
-        torch.equal(a[key], b[key])
-        if isinstance(a[key], torch.Tensor) and isinstance(b[key], torch.Tensor)
-        else a[key] == b[key]
-        for key in a
-    )
+    keys = a.keys() - set(RUNTIME_OPTIONS)
+    return keys == b.keys() - set(RUNTIME_OPTIONS) and all(_equal(a[key], b[key]) for key in keys)
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)

@@ -1,6 +1,4 @@
-"""Optimizers by parameter name: state tensors, the rest of the state, and param groups; both ways,
-without ever stepping one.
-"""
+"""Flattens optimizers by parameter name: state tensors, other state, and param groups."""
 
 from __future__ import annotations
 
@@ -21,9 +19,11 @@ _UNSUPPORTED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 
 @dataclass(slots=True)
 class FlatOptimizer:
-    """`tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not one
-    tensor. `groups`: names and options, the optimizer's class, and the name that masters have in
-    its state.
+    """A flattened optimizer.
+
+    `tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not a
+    tensor. `groups`: names and options, the optimizer's class, and the name of masters in its
+    state.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -36,36 +36,33 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, torch.Tensor] | Flat
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[Optimizer]:
-    """The optimizers given, if they are objects. LayoutError for what is none."""
+    """Returns the optimizers that the caller passed as objects. LayoutError for other types."""
     if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for item in optimizers:
         if not hasattr(item, "param_groups"):
             raise LayoutError(
-                f"optimizer: got a {type(item).__name__}, expected optimizers, or {{'fqn/state': tensor}}"
+                f"optimizer: got a {type(item).__name__}, expected optimizers, or a dict "
+                "{'fqn/state': tensor}"
             )
     return [_unwrap(item) for item in optimizers]
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """The optimizer that a wrapper without state of its own steps, such as Accelerate's."""
+    """Returns the optimizer inside a wrapper without state of its own, such as Accelerate's."""
     inner: Any = getattr(optimizer, "optimizer", None)
-    is_wrapper = isinstance(inner, Optimizer) and inner is not optimizer
-    is_wrapper = (
-        is_wrapper
-        and inner.state is optimizer.state
-        and inner.param_groups is optimizer.param_groups
-    )
-    return _unwrap(inner) if is_wrapper else optimizer
+    if not isinstance(inner, Optimizer) or inner is optimizer:
+        return optimizer
+    shares_groups = inner.param_groups is optimizer.param_groups
+    return _unwrap(inner) if inner.state is optimizer.state and shares_groups else optimizer
 
 
 def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) -> FlatOptimizer:
-    """All state by name. `names`: id of a parameter -> fqn. LayoutError for a parameter that the
-    model does not have.
+    """Returns all state by name. `names`: id of a parameter -> fqn.
 
-    What is flat already stays as it is: by the names of another model than the one that is stored,
-    such as the average of one.
+    LayoutError for a parameter that the model lacks. A `FlatOptimizer` is returned unchanged: its
+    names may refer to another model, such as an average.
     """
     if isinstance(optimizer, FlatOptimizer):
         return optimizer
@@ -83,45 +80,39 @@ def flatten_optimizer(optimizer: Optimizers | None, names: Mapping[int, str]) ->
     for single in as_optimizers(optimizer):
         class_fields = {"optimizer": class_name(single), "masters": master_key(single)}
         for number, group in enumerate(single.param_groups):
-            fqns = [param_name(p, names, number) for p in group["params"]]
-            options = {
-                option: value
-                for option, value in group.items()
-                if option not in ("params", "param_names")
-            }
+            fqns = [param_name(param, names, number) for param in group["params"]]
+            options = {key: group[key] for key in group if key not in ("params", "param_names")}
             flat.groups.append({"names": fqns, "options": options, **class_fields})
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, param, single.state.get(param, {}))
-        flat.masters |= {
-            param_name(param, names, 0): master for param, master in _apex_masters(single)
-        }
+        for param, master in _apex_masters(single):
+            flat.masters[param_name(param, names, 0)] = master
     return flat
 
 
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-    """LayoutError for optimizers whose state has no one place in a checkpoint, or is not where
-    torch has it.
-    """
+    """Raises LayoutError for optimizers that share parameters, or keep state outside of `state`."""
     known_ids = set[int]()
     for optimizer in optimizers:
+        name = type(optimizer).__name__
         if any(base.__name__ in _UNSUPPORTED for base in type(optimizer).__mro__):
             raise LayoutError(
-                f"{type(optimizer).__name__} keeps its state in a way of its own; needed FSDP2 and a plain optimizer"
+                f"{name}: distributes its state itself, which is not supported; "
+                "use FSDP2 and a plain optimizer"
             )
-        scaled = [
-            key
-            for key, dtype in getattr(optimizer, "name_to_dtype_map", {}).items()
-            if dtype in (torch.float16, torch.uint8)
-        ]
+        dtypes = getattr(optimizer, "name_to_dtype_map", {})
+        scaled = [key for key, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
         if scaled and (getattr(optimizer, "master_weights", False) or scaled != ["master_param"]):
             raise LayoutError(
-                f"{type(optimizer).__name__} keeps the scales of {', '.join(scaled)} outside its state; use float32 or bfloat16"
+                f"{name}: keeps the scales of {', '.join(scaled)} outside of its state; "
+                "use float32 or bfloat16"
             )
         param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for shared in known_ids & param_ids:
-            name = names.get(shared, "a parameter")
+            fqn = names.get(shared, "a parameter")
             raise LayoutError(
-                f"{name}: two optimizers have it, and its state has one place in a checkpoint; needed it in one of them"
+                f"{fqn}: belongs to two optimizers, but a checkpoint stores its state once; "
+                "remove it from one of them"
             )
         known_ids |= param_ids
 
@@ -132,7 +123,7 @@ def _flatten_state(
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key or not key:
             raise LayoutError(
-                f"{fqn}: optimizer state has the key {key!r}; needed a name without '/'"
+                f"{fqn}: got the key {key!r} in optimizer state, expected a name without '/'"
             )
         if is_master(key, value, param):
             flat.masters[fqn] = value
@@ -146,7 +137,8 @@ def _flatten_state(
 def _check_no_dtensor(path: str, value: object) -> None:
     if isinstance(value, DTensor):
         raise LayoutError(
-            f"{path}: a DTensor inside a list or dict of optimizer state cannot be described; needed a tensor of its own"
+            f"{path}: got a DTensor inside of a list or dict of optimizer state, which is not "
+            "supported; store it under a key of its own"
         )
     inner: Iterable[object] = ()
     if isinstance(value, Mapping):
@@ -158,18 +150,20 @@ def _check_no_dtensor(path: str, value: object) -> None:
 
 
 def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int) -> str:
+    """Returns the name of a parameter. LayoutError if the model lacks it."""
     if id(param) not in names:
         shape = tuple(param.shape)
         raise LayoutError(
-            f"optimizer group {group_number} holds a parameter of shape {shape} that the model given does not have; "
-            "needed the optimizer's own model in `model`, and one Parameter where two are tied (by `.data` they are two)"
+            f"optimizer group {group_number}: has a parameter of shape {shape} that is not in "
+            "`model`; pass the optimizer's model, and tie weights by sharing one Parameter"
         )
     return names[id(param)]
 
 
 def is_master(key: str, value: object, param: torch.Tensor) -> bool:
-    """Whether this state is what the parameter is rounded from. The low half of its bits, or a copy
-    of equal precision, is plain state.
+    """Returns whether this state is the master weight of a parameter.
+
+    The low half of its bits, or a copy of equal precision, is ordinary state.
     """
     if key not in MASTER_KEYS or not isinstance(value, torch.Tensor):
         return False
@@ -177,68 +171,49 @@ def is_master(key: str, value: object, param: torch.Tensor) -> bool:
 
 
 def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> str | None:
-    """The name that masters have in the optimizer's state, also before its first step. None where
-    it keeps none that is known of.
+    """Returns the name of masters in the optimizer's state, also before its first step.
 
-    `saved`: a saved param group. An optimizer of a class of the same name that has no state yet
-    will make what that had.
+    None if it keeps none, as far as known. `saved`: a saved param group; an optimizer of the same
+    class name without state will create what that one had.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
-        key = next(
-            (
-                key
-                for key, value in optimizer.state.get(param, {}).items()
-                if is_master(key, value, param)
-            ),
-            None,
-        )
-        rule = state_rule(optimizer, param, {}) if key is None else None
-        if key is not None or (rule is not None and rule.master is not None):
-            return key or (rule.master if rule is not None else None)
+        state = optimizer.state.get(param, {}).items()
+        keys = [key for key, value in state if is_master(key, value, param)]
+        if keys:
+            return str(keys[0])
+        rule = state_rule(optimizer, param, {})
+        if rule is not None and rule.master is not None:
+            return rule.master
     has_rule = bool(params) and state_rule(optimizer, params[0], {}) is not None
-    same_class = (
-        saved is not None
-        and (saved.get("optimizer") or "").rpartition(".")[2]
-        == type(optimizer).__qualname__.rpartition(".")[2]
-    )
-    if (
-        has_rule
-        or saved is None
-        or not same_class
-        or any(optimizer.state.get(param) for param in params)
-    ):
+    if has_rule or saved is None or any(optimizer.state.get(param) for param in params):
         return None
-    return saved.get("masters")
+    saved_class = (saved.get("optimizer") or "").rpartition(".")[2]
+    same_class = saved_class == type(optimizer).__qualname__.rpartition(".")[2]
+    return saved.get("masters") if same_class else None
 
 
 def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and masters of apex's FusedAdam, which keeps them in `param_groups_master` and
-    does not use those of bfloat16.
+    """Returns parameters and masters of apex's FusedAdam, from its `param_groups_master`.
+
+    Those of bfloat16 parameters are unused there.
     """
-    groups = zip(
-        optimizer.param_groups, getattr(optimizer, "param_groups_master", ()), strict=False
-    )
-    pairs = [
-        pair
-        for group, master_group in groups
-        for pair in zip(group["params"], master_group["params"], strict=True)
-    ]
-    return [
-        (param, master)
-        for param, master in pairs
-        if isinstance(master, torch.Tensor) and param.dtype != torch.bfloat16
-    ]
+    master_groups = getattr(optimizer, "param_groups_master", ())
+    pairs = []
+    for group, master_group in zip(optimizer.param_groups, master_groups, strict=False):
+        for param, master in zip(group["params"], master_group["params"], strict=True):
+            if isinstance(master, torch.Tensor) and param.dtype != torch.bfloat16:
+                pairs.append((param, master))
+    return pairs
 
 
 def has_masters(optimizer: Optimizer) -> bool:
-    """Whether it has masters now."""
-    states = (
-        (param, optimizer.state.get(param, {}))
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
-    return bool(_apex_masters(optimizer)) or any(
+    """Returns whether the optimizer holds master weights now."""
+    if _apex_masters(optimizer):
+        return True
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    states = ((param, optimizer.state.get(param, {})) for param in params)
+    return any(
         is_master(key, value, param) for param, state in states for key, value in state.items()
     )
 
@@ -246,36 +221,29 @@ def has_masters(optimizer: Optimizer) -> bool:
 def check_one_master(
     explicit: Mapping[str, torch.Tensor], optimizer_masters: Mapping[str, torch.Tensor]
 ) -> None:
-    """LayoutError for a parameter with a master in its optimizer and none, or another one, in
-    `master_weights`.
+    """Raises LayoutError unless `master_weights` has the same masters as the optimizer.
 
-    Only one of them could be stored or filled, and the next step would go on from the other.
+    Only one of them could be stored or filled, and the next step would continue from the other.
     """
     for fqn, master in optimizer_masters.items():
         if explicit.get(fqn) is not master:
             raise LayoutError(
-                f"{fqn}: got another master in master_weights= than the optimizer keeps in its state, expected one; "
-                "leave out master_weights=, or pass the optimizer there"
+                f"{fqn}: master_weights= and the optimizer's state have different masters; "
+                "omit master_weights=, or pass the optimizer there"
             )
 
 
 def collect_masters(
     optimizers: Sequence[Optimizer], names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
-    """The master weights that they hold now, by the name of the parameter. LayoutError as in
-    `flatten_optimizer`.
-    """
+    """Returns the master weights by parameter name. LayoutError as in `flatten_optimizer`."""
     flat = FlatOptimizer()
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                master_state = {
-                    key: value
-                    for key, value in optimizer.state.get(param, {}).items()
-                    if is_master(key, value, param)
-                }
+                state = optimizer.state.get(param, {}).items()
+                master_state = {key: value for key, value in state if is_master(key, value, param)}
                 _flatten_state(flat, param_name(param, names, number), param, master_state)
-        flat.masters |= {
-            param_name(param, names, 0): master for param, master in _apex_masters(optimizer)
-        }
+        for param, master in _apex_masters(optimizer):
+            flat.masters[param_name(param, names, 0)] = master
     return flat.masters

@@ -1,6 +1,4 @@
-"""From what torch says of a tensor to a rule: DTensor placements, Layout rules, device meshes in
-canonical form.
-"""
+"""Derives shardings from DTensor placements, device meshes and Layout rules."""
 
 from __future__ import annotations
 
@@ -23,10 +21,9 @@ _REPLICATED = Sharding()  # of all plain tensors: what is one object is compared
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTensor:
-    """A tensor seen from one rank: its global shape, its rule, and the memory of this rank's part,
-    without padding.
+    """A tensor as one rank sees it: global shape, sharding, and the local tensor without padding.
 
-    `padded_shape`: the shape of what the rank has, padding included.
+    `padded_shape`: the shape of the local tensor with padding.
     """
 
     shape: tuple[int, ...]
@@ -37,8 +34,9 @@ class ResolvedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _MeshInfo:
-    """A device mesh: its ranks as the call counts them, row-major, and along which dims they
-    ascend.
+    """A device mesh: its ranks as this group counts them, row-major.
+
+    `ascending`: for each mesh dim, whether the ranks ascend along it.
     """
 
     sizes: tuple[int, ...]
@@ -48,46 +46,45 @@ class _MeshInfo:
 
 
 def sharding_of(fqn: str, tensor: DTensor) -> Sharding:
-    """The rule of a DTensor of ranks that are not there, counted as its mesh counts them."""
+    """Returns the sharding of a DTensor whose ranks are not running, as its mesh counts them."""
     world = int(tensor.device_mesh.mesh.max()) + 1
     return ShardingResolver(0, range(world), None)._dtensor_sharding(fqn, tensor)
 
 
 @dataclass(slots=True)
 class ShardingResolver:
-    """Places tensors for one rank of one world. Remembers meshes that it has seen, and which Layout
-    rules applied.
-    """
+    """Resolves tensors for one rank of a group. Caches meshes, and records matched Layout rules."""
 
     rank: int
-    ranks: Sequence[int]  # global rank of each index; meshes speak of global ranks
+    ranks: Sequence[int]  # global rank of each index; meshes contain global ranks
     layout: Layout | None
     matched_patterns: set[str] = field(default_factory=set)
-    mesh_shapes: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # mesh dim names -> sizes, for people
+    # Mesh dim names -> sizes, for the manifest.
+    mesh_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _shardings: dict[object, Sharding] = field(default_factory=dict)
     _local_shapes: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _mesh_infos: dict[DeviceMesh, _MeshInfo] = field(default_factory=dict)
+    # DTensors without padding -> (shape, sharding, padded shape).
     _resolved_dtensors: dict[object, tuple[tuple[int, ...], Sharding, tuple[int, ...]]] = field(
         default_factory=dict
-    )  # DTensors without padding
+    )
     _without_layout: ShardingResolver | None = None
 
     @property
     def without_layout(self) -> ShardingResolver:
-        """A placer for what no Layout rule is about."""
+        """A resolver for tensors to which no Layout rule applies."""
+        if self.layout is None:
+            return self
         if self._without_layout is None:
-            self._without_layout = (
-                self
-                if self.layout is None
-                else ShardingResolver(self.rank, self.ranks, None, mesh_shapes=self.mesh_shapes)
+            self._without_layout = ShardingResolver(
+                self.rank, self.ranks, None, mesh_shapes=self.mesh_shapes
             )
         return self._without_layout
 
     def resolve(self, fqn: str, tensor: torch.Tensor) -> ResolvedTensor | None:
-        """Where the tensor sits; None for a DTensor whose mesh this rank is not in. LayoutError
-        where it cannot be said.
+        """Returns the tensor's sharding; None for a DTensor whose mesh excludes this rank.
+
+        LayoutError if it cannot be determined.
         """
         if self.layout is None and not isinstance(tensor, DTensor):
             local = tensor.detach()
@@ -97,7 +94,7 @@ class ShardingResolver:
         cache_key = None
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor.detach()
-            if self.layout is None:  # most of a model is many tensors of few kinds
+            if self.layout is None:  # most tensors of a model share few shapes and placements
                 cache_key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
                 cached = self._resolved_dtensors.get(cache_key)
                 if cached is not None:
@@ -124,31 +121,30 @@ class ShardingResolver:
         sharding = (
             _nest_shardings(fqn, shard_dims, dtensor_sharding) if shard_dims else dtensor_sharding
         )
-        try:
-            local_shape = self._local_shapes.get((sharding, shape))
-            if local_shape is None:
-                local_shape = self._local_shapes[sharding, shape] = sharding.local_shape(
-                    self.rank, shape
-                )
-        except LayoutError as error:
-            raise LayoutError(f"{fqn}: {error}; needed sections that make up the dim") from error
+        local_shape = self._local_shapes.get((sharding, shape))
+        if local_shape is None:
+            try:
+                local_shape = sharding.local_shape(self.rank, shape)
+            except LayoutError as error:
+                raise LayoutError(f"{fqn}: {error}; pass sections that add up to it") from error
+            self._local_shapes[sharding, shape] = local_shape
         padded_shape = tuple(local.shape)
         if cache_key is not None and padded_shape == local_shape:
             self._resolved_dtensors[cache_key] = shape, sharding, padded_shape
-        return ResolvedTensor(
-            shape, sharding, _without_padding(fqn, local, local_shape, padded_dims), padded_shape
-        )
+        unpadded = _without_padding(fqn, local, local_shape, padded_dims)
+        return ResolvedTensor(shape, sharding, unpadded, padded_shape)
 
     def check_alias(self, alias: str, stored: str) -> None:
-        """LayoutError where two names of one tensor have Layout rules that differ."""
+        """Raises LayoutError if two names of one tensor have different Layout rules."""
         layout = self.layout or Layout({}, {})
         pattern, stored_pattern = layout.rule_for(alias), layout.rule_for(stored)
         if pattern is None:
             return
         if stored_pattern is None or layout.rules[stored_pattern] != layout.rules[pattern]:
-            conflict = "there is none" if stored_pattern is None else f"{stored_pattern!r} differs"
+            conflict = "has none" if stored_pattern is None else f"has {stored_pattern!r}"
             raise LayoutError(
-                f"{alias}: Layout rule {pattern!r} is of the tensor {stored}, and {conflict} for that name; needed the same for both"
+                f"{alias}: Layout rule {pattern!r} matches this alias of {stored}, which "
+                f"{conflict}; pass equal rules for both names"
             )
         self.matched_patterns.add(pattern)
 
@@ -165,8 +161,8 @@ class ShardingResolver:
         for i in {i for i, _, _ in order}:
             if not mesh.ascending[i]:
                 raise LayoutError(
-                    f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, which shards it; needed ascending "
-                    "ranks: torch's own collectives sort them"
+                    f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, "
+                    "which shards it; use ascending ranks, as torch's own collectives sort them"
                 )
         strides = _strides(members, sizes, {i for i, _, _ in order})
         list_ranks = strides is None
@@ -185,7 +181,8 @@ class ShardingResolver:
             members = tuple(index_of.get(rank, -1) for rank in ranks.flatten().tolist())
             if -1 in members:
                 raise LayoutError(
-                    f"{fqn}: its device mesh has ranks outside the process group of this call; needed a group that holds them"
+                    f"{fqn}: its device mesh has ranks outside of the process group; "
+                    "pass a group that contains them"
                 )
             ascends = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
             self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascends)
@@ -198,8 +195,9 @@ def _padded_dims(
     shard_dims: tuple[ShardDim, ...],
     dims: set[int],
 ) -> set[int]:
-    """The dims in which a part may be longer than what it holds: cut once, whole, into parts that
-    are at least `torch.chunk`'s.
+    """Returns the dims in which a local tensor may be padded.
+
+    These are sharded once, evenly, into shards at least as long as those of `torch.chunk`.
     """
     padded = set()
     for dim in dims if len(local) == len(declared) else ():
@@ -218,58 +216,50 @@ def _global_shape(
     declared: tuple[int, ...] | None,
     padded: set[int],
 ) -> tuple[tuple[int, ...], tuple[ShardDim, ...]]:
-    """The global shape of a part of shape `local`, and the cuts, those into longer parts than
-    `torch.chunk`'s marked.
+    """Returns the global shape of a local shape, and the shard dims.
+
+    Dims with longer shards than those of `torch.chunk` are marked by their `chunk_length`.
     """
+    counts = [prod(c.size for c in shard_dims if c.dim == dim) for dim in range(len(local))]
     if declared is None:
-        return tuple(
-            n * prod(c.size for c in shard_dims if c.dim == d) for d, n in enumerate(local)
-        ), shard_dims
+        shape = tuple(size * count for size, count in zip(local, counts, strict=True))
+        return shape, shard_dims
     if len(declared) != len(local):
         raise LayoutError(
-            f"{fqn}: Layout shapes say {declared}, this rank's part has shape {local}; needed as many dims"
+            f"{fqn}: Layout shapes declare {declared}, but this rank's tensor has shape {local}; "
+            "pass a shape with as many dims"
         )
-    longer = {
-        d: local[d]
-        for d in padded
-        if local[d] > -(-declared[d] // prod(c.size for c in shard_dims if c.dim == d))
-    }
+    longer = {dim: local[dim] for dim in padded if local[dim] > -(-declared[dim] // counts[dim])}
     return declared, tuple(replace(cut, chunk_length=longer.get(cut.dim, 0)) for cut in shard_dims)
 
 
 def _shard_order(
     fqn: str, placements: Sequence[object], sizes: Sequence[int], ndim: int
 ) -> list[tuple[int, int, int]]:
-    """(mesh dim, tensor dim, sections) in the order in which the cuts were made.
+    """Returns (mesh dim, tensor dim, sections) in the order in which the tensor was sharded.
 
-    Plain `Shard`s cut in mesh order. `_StridedShard`s come after, right to left: one whose split
-    factor is the number of shards to its right is FSDP's ordinary chunk of what the right ones
-    left; any other interleaves that many sections. Source:
-    `_StridedShard._split_tensor` and `FSDPParam._init_sharded_param` of torch 2.13.
+    Plain `Shard`s apply in mesh order. `_StridedShard`s follow, right to left. If the split factor
+    is the number of shards to its right, it is FSDP's chunk of what those left; any other
+    interleaves that many sections. Source: `_StridedShard._split_tensor` and
+    `FSDPParam._init_sharded_param` of torch 2.13.
     """
     plain, strided = [], []
-    for i in range(len(placements)):
-        placement = placements[i]
+    for i, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            dim = placement.dim % ndim
-            shards_to_right = prod(
-                size
-                for size, other in zip(sizes[i + 1 :], placements[i + 1 :], strict=True)
-                if _shards_dim(other, dim, ndim)
-            )
-            sections = (
-                1 if placement.split_factor == shards_to_right else int(placement.split_factor)
-            )
-            strided.append((i, dim, sections))
+            dim, factor = placement.dim % ndim, int(placement.split_factor)
+            right = zip(sizes[i + 1 :], placements[i + 1 :], strict=True)
+            shards_to_right = prod(size for size, other in right if _shards_dim(other, dim, ndim))
+            strided.append((i, dim, 1 if factor == shards_to_right else factor))
         elif isinstance(placement, Shard):
             plain.append((i, placement.dim % ndim, 1))
         elif getattr(placement, "is_partial", lambda: False)():
             raise LayoutError(
-                f"{fqn}: placement {placement} on mesh dim {i}; needed Shard or Replicate; redistribute it before saving"
+                f"{fqn}: got placement {placement} on mesh dim {i}, expected Shard or Replicate; "
+                "redistribute the tensor first"
             )
         elif not getattr(placement, "is_replicate", lambda: False)():
             raise LayoutError(
-                f"{fqn}: unknown placement {placement} on mesh dim {i}; needed Shard or Replicate"
+                f"{fqn}: got placement {placement} on mesh dim {i}, expected Shard or Replicate"
             )
     return [shard for shard in (*plain, *reversed(strided)) if sizes[shard[0]] > 1]
 
@@ -281,8 +271,9 @@ def _shards_dim(placement: object, dim: int, ndim: int) -> bool:
 def _strides(
     members: Sequence[int], sizes: Sequence[int], sharded_dims: set[int]
 ) -> list[int] | None:
-    """Strides by which `rank // stride % size` is the mesh coordinate on the cut dims, or None
-    where no such numbers exist.
+    """Returns strides such that `rank // stride % size` is the mesh coordinate; None if none exist.
+
+    Only `sharded_dims` matter.
     """
     steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))]  # row-major positions in `members`
     strides = [
@@ -299,7 +290,8 @@ def _strides(
 def _nest_shardings(fqn: str, outer: tuple[ShardDim, ...], inner: Sharding) -> Sharding:
     if outer and inner.ranks:
         raise LayoutError(
-            f"{fqn}: a Layout rule over a DTensor whose mesh is not a regular slice of the ranks; needed a mesh made by init_device_mesh"
+            f"{fqn}: a Layout rule matches a DTensor whose mesh is not a regular slice of the "
+            "ranks; create the mesh with init_device_mesh"
         )
     return Sharding(outer + inner.shard_dims, inner.ranks)
 
@@ -309,71 +301,67 @@ def _check_disjoint_dims(fqn: str, pattern: str, layout: Layout, tensor: DTensor
     shared = [name for name in layout.rules[pattern] if name in mesh_dims]
     if shared:
         raise LayoutError(
-            f"{fqn}: Layout rule {pattern!r} names mesh dim(s) {', '.join(shared)}, which the DTensor's own mesh has; "
-            "needed only dims that it lacks"
+            f"{fqn}: Layout rule {pattern!r} names mesh dim(s) {', '.join(shared)} of the "
+            "DTensor's own mesh; name only dims that it lacks"
         )
 
 
 def _check_dense(fqn: str, local: torch.Tensor) -> None:
     if local.device.type == "meta":
-        raise LayoutError(
-            f"{fqn}: is on the meta device and has no bytes; call `to_empty(device=...)` first"
-        )
+        raise LayoutError(f"{fqn}: is on the meta device; call `to_empty(device=...)` first")
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         kind = "quantized" if local.is_quantized else "nested" if local.is_nested else local.layout
-        raise LayoutError(f"{fqn}: is a {kind} tensor; needed a dense one")
+        raise LayoutError(f"{fqn}: got a {kind} tensor, expected a dense one")
     if local.is_conj() or local.is_neg():
         raise LayoutError(
-            f"{fqn}: is a conjugate or negative view; needed its own values: call `resolve_conj().resolve_neg()`"
+            f"{fqn}: is a conjugate or negative view; call `resolve_conj().resolve_neg()` first"
         )
     if type(local) is not torch.Tensor:
         raise LayoutError(
-            f"{fqn}: is a {type(local).__name__}; needed a torch.Tensor, a Parameter or a DTensor of one"
+            f"{fqn}: got a {type(local).__name__}, expected a torch.Tensor, a Parameter, or a "
+            "DTensor of one"
         )
 
 
 def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
-    """LayoutError for a target whose elements share memory: what is read into one would be read
-    into others. It may be saved.
+    """Raises LayoutError for a target whose elements share memory: loading one would change others.
+
+    Such a tensor can be saved.
     """
     expanded = [dim for dim, size in enumerate(local.shape) if size > 1 and local.stride(dim) == 0]
     if expanded and local.numel():
         raise LayoutError(
-            f"{fqn}: is expanded: its elements along dim {expanded[0]} of shape {tuple(local.shape)} are one in memory; needed memory for "
-            "each, to be loaded into: call `contiguous()`"
+            f"{fqn}: is expanded: all elements along dim {expanded[0]} of shape "
+            f"{tuple(local.shape)} share memory; call `contiguous()` before loading into it"
         )
 
 
 def _without_padding(
     fqn: str, local: torch.Tensor, expected: tuple[int, ...], padded: set[int]
 ) -> torch.Tensor:
-    """The part without padding. LayoutError where the rule gives this rank another shape than it
-    has.
-    """
+    """Returns the local tensor without padding. LayoutError if its shape does not fit."""
     if tuple(local.shape) == expected:
         return local
     if local.numel() == 0 and prod(expected) == 0:
         return local.reshape(expected)
-    sizes = list(zip(expected, local.shape, strict=False))
-    if len(expected) == local.dim() and all(
-        n == m or (d in padded and n < m) for d, (n, m) in enumerate(sizes)
-    ):
-        return local[tuple(slice(n) for n in expected)]
+    sizes = enumerate(zip(expected, local.shape, strict=False))
+    fits = all(size == full or (dim in padded and size < full) for dim, (size, full) in sizes)
+    if len(expected) == local.dim() and fits:
+        return local[tuple(slice(size) for size in expected)]
     raise LayoutError(
-        f"{fqn}: this rank's part has shape {tuple(local.shape)}, its placements give {expected}; needed equal; "
-        "uneven or padded plain parts need Layout shapes={...}"
+        f"{fqn}: got a local tensor of shape {tuple(local.shape)}, expected {expected} from its "
+        "placements; declare uneven or padded plain tensors with Layout(shapes={...})"
     )
 
 
 def describe_meshes(resolver: ShardingResolver) -> Mapping[str, object]:
-    """What the manifest records of the meshes at save. Nothing reads it back."""
+    """Returns what the manifest records about the meshes at save. Nothing reads it back."""
     description: dict[str, object] = {"world_size": len(resolver.ranks)}
     if resolver.layout is not None:
         description["layout"] = dict(resolver.layout.mesh)
     if resolver.mesh_shapes:
-        description["device_meshes"] = {
-            names: list(sizes) for names, sizes in sorted(resolver.mesh_shapes.items())
-        }
+        mesh_shapes = sorted(resolver.mesh_shapes.items())
+        description["device_meshes"] = {names: list(sizes) for names, sizes in mesh_shapes}
     return description
 
 

@@ -1,5 +1,6 @@
-"""Random states as objects: those of this process, which another number of ranks derives anew, and
-generators of the job's own.
+"""Saves and restores random generators: those of this process, and the user's own.
+
+The process's generators are seeded anew on another number of ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class RandomStates:
-    """All random generators that a training step draws from by default, as one object with
-    `state_dict` and `load_state_dict`.
+    """All random generators that a training step uses by default, as one stateful object.
 
-    Python's, NumPy's old global one, torch's of the CPU and of every CUDA device that this process
-    sees. Generators of the job's own (`torch.Generator`, `np.random.Generator`) stand beside it.
-    Belongs in `rank_extra`: each rank has its own states.
+    These are Python's, NumPy's global one, and torch's for the CPU and every visible CUDA device.
+    The user's own generators (`torch.Generator`, `np.random.Generator`) are passed separately. Put
+    it into `rank_extra`: each rank has its own states.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states now."""
+        """Returns the current states."""
         states: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -37,20 +37,16 @@ class RandomStates:
         return states
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Exactly as they were. Those of CUDA devices stay as they are where it is another number
-        of devices.
-        """
+        """Restores the states exactly; those of CUDA only for the same number of devices."""
         version, inner, gauss = state_dict["python"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(tuple(state_dict["numpy"]))
         torch.set_rng_state(state_dict["torch"])
-        saved, devices = (
-            list(state_dict.get("cuda") or ()),
-            torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        )
+        saved = list(state_dict.get("cuda") or ())
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if len(saved) != devices:
             _LOG.warning(
-                "random states: saved for %d CUDA devices, here are %d: theirs stay as they are",
+                "random states: saved for %d CUDA devices, found %d; CUDA states stay unchanged",
                 len(saved),
                 devices,
             )
@@ -58,14 +54,14 @@ class RandomStates:
             torch.cuda.set_rng_state_all(saved)
 
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:
-        """New states for rank `rank` of `world`, from those of another number of ranks: always the
-        same from the same.
+        """Derives states for `rank` of `world` from those of another number of ranks.
+
+        Deterministic: equal inputs give equal states.
         """
-        seed = zlib.crc32(
-            f"{zlib.crc32(saved[rank % len(saved)]['torch'].numpy())}/{rank}/{world}".encode()
-        )  # 32 bits: NumPy takes no more
+        checksum = zlib.crc32(saved[rank % len(saved)]["torch"].numpy())
+        seed = zlib.crc32(f"{checksum}/{rank}/{world}".encode())  # NumPy accepts 32 bits
         _LOG.info(
-            "random states: saved by %d ranks; those of rank %d of %d are derived from them, seed %d",
+            "random states: saved by %d ranks; rank %d of %d derives its own, seed %d",
             len(saved),
             rank,
             world,
@@ -73,10 +69,10 @@ class RandomStates:
         )
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)  # of CUDA devices, too
+        torch.manual_seed(seed)  # seeds CUDA devices too
 
 
-# What a generator is called, its state as plain values, and the reverse, by type.
+# By type: description of a generator, its state as plain values, and how to set that.
 _GENERATOR_TYPES: dict[
     type, tuple[Callable[[Any], str], Callable[[Any], Any], Callable[[Any, Any], None]]
 ] = {
@@ -106,35 +102,30 @@ _GENERATOR_TYPES: dict[
 
 
 class GeneratorState:
-    """A random generator of the job's own, as an object whose state is set in place."""
+    """The user's own random generator, as an object whose state is restored in place."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        describe, self._get, self._set = next(
-            functions
-            for generator_type, functions in _GENERATOR_TYPES.items()
-            if isinstance(generator, generator_type)
-        )
+        generator_type = next(kind for kind in _GENERATOR_TYPES if isinstance(generator, kind))
+        describe, self._get, self._set = _GENERATOR_TYPES[generator_type]
         self._description = describe(generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state now, and of what kind of generator."""
+        """Returns the current state and the kind of generator."""
         return {"generator": self._description, "state": self._get(self._generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Exactly as it was."""
+        """Restores the state exactly."""
         self._set(self._generator, state_dict["state"])
 
     def mismatch(self, state: Any) -> str:
-        """Why the generator cannot take this state; empty where it can."""
+        """Explains why the generator cannot load this state; empty if it can."""
         saved = state.get("generator") if isinstance(state, Mapping) else None
-        return (
-            ""
-            if saved == self._description
-            else f"the checkpoint has {saved or 'no generator'}, the target is a {self._description}"
-        )
+        if saved == self._description:
+            return ""
+        return f"got {saved or 'no generator'} in the checkpoint, expected a {self._description}"
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `GeneratorState` knows it."""
+    """Returns whether `GeneratorState` supports this object."""
     return isinstance(value, tuple(_GENERATOR_TYPES))

@@ -1,10 +1,9 @@
-"""A place in the data that does not depend on the ranks: one order of all samples, and how many of
-it all ranks together have seen.
+"""Samples data independently of the number of ranks: one order, and a count of samples consumed.
 
-How samples could be lost or repeated: workers fetch ahead of the training, and what was fetched is
-taken for seen; another number of ranks or another batch size cuts the rest otherwise; ranks get
-unequal numbers of batches, and one waits for ever. So the count comes from what the training loop
-was handed, a rank's share is a stride over what is left, and all shares are equally long.
+How samples could be lost or repeated: workers prefetch, and prefetched samples are counted as
+consumed; another number of ranks or batch size splits the rest differently; ranks get unequal
+numbers of batches, and one waits forever. So only batches handed to the training loop count, a
+rank's share is a stride over the rest, and all shares are equally long.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,14 +21,12 @@ from unified_ckpt.errors import CheckpointError, LayoutError, MismatchError
 from unified_ckpt.runtime.comm.comm import from_torch
 
 _Batch = TypeVar("_Batch")
-_CHECKED_INDICES = (
-    4096  # of an order's first places: a torch that shuffles otherwise differs in them
-)
+_CHECKED_INDICES = 4096  # the start of an order: another shuffle differs there
 
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """`seen`: samples of the epoch that the ranks have been handed, all together."""
+    """A position in the data. `seen`: samples of the epoch consumed by all ranks together."""
 
     seed: int
     shuffle: bool
@@ -49,15 +46,16 @@ class _Order:
 
 
 class ElasticSampler(Sampler[int]):
-    """`DistributedSampler` that resumes in the midst of an epoch, on any number of ranks, with any
-    batch size that all ranks have.
+    """A `DistributedSampler` that resumes within an epoch, with any ranks and any batch size.
 
-    Loop over `batches(loader)`, which counts what it hands out, and put the sampler into `extra`.
-    All ranks go through one order of the samples, rank r of W taking every W-th from where they
-    stand, and all get equally many. So however often an epoch is resumed, each sample comes once,
-    but at its end, where fewer than W are left: with `drop_last` these do not come, else as many
-    from the start of the order come again. The arguments, and the order, are those of
-    `DistributedSampler`; 8 bytes a sample on each rank.
+    Iterate over `batches(loader)`, which counts consumed samples, and put the sampler into `extra`.
+    The batch size is the same on all ranks.
+
+    All ranks share one order of the samples: from the current position, rank r of W takes every
+    W-th, and all get equally many. So each sample comes once per epoch, however often it is
+    resumed, except at the end, where fewer than W are left. These are dropped with `drop_last`;
+    otherwise samples from the start fill up. Arguments and order are those of `DistributedSampler`.
+    Uses 8 bytes per sample on each rank.
     """
 
     def __init__(
@@ -75,30 +73,32 @@ class ElasticSampler(Sampler[int]):
         self._world_from_torch = num_replicas is None
         if not 0 <= self._rank < self._world:
             raise LayoutError(
-                f"ElasticSampler: rank is {self._rank}, num_replicas {self._world}; needed a rank from 0 below num_replicas"
+                f"ElasticSampler: got rank {self._rank} with num_replicas {self._world}, "
+                "expected 0 <= rank < num_replicas"
             )
         self._length, self._drop_last = len(dataset), drop_last
         self._position = _Position(seed, shuffle)
-        self._loop: object = None  # through a loader, the one that counts
-        self._previous: _PreviousPosition | None = None  # the last `load_state_dict`
-        self._orders: dict[tuple[int, int, bool], _Order] = {}  # the last one
+        self._loop: object = None  # identifies the running loop over `batches`
+        self._previous: _PreviousPosition | None = None  # before the last `load_state_dict`
+        self._orders: dict[tuple[int, int, bool], _Order] = {}  # holds the latest order only
 
     @property
     def epoch(self) -> int:
+        """The current epoch."""
         return self._position.epoch
 
     @property
     def seen(self) -> int:
-        """Samples of this epoch that all ranks together have been handed."""
+        """Samples of this epoch that all ranks together have consumed."""
         return self._position.seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of an epoch; stays in the midst of it if that is the one under way."""
+        """Moves to the start of an epoch; keeps the position within the current one."""
         if epoch != self.epoch:
             self._set_position(replace(self._position, epoch=epoch, seen=0))
 
     def __len__(self) -> int:
-        """Samples that this rank still gets in this epoch."""
+        """Returns how many samples this rank still gets in this epoch."""
         remaining = self._length - self.seen
         return remaining // self._world if self._drop_last else -(-remaining // self._world)
 
@@ -107,23 +107,25 @@ class ElasticSampler(Sampler[int]):
         return _IndexIterator(self, previous)
 
     def batches(self, loader: DataLoader[_Batch]) -> Iterator[_Batch]:
-        """The loader's batches from here to the end of the epoch, each counted as seen when it is
-        handed out; then the next epoch begins.
+        """Yields the loader's batches up to the end of the epoch, and counts each one as consumed.
 
-        The loader has this sampler; it may have workers, be torchdata's `StatefulDataLoader`, and
-        drop its last batch, which then is not seen in this epoch. Left early, the loop goes on
-        there the next time. The seeds of workers come from the place in the data: a loop that
-        begins anew takes nothing from torch's random state.
+        Then the next epoch begins. The loader uses this sampler. It may have workers, be
+        torchdata's `StatefulDataLoader`, and drop its last batch, which is then not consumed in
+        this epoch. A loop that ends early continues there the next time. Workers are seeded from
+        the position, so a restarted loop takes nothing from torch's random state.
         """
         size = self._batch_size(loader)
         if self._world_from_torch and self._world != from_torch(None).world:
             raise LayoutError(
-                f"ElasticSampler: there were {self._world} rank(s) when it was made, now {from_torch(None).world}; "
-                "needed init_process_group before it, or num_replicas and rank"
+                f"ElasticSampler: was created with {self._world} rank(s), now there are "
+                f"{from_torch(None).world}; call init_process_group first, or pass num_replicas "
+                "and rank"
             )
         self._loop = loop = object()
+        position = self._position
+        seed = f"{position.seed}/{position.epoch}/{position.seen}/{self._rank}/{self._world}"
         try:
-            with _seeded(zlib.crc32(f"{self._position}/{self._rank}/{self._world}".encode())):
+            with _seeded(zlib.crc32(seed.encode())):
                 batches = iter(loader)
             for batch in batches:
                 seen = self.seen + self._world * min(size, len(self))
@@ -131,8 +133,8 @@ class ElasticSampler(Sampler[int]):
                 yield batch
                 if self._loop is not loop:
                     raise CheckpointError(
-                        "ElasticSampler: its place was set in the midst of a loop, whose next batches are those of the old one; "
-                        "needed a new loop over `batches`"
+                        "ElasticSampler: its position was changed during a loop, which would yield "
+                        "batches of the old one; start a new loop over `batches`"
                     )
             self._position = replace(self._position, epoch=self.epoch + 1, seen=0)
         finally:
@@ -140,59 +142,57 @@ class ElasticSampler(Sampler[int]):
                 self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: the same on all ranks, whatever their number."""
-        position = self._position
-        fields = {
-            "seed": position.seed,
-            "shuffle": position.shuffle,
-            "epoch": position.epoch,
-            "seen": position.seen,
-        }
-        return {**fields, "length": self._length, "check": self._order(position).checksum}
+        """Returns the position in the data: the same on all ranks, whatever their number."""
+        checksum = self._order(self._position).checksum
+        return {**asdict(self._position), "length": self._length, "check": checksum}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes there, with the seed and the order of then. MismatchError where the dataset or the
-        order is another one.
+        """Moves to a saved position, with its seed and order.
+
+        MismatchError for another dataset or order.
         """
         if state_dict["length"] != self._length:
             raise MismatchError(
-                f"ElasticSampler: saved in a dataset of {state_dict['length']} samples, this one has {self._length}; needed the same one, "
-                "or an epoch from its start: leave the sampler out of `extra`, and set_epoch"
+                f"ElasticSampler: got a dataset of {self._length} samples, expected "
+                f"{state_dict['length']} as saved; to use another dataset, leave the sampler out "
+                "of `extra` and call set_epoch"
             )
         position = _Position(*(state_dict[name] for name in ("seed", "shuffle", "epoch", "seen")))
         if self._order(position).checksum != state_dict["check"]:
             raise MismatchError(
-                "ElasticSampler: this torch shuffles in another order than the one that saved; needed that version"
+                "ElasticSampler: this torch version shuffles in another order; "
+                "use the version that saved"
             )
         previous = self._position, self._loop
         self._set_position(position)
         self._previous = previous
 
-    # any number alike
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:  # noqa: ARG002
-        """For a sampler in `rank_extra`: all ranks have said the same."""
+        """Loads a sampler from `rank_extra`: all ranks saved the same state."""
         self.load_state_dict(saved[0])
 
     def _set_position(self, position: _Position) -> None:
         self._position, self._loop, self._previous = position, None, None
 
     def _batch_size(self, loader: DataLoader[Any]) -> int:
-        """Samples of one rank in a whole batch. LayoutError where they cannot be counted."""
+        """Returns one rank's samples per full batch. LayoutError if they cannot be counted."""
         batch_sampler = loader.batch_sampler
-        size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", None)
-        if (
-            loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-        ) is not self:
-            raise LayoutError(
-                "ElasticSampler: the loader draws from another sampler; needed DataLoader(…, sampler=this one)"
-            )
+        size: Any = 1
+        sampler: Any = loader.sampler
+        if batch_sampler is not None:
+            size = getattr(batch_sampler, "batch_size", None)
+            sampler = getattr(batch_sampler, "sampler", None)
+        if sampler is not self:
+            raise LayoutError("ElasticSampler: the loader has another sampler; pass it this one")
         if not isinstance(size, int):
             raise LayoutError(
-                f"ElasticSampler: the loader's {type(batch_sampler).__name__} has no batch_size; needed batches of one size"
+                f"ElasticSampler: the loader's {type(batch_sampler).__name__} has no batch_size; "
+                "use batches of one size"
             )
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise LayoutError(
-                "ElasticSampler: the loader hands batches out of order, so seen ones cannot be counted; needed in_order=True"
+                "ElasticSampler: the loader yields batches out of order, so they cannot be "
+                "counted; pass in_order=True"
             )
         return size
 
@@ -203,32 +203,30 @@ class ElasticSampler(Sampler[int]):
             if position.shuffle:
                 generator = torch.Generator().manual_seed(position.seed + position.epoch)
                 indices = torch.randperm(self._length, generator=generator).numpy()
-                indices = memoryview(indices)  # gives Python's ints, and quickly
-            self._orders = {
-                key: _Order(indices, zlib.crc32(repr(list(indices[:_CHECKED_INDICES])).encode()))
-            }
+                indices = memoryview(indices)  # the fastest way to Python ints
+            checksum = zlib.crc32(repr(list(indices[:_CHECKED_INDICES])).encode())
+            self._orders = {key: _Order(indices, checksum)}
         return self._orders[key]
 
 
 class _IndexIterator(Iterator[int]):
-    """One rank's way through the rest of an epoch.
+    """Yields one rank's remaining indices of an epoch.
 
-    `StatefulDataLoader` saves it together with the sampler, and sets both; but what it has of the
-    sampler is from when it fetched, ahead of the loop. So the sampler goes back to `before`, where
-    it was when the loader set it.
+    `StatefulDataLoader` saves and restores it together with the sampler. It reads the sampler's
+    state when it prefetches, ahead of the loop, so the sampler returns to `previous`, its position
+    before the loader restored it.
     """
 
     def __init__(self, sampler: ElasticSampler, previous: _PreviousPosition | None) -> None:
         self._sampler, self._previous = sampler, previous
-        self._progress: tuple[int, int] | None = (
-            None  # epoch, drawn of it by all ranks; None until it begins, where the sampler is then
-        )
+        # Epoch, and indices of it drawn by all ranks; None: starts at the sampler's position.
+        self._progress: tuple[int, int] | None = None
 
     def __next__(self) -> int:
         sampler = self._sampler
         if sampler._loop is None:
             raise CheckpointError(
-                "ElasticSampler: a loader fetches from it, uncounted; needed a loop over sampler.batches(loader)"
+                "ElasticSampler: a loader draws from it uncounted; use sampler.batches(loader)"
             )
         epoch, drawn = self._progress = self._progress or (sampler.epoch, sampler.seen)
         if drawn + (sampler._world - 1 if sampler._drop_last else 0) >= sampler._length:
@@ -237,39 +235,41 @@ class _IndexIterator(Iterator[int]):
         return sampler._order(sampler._position).indices[(drawn + sampler._rank) % sampler._length]
 
     def state_dict(self) -> dict[str, int]:
+        """Returns the epoch and how many indices all ranks have drawn."""
         epoch, drawn = self._progress or (self._sampler.epoch, self._sampler.seen)
         return {"epoch": epoch, "drawn": drawn}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Moves to a saved position."""
         sampler, progress = self._sampler, (state_dict["epoch"], state_dict["drawn"])
         if self._previous is not None:
             sampler._position, sampler._loop = self._previous
         if (progress[0], min(progress[1], sampler._length)) > (sampler.epoch, sampler.seen):
             raise CheckpointError(
-                "ElasticSampler: the loader's state was loaded, the sampler's was not; needed the sampler in `extra`, at the save and here"
+                "ElasticSampler: the loader's state was loaded, the sampler's was not; put the "
+                "sampler into `extra` for save and load"
             )
-        if progress[0] == sampler.epoch:  # else of an epoch that is over: the loader begins anew
+        if progress[0] == sampler.epoch:  # else the loader's epoch has ended, and it starts anew
             self._progress = progress
 
 
 def start_loader(loader: object) -> None:
-    """Lets a `StatefulDataLoader` that was given a state go there now: it draws random numbers when
-    it starts, which would be drawn after the random states are set. Does nothing to any other
-    object, nor to the loader of an `ElasticSampler`, which starts it by itself.
+    """Starts a `StatefulDataLoader` that has loaded a state, before random states are restored.
+
+    It draws random numbers when it starts. Does nothing to other objects, nor to the loader of an
+    `ElasticSampler`, which starts it itself.
     """
-    if not any(
-        base.__name__ == "StatefulDataLoader" and base.__module__.startswith("torchdata.")
-        for base in type(loader).__mro__
-    ):
+    bases = [base for base in type(loader).__mro__ if base.__module__.startswith("torchdata.")]
+    if not any(base.__name__ == "StatefulDataLoader" for base in bases):
         return
     stateful: Any = loader
     if not isinstance(getattr(stateful.batch_sampler, "sampler", stateful.sampler), ElasticSampler):
-        stateful.state_dict()  # makes the iterator that the next loop takes
+        stateful.state_dict()  # creates the iterator that the next loop uses
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draws from torch's CPU generator inside change nothing outside."""
+    """Seeds torch's CPU generator inside the block, and restores its state afterwards."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -1,6 +1,4 @@
-"""The bytes of one rank's tensors: dtypes, views and copies between a part in memory and the lines
-of a tile. Knows no names.
-"""
+"""Copies between a rank's local tensors and the slabs of a tile; knows dtypes, but no names."""
 
 from __future__ import annotations
 
@@ -44,21 +42,16 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     if hasattr(torch, torch_name)
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a line that is one element
-INT_DTYPES = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # integers of an item size
+SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a slab of one element
+INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One rank's part of one tensor. `row.spec.dtype` is the dtype on disk; `local`'s may differ,
-    then copies cast.
+    """One rank's part of one tensor.
 
-    `local` aliases the caller's memory and has the shape that the row's sharding gives this rank.
+    `decl.spec.dtype` is the dtype on disk; if `local` has another one, copies cast. `local` aliases
+    the caller's memory, and has the local shape of the sharding.
     """
 
     decl: TensorDecl
@@ -66,17 +59,19 @@ class LocalTensor:
 
     @property
     def casts(self) -> bool:
+        """Whether a copy changes the dtype."""
         return DTYPE_NAMES[self.local.dtype] != self.decl.spec.dtype
 
     @property
     def is_stored_bytes(self) -> bool:
-        """Whether the part's memory is, byte for byte, what a file holds of it."""
+        """Whether the memory is, byte for byte, what a file stores of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
 
 
 def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
-    """LayoutError for a key that is no name, or a value that is no tensor. `argument`: of the
-    caller, who gave this dict.
+    """Raises LayoutError for a key that is not a string, or a value that is not a tensor.
+
+    `argument`: the caller's name of this dict.
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -90,41 +85,42 @@ def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:
-    """safetensors' name of a torch dtype. MismatchError where a file cannot hold it."""
+    """Returns the safetensors name of a torch dtype. MismatchError if a file cannot hold it."""
     if dtype not in DTYPE_NAMES:
         raise MismatchError(
-            f"{fqn}: dtype {dtype} has no name in safetensors; needed one of {', '.join(map(str, DTYPE_NAMES))}"
+            f"{fqn}: got dtype {dtype}, which safetensors cannot store, "
+            f"expected one of {', '.join(map(str, DTYPE_NAMES))}"
         )
     return DTYPE_NAMES[dtype]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as bytes; an alias."""
+    """Returns the memory of a contiguous CPU tensor as bytes; an alias."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    # One element is contiguous whatever its stride, and `view` looks at that.
+    # A single element is contiguous with any stride, but `view` requires stride 1.
     flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def as_int_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its item size: copies then keep every bit and work for every dtype."""
+    """Returns the tensor as integers of its item size: copies keep every bit, for every dtype."""
     return tensor.view(INT_DTYPES[tensor.element_size()])
 
 
 def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in row-major memory: itself where it is so, else a copy."""
+    """Returns the tensor in row-major memory: itself if it is, else a copy."""
     return tensor if tensor.is_contiguous() else as_int_bits(tensor).contiguous().view(tensor.dtype)
 
 
 def slabs_of(tensor: LocalTensor, *, outer_ndim: int, first_slab: int, count: int) -> torch.Tensor:
-    """Lines [first_line, +lines) of the part: its dims left of `outer_ndim` flattened; an alias
-    where the part is contiguous.
+    """Returns slabs [first_slab, first_slab + count): dims left of `outer_ndim` are flattened.
+
+    The result is [count, *local shape from `outer_ndim` on]; an alias if the tensor is contiguous.
     """
     shape = tensor.local.shape
-    flat = tensor.local.reshape(
-        prod(shape[:outer_ndim]), *shape[outer_ndim:]
-    )  # [all lines, rest of the local shape]
+    # [all slabs, *local shape from `outer_ndim` on]
+    flat = tensor.local.reshape(prod(shape[:outer_ndim]), *shape[outer_ndim:])
     return flat[first_slab : first_slab + count]
 
 
@@ -137,7 +133,7 @@ def copy_slabs_to_tile(
     first_slab: int,
     count: int,
 ) -> None:
-    """Copies what the part holds of the lines into the tile's bytes (uint8 [lines * line bytes])."""
+    """Copies this rank's boxes of the slabs into the tile, uint8 [count * slab bytes]."""
     source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     target = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
     if not tensor.casts:
@@ -147,9 +143,7 @@ def copy_slabs_to_tile(
 
 
 def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """Copies tensors of one dtype and device into the tile's bytes, one after the other: one call
-    for many small ones.
-    """
+    """Concatenates small tensors of one dtype and device into the tile, in one call."""
     flat = [as_int_bits(local.reshape(-1)) for local in locals_]
     target = tile.view(flat[0].dtype)
     if flat[0].device.type == "cpu":
@@ -159,9 +153,7 @@ def copy_whole_to_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> N
 
 
 def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) -> None:
-    """The reverse: copies from the tile's bytes into tensors of one dtype and device, one after the
-    other.
-    """
+    """Splits the tile into tensors of one dtype and device: the inverse of `copy_whole_to_tile`."""
     flat = [as_int_bits(local.view(-1)) for local in locals_]
     source = tile.view(flat[0].dtype).to(flat[0].device)
     torch._foreach_copy_(flat, list(torch.split(source, [tensor.numel() for tensor in flat])))
@@ -170,8 +162,9 @@ def copy_whole_from_tile(tile: torch.Tensor, locals_: Sequence[torch.Tensor]) ->
 def copy_slabs(
     target: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, first_slab: int
 ) -> None:
-    """Copies as many lines of the part as the target has, [lines, *local shape from `outer_ndim`
-    on], of the dtype on disk.
+    """Copies slabs into `target`, which has the dtype on disk.
+
+    `target`: [slabs, *local shape from `outer_ndim` on].
     """
     source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=len(target))
     if not tensor.casts:
@@ -188,7 +181,10 @@ def copy_slabs_from_tile(
     first_slab: int,
     count: int,
 ) -> None:
-    """The reverse: copies from the tile's bytes into the part, which must be contiguous."""
+    """Copies from the tile into this rank's tensor, which is contiguous.
+
+    The inverse of `copy_slabs_to_tile`.
+    """
     target = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     source = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
     if not tensor.casts:
@@ -198,7 +194,7 @@ def copy_slabs_from_tile(
 
 
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
-    """What the rank holds of each line: (box in the line, box in the local line)."""
+    """Returns this rank's boxes of each slab: (box in the slab, box in the local slab)."""
     sharding = tensor.decl.sharding
     position = sharding.position(rank)
     if position is None:
@@ -209,13 +205,10 @@ def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tupl
 def _typed_slabs(
     tile: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, count: int
 ) -> torch.Tensor:
-    return tile.view(TORCH_DTYPES[tensor.decl.spec.dtype]).view(
-        count, *tensor.decl.spec.shape[outer_ndim:]
-    )
+    spec = tensor.decl.spec
+    return tile.view(TORCH_DTYPES[spec.dtype]).view(count, *spec.shape[outer_ndim:])
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
-    return (
-        slice(None),
-        *(slice(offset, offset + n) for offset, n in zip(box.offsets, box.shape, strict=True)),
-    )
+    dims = zip(box.offsets, box.shape, strict=True)
+    return (slice(None), *(slice(offset, offset + size) for offset, size in dims))

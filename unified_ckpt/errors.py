@@ -6,16 +6,7 @@ from collections.abc import Sequence
 
 
 class CheckpointError(Exception):
-    """Any failure of a save, a load or a check. Catch this one to catch them all.
-
-    `agreed`: whether every rank of a collective call raises this same error. `echo`: whether it
-    only says that another rank failed, whose own error is the one to tell. `named`: whether the
-    text says already which rank it comes from.
-    """
-
-    agreed: bool = False
-    echo: bool = False
-    named: bool = False
+    """Any failure of a save, a load or a check. Catch this one to catch them all."""
 
 
 class LayoutError(CheckpointError):

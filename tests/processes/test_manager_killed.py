@@ -137,5 +137,5 @@ def test_a_store_server_that_has_died_is_a_rank_error(
         rank.join(60)
     said = output.read_text()
     assert [rank.exitcode for rank in ranks] == [-9, 0], said
-    assert "RankError: the ranks' common store cannot be reached" in said
+    assert "RankError: the store of the ranks cannot be reached" in said
     assert uc.verify(tmp_path / "run" / "checkpoint-1", deep=True).ok

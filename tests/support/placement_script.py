@@ -374,7 +374,7 @@ def layout_rules_name_other_mesh_dims(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layout = Layout(mesh={"dp": 2, "tp": 2}, rules={"w": {"tp": 0}})
     tensor = cut(numbered(4, 4), mesh["tp"], [Shard(1)])
-    text = "w: Layout rule 'w' names mesh dim(s) tp, which the DTensor's own mesh has"
+    text = "w: Layout rule 'w' names mesh dim(s) tp of the DTensor's own mesh"
     return raised(text, lambda: ShardingResolver(rank, range(WORLD), layout).resolve("w", tensor))
 
 
@@ -390,7 +390,7 @@ def raised(text: str, act: Callable[[], object], kind: type[Exception] = LayoutE
 def sums_to_come_are_refused(rank: int) -> Problems:
     mesh = init_device_mesh("cpu", (2, 2))
     tensor = DTensor.from_local(numbered(2, 2), mesh, [Shard(0), Partial()])
-    text = "on mesh dim 1; needed Shard or Replicate; redistribute it before saving"
+    text = "on mesh dim 1, expected Shard or Replicate; redistribute the tensor first"
     return raised(text, lambda: ShardingResolver(rank, range(WORLD), None).resolve("w", tensor))
 
 
@@ -404,7 +404,7 @@ def meshes_speak_of_global_ranks(rank: int) -> Problems:
     tensor = cut(whole, mesh, [Shard(0)])
     if rank not in members:
         return raised(
-            f"rank {rank} is not in the process group given", lambda: from_torch(group), RankError
+            f"process group: rank {rank} is not a member", lambda: from_torch(group), RankError
         )
     comm = from_torch(group)
     if (comm.rank, comm.ranks, comm.world) != (members.index(rank), members, 2):
@@ -415,7 +415,7 @@ def meshes_speak_of_global_ranks(rank: int) -> Problems:
         comm.rank, "group of 1 and 3", tensor, whole, placer=placer, everywhere=False
     )
     return problems + raised(
-        "w: its device mesh has ranks outside the process group",
+        "w: its device mesh has ranks outside of the process group",
         lambda: ShardingResolver(0, (rank,), None).resolve("w", tensor),
     )
 

@@ -888,7 +888,7 @@ def test_what_no_pad_rule_allows_is_refused(
         ),
         (
             torch.optim.Rprop,
-            r"0.weight/step_size: grows with its parameter, and what new elements begin with is not known",
+            r"0.weight/step_size: grows with its parameter, and the initial value of new elements is unknown",
         ),
     ],
 )

@@ -962,7 +962,7 @@ def test_an_expanded_target_of_one_rank(tmp_path: Path, world: int) -> None:
     def act(comm: Comm) -> None:
         make_checkpointer(comm).load(tmp_path / "checkpoint-1", model=held[comm.rank])
 
-    found = r"model:b: is expanded: its elements along dim 0 of shape \(8,\) are one in memory; needed memory for each"
+    found = r"model:b: is expanded: all elements along dim 0 of shape \(8,\) share memory; call `contiguous\(\)`"
     same_error(list(try_ranks(world, act, timeout_seconds=HARD)), uc.LayoutError, found)
     assert not any(tensor.any() for mine in held for tensor in mine.values())
     held[-1] = {"a": torch.zeros(20, 30).t(), "b": torch.zeros(16)[::2]}
@@ -1007,7 +1007,7 @@ def test_an_optimizer_of_another_model(sound: Path) -> None:
     model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     with pytest.raises(
         uc.LayoutError,
-        match=r"optimizer group 0 holds a parameter of shape \(3, 4\) that the model given does not have",
+        match=r"optimizer group 0: has a parameter of shape \(3, 4\) that is not in `model`",
     ):
         uc.load(sound, model=model, optimizer=torch.optim.SGD(other.parameters()))
 
@@ -1025,7 +1025,7 @@ def test_a_load_on_a_subset_of_ranks(sound: Path) -> None:
     same_error(
         [try_ranks(2, act, timeout_seconds=HARD)[1]],
         uc.RankError,
-        r"load of .*: rank\(s\) 0 did not come within 1\.5 s",
+        r"load of .*: rank\(s\) 0 did not arrive within 1\.5 s",
     )
 
 
@@ -1163,7 +1163,7 @@ def test_a_fifo_is_named(folder: Path) -> None:
     load_fails(
         folder,
         uc.StorageError,
-        rf"{file.name}: stat failed: is a FIFO; needed a regular file",
+        rf"{file.name}: stat failed: is a FIFO, expected a regular file",
         world=2,
     )
 

@@ -531,12 +531,12 @@ def test_the_second_save_of_a_layout_plans_nothing(
         )
         assert all(uc.verify(tmp_path / str(tensors) / f"turn-{n}", deep=True).ok for n in range(3))
     assert sorted(planned) == [0, 0, 1, 1, 2, 2, 3, 3]
-    last_to_come = {"go", "closed", "n/busy"}  # is chance, and says when a step is done
+    last_to_come = {"begin", "outcome", "n/busy"}  # is chance, and says when a step is done
     said = [
         {key.partition("/")[2] for key in meeting.keys if "/done/" not in key} - last_to_come
         for meeting in met
     ]
-    assert said[1] == said[2] == said[4] == said[5] < said[0] | {"n/same"}
+    assert said[1] == said[2] == said[4] == said[5] < said[0] | {"n/cached"}
 
 
 def test_a_layout_that_changes_on_one_rank_is_planned_anew_on_all(

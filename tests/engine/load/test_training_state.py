@@ -409,7 +409,8 @@ def test_masters_that_an_optimizer_holds(tmp_path: Path, key: str) -> None:
         assert same(dict(fresh.state[ours]), dict(optimizer.state[theirs]))
     assert fresh.state[other.weight][key].data_ptr() == memory
     with pytest.raises(
-        uc.LayoutError, match=r"master_weights: this optimizer keeps none in its state"
+        uc.LayoutError,
+        match=r"master_weights: got an optimizer without master weights in its state",
     ):
         uc.save(tmp_path / "d", model=module, master_weights=torch.optim.SGD(module.parameters()))
 
@@ -883,7 +884,7 @@ def test_scales_outside_the_state_are_refused(tmp_path: Path, dtype: torch.dtype
     optimizer = FusedAdam(module.parameters(), exp_avg_dtype=dtype)
     with pytest.raises(
         uc.LayoutError,
-        match="FusedAdam keeps the scales of exp_avg outside its state; use float32 or bfloat16",
+        match="FusedAdam: keeps the scales of exp_avg outside of its state; use float32 or bfloat16",
     ):
         uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     assert not (tmp_path / "c").exists()
@@ -896,12 +897,12 @@ def test_optimizers_whose_state_would_be_lost_are_refused(tmp_path: Path) -> Non
         torch.optim.AdamW([next(module.parameters())]),
     )
     with pytest.raises(
-        uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"
+        uc.LayoutError, match=r"belongs to two optimizers, but a checkpoint stores its state once"
     ):
         uc.save(tmp_path / "c", model=module, optimizer=[one, two])
     uc.save(tmp_path / "c", model=module, optimizer=one)
     with pytest.raises(
-        uc.LayoutError, match=r"two optimizers have it, and its state has one place in a checkpoint"
+        uc.LayoutError, match=r"belongs to two optimizers, but a checkpoint stores its state once"
     ):
         uc.load(tmp_path / "c", model=module, optimizer=[one, two])
     with pytest.raises(uc.LayoutError, match=r"optimizer: got a str, expected optimizers"):
@@ -918,7 +919,7 @@ def test_an_optimizer_that_shards_its_own_state_is_refused(tmp_path: Path) -> No
     try:
         optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.AdamW)
         with pytest.raises(
-            uc.LayoutError, match=r"ZeroRedundancyOptimizer keeps its state in a way of its own"
+            uc.LayoutError, match=r"ZeroRedundancyOptimizer: distributes its state itself"
         ):
             uc.save(tmp_path / "c", model=module, optimizer=optimizer)
     finally:
@@ -928,7 +929,7 @@ def test_an_optimizer_that_shards_its_own_state_is_refused(tmp_path: Path) -> No
 
 def test_a_model_before_its_first_forward_pass_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
-        uc.LayoutError, match=r"^0\.weight: has no shape before the model's first forward pass"
+        uc.LayoutError, match=r"^0\.weight: has no shape yet; run the model's first forward pass"
     ):
         uc.save(tmp_path / "c", model=nn.Sequential(nn.LazyLinear(3)))
 

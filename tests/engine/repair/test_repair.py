@@ -459,7 +459,7 @@ def test_a_folder_that_a_newer_save_replaces_meanwhile(
             folder.rename(folder.with_name("aside"))
             shutil.copytree(stranger, folder)
 
-    with pytest.raises(uc.StorageError, match="is another folder than before"):
+    with pytest.raises(uc.StorageError, match="another process replaced this folder"):
         uc.repair(folder, [good], progress=replaced)
     assert body(folder) == body(stranger)
 
@@ -472,7 +472,7 @@ def test_nobody_removes_it_or_mends_it_meanwhile(folder: Path, good: Path) -> No
         for path in (folder, good):
             with exclusive_lock(str(path)) as mine:
                 alone.append(mine)
-        with pytest.raises(uc.StorageError, match="is being mended by another process"):
+        with pytest.raises(uc.StorageError, match="another process repairs this folder"):
             uc.repair(folder, [good])
 
     assert uc.repair(folder, [good], progress=look).ok

@@ -1130,7 +1130,7 @@ def test_a_rank_that_does_not_come_to_a_background_save_is_named(tmp_path: Path)
     same_error(
         [found[0], found[2]],
         uc.RankError,
-        r"rank\(s\) 1 did not come within 0.3 s; needed the same call on all 3 ranks$",
+        r"rank\(s\) 1 did not arrive within 0.3 s; expected the same call on all 3 ranks$",
     )
 
 

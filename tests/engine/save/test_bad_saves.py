@@ -136,7 +136,7 @@ def test_a_rule_that_matches_nothing(tmp_path: Path) -> None:
 
 def test_parts_that_are_not_chunks(tmp_path: Path) -> None:
     mine = {"layout": uc.Layout({"tp": 2}, {"w": {"tp": 0}}, {"w": (8, 40_000)})}
-    text = r"rank 1: w: this rank's part has shape \(2, 40000\), its placements give \(4, 40000\)"
+    text = r"rank 1: w: got a local tensor of shape \(2, 40000\), expected \(4, 40000\) from its placements"
     saves_fail(
         tmp_path,
         uc.LayoutError,
@@ -360,7 +360,7 @@ def test_a_save_on_a_subset_of_ranks(tmp_path: Path) -> None:
             )
 
     found = list(try_ranks(4, act, timeout_seconds=HARD))
-    text = r"save to .*/c: rank\(s\) 1, 3 did not come within 1\.5 s; needed the same call on all 4 ranks"
+    text = r"save to .*/c: rank\(s\) 1, 3 did not arrive within 1\.5 s; expected the same call on all 4 ranks"
     same_error([found[0], found[2]], uc.RankError, text)
     assert list(tmp_path.iterdir()) == []
 
@@ -370,7 +370,7 @@ def test_a_rank_that_comes_with_an_error_of_its_own(tmp_path: Path) -> None:
     saves_fail(
         tmp_path,
         uc.LayoutError,
-        r"rank 1: w: is on the meta device and has no bytes; call `to_empty",
+        r"rank 1: w: is on the meta device; call `to_empty",
         mine,
         meta,
     )
@@ -500,7 +500,7 @@ def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
         (
             {"model": {"w": BIG}, "parts": {"model": {"w": BIG}}},
             uc.LayoutError,
-            r"this part has an argument of its own",
+            r"which has its own argument",
         ),
         (
             {"model": {"w": BIG}, "parts": {"../ema": {"w": BIG}}},
@@ -520,12 +520,12 @@ def test_a_step_that_is_none(tmp_path: Path, step: object) -> None:
         (
             {"model": {"w": torch.eye(3).to_sparse()}},
             uc.LayoutError,
-            r"w: is a torch\.sparse_coo tensor; needed a dense one",
+            r"w: got a torch\.sparse_coo tensor, expected a dense one",
         ),
         (
             {"model": {"w": torch.zeros(2, dtype=torch.complex128)}},
             uc.MismatchError,
-            r"model:w: dtype torch\.complex128 has no name in safetensors",
+            r"model:w: got dtype torch\.complex128, which safetensors cannot store",
         ),
         (
             {"model": {"w": BIG}, "master_weights": torch.optim.SGD([torch.nn.Parameter(BIG)])},
@@ -626,7 +626,7 @@ def test_a_checkpoint_of_a_newer_version_in_the_way(folder: Path, if_exists: str
 
 @pytest.mark.parametrize("path", ["s3://bucket/c", "memory://c", "gs://bucket/c"])
 def test_a_url_is_not_written_to(path: str) -> None:
-    with pytest.raises(uc.StorageError, match=rf"{path}: is a URL, expected a local folder"):
+    with pytest.raises(uc.StorageError, match=rf"{path}: got a URL, expected a local folder"):
         uc.save(path, model={"w": BIG})
 
 

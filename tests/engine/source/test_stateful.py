@@ -503,7 +503,7 @@ def test_generators_are_objects(tmp_path: Path, where: str, background: bool) ->
         (
             random.Random(1),
             torch.Generator(),
-            "has random.Random, the target is a torch.Generator on cpu",
+            "got random.Random in the checkpoint, expected a torch.Generator on cpu",
         ),
         (
             {"generator": "torch.Generator on cuda", "state": torch.zeros(16)},
@@ -513,7 +513,7 @@ def test_generators_are_objects(tmp_path: Path, where: str, background: bool) ->
         (
             torch.Generator().get_state(),
             torch.Generator(),
-            "has no generator, the target is a torch.Generator on cpu",
+            "got no generator in the checkpoint, expected a torch.Generator on cpu",
         ),
     ],
     ids=["another algorithm", "another library", "another device", "a plain tensor"],

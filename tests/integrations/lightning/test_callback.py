@@ -327,7 +327,7 @@ class Twice(Adversaries):
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    with pytest.raises(uc.LayoutError, match=r"up\.weight: two optimizers have it"):
+    with pytest.raises(uc.LayoutError, match=r"up\.weight: belongs to two optimizers"):
         trainer(tmp_path, checkpoints={}).fit(Twice())
     module, resumed = Adversaries(), Adversaries()
     trainer(tmp_path, checkpoints=EPOCHS).fit(module)

@@ -21,6 +21,7 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.runtime.comm.comm import Comm, from_torch, single_process
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
+from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 
 SECONDS = 10.0  # far more than any of this needs
 SOON = 0.5
@@ -102,7 +103,7 @@ Connect = Callable[[int], list[Comm]]
         ),
     ],
 )
-def test_meet_compares_calls_and_terms(
+def test_begin_collective_compares_calls_and_arguments(
     connected: Connect, calls: list[tuple[str, dict[str, int] | None]], text: str | None
 ) -> None:
     """A rank that failed before it knew its terms is not compared. All of them meet again after an
@@ -126,7 +127,7 @@ def test_meet_compares_calls_and_terms(
     assert (found is None) if text is None else (found or "").startswith(text)
 
 
-def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
+def test_collective_exchanges_values_of_all_ranks(connected: Connect) -> None:
     ours = connected(4)
 
     def act(rank: int) -> list[object]:
@@ -147,7 +148,7 @@ def test_ranks_meet_talk_and_leave_together(connected: Connect) -> None:
         assert said == [x for turn in range(3) for x in (turn == 1, f"id-{turn}".encode(), told)]
 
 
-def test_values_may_be_any_bytes(connected: Connect) -> None:
+def test_put_accepts_any_bytes(connected: Connect) -> None:
     ours, value = connected(2), bytes(range(256)) * 5000
     results = in_threads(
         2,
@@ -160,7 +161,7 @@ def test_values_may_be_any_bytes(connected: Connect) -> None:
     assert results == [value, value]
 
 
-def test_a_missing_rank_is_named_on_every_rank_that_came(connected: Connect) -> None:
+def test_missing_rank_is_named_on_every_other_rank(connected: Connect) -> None:
     ours = connected(5)
 
     def act(rank: int) -> None:
@@ -168,20 +169,20 @@ def test_a_missing_rank_is_named_on_every_rank_that_came(connected: Connect) -> 
             ours[rank].begin_collective("save to /ckpt", cached=False, timeout_seconds=SOON)
 
     results = in_threads(5, act)
-    text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not come within 0.5 s; needed the same call on all 5 ranks$"
+    text = r"^save to /ckpt: rank\(s\) 1, 3-4 did not arrive within 0.5 s; expected the same call on all 5 ranks$"
     for rank in (0, 2):
         with pytest.raises(RankError, match=text):
             raise results[rank]
 
 
-def test_ranks_of_a_group_are_named_by_their_global_number() -> None:
+def test_group_errors_name_global_ranks() -> None:
     ours = comms(3, ranks=(4, 7, 9))
-    with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not come"):
+    with pytest.raises(RankError, match=r"rank\(s\) 7, 9 did not arrive"):
         ours[0].begin_collective("save", cached=False, timeout_seconds=SOON)
 
 
 @pytest.mark.parametrize("step", ["agree", "collect"])
-def test_later_steps_too_name_ranks_of_a_group_by_their_global_number(step: str) -> None:
+def test_step_errors_name_global_ranks(step: str) -> None:
     ours = comms(2, ranks=(4, 7))
 
     def act(rank: int) -> None:
@@ -195,7 +196,7 @@ def test_later_steps_too_name_ranks_of_a_group_by_their_global_number(step: str)
         raise in_threads(2, act)[0]
 
 
-def test_an_error_on_one_rank_is_raised_on_all_with_its_class_and_text(connected: Connect) -> None:
+def test_error_of_one_rank_is_raised_on_all(connected: Connect) -> None:
     ours = connected(4)
 
     def act(rank: int) -> None:
@@ -211,7 +212,7 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_class_and_text(connected
             raise error
 
 
-def test_any_other_error_becomes_a_rank_error() -> None:
+def test_foreign_error_becomes_rank_error() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
@@ -228,7 +229,7 @@ def test_any_other_error_becomes_a_rank_error() -> None:
     )
 
 
-def test_lists_of_a_mismatch_reach_every_rank() -> None:
+def test_mismatch_lists_reach_every_rank() -> None:
     ours = comms(3)
     error = MismatchError("bad", missing=["a"], unexpected=["b", "c"], wrong=["d: shape"])
 
@@ -247,7 +248,7 @@ def test_lists_of_a_mismatch_reach_every_rank() -> None:
         )
 
 
-def test_of_two_errors_all_ranks_raise_the_same_one() -> None:
+def test_all_ranks_raise_the_same_of_two_errors() -> None:
     ours = comms(4)
 
     def act(rank: int) -> None:
@@ -257,7 +258,7 @@ def test_of_two_errors_all_ranks_raise_the_same_one() -> None:
     assert len({(type(error), str(error)) for error in in_threads(4, act)}) == 1
 
 
-def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
+def test_failing_rank_does_not_wait_for_slow_ranks() -> None:
     ours, left = comms(2), threading.Event()
 
     def act(rank: int) -> None:
@@ -276,9 +277,7 @@ def test_a_failing_rank_does_not_wait_for_slow_ones() -> None:
 
 
 @pytest.mark.parametrize("way", ["get", "broadcast", "collect", "agree"])
-def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(
-    connected: Connect, way: str
-) -> None:
+def test_waiting_ranks_receive_an_error_at_once(connected: Connect, way: str) -> None:
     ours = connected(3)
 
     def act(rank: int) -> None:
@@ -301,7 +300,7 @@ def test_ranks_that_wait_for_a_failing_rank_hear_of_it_at_once(
     assert time.monotonic() - started < SECONDS
 
 
-def test_a_phase_that_all_get_through() -> None:
+def test_step_that_all_ranks_finish() -> None:
     ours = comms(3)
 
     def act(rank: int) -> list[str]:
@@ -317,7 +316,7 @@ def test_a_phase_that_all_get_through() -> None:
     assert in_threads(3, act) == [["plan", "write"]] * 3
 
 
-def test_an_error_that_all_ranks_have_is_told_once() -> None:
+def test_shared_error_is_published_once() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
@@ -327,12 +326,12 @@ def test_an_error_that_all_ranks_have_is_told_once() -> None:
                 raise LayoutError("oh")
 
     for error in in_threads(2, act):
-        assert error.agreed
+        assert spread_of(error) is Spread.SHARED
         with pytest.raises(LayoutError, match=r"^rank 1: oh$"):
             raise error
 
 
-def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
+def test_secondary_error_waits_for_its_cause() -> None:
     ours = comms(2)
 
     def act(rank: int) -> None:
@@ -340,7 +339,7 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
         error: CheckpointError = (
             RankError("rank 1 gave up") if rank == 0 else IntegrityError("the disk is full")
         )
-        error.echo = rank == 0
+        mark(error, Spread.SECONDARY if rank == 0 else Spread.LOCAL)
         if rank == 1:
             time.sleep(0.2)
         meeting.finish_step("write", error)
@@ -351,7 +350,7 @@ def test_a_rank_that_only_echoes_lets_the_one_that_failed_speak() -> None:
 
 
 @pytest.mark.parametrize("where", ["roll call", "phase", "key"])
-def test_a_meeting_within_another_ends_when_that_one_fails(where: str) -> None:
+def test_collective_ends_when_its_parent_fails(where: str) -> None:
     """Rank 2 fails before it comes to the smaller meeting, or in it before it says what the others
     wait for; the next ones are fine.
     """
@@ -386,7 +385,7 @@ def test_a_meeting_within_another_ends_when_that_one_fails(where: str) -> None:
     assert time.monotonic() - began < SECONDS / 2
 
 
-def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
+def test_rank_stuck_in_a_step_is_named(connected: Connect) -> None:
     ours, over = connected(3), threading.Event()
 
     def act(rank: int) -> None:
@@ -399,17 +398,13 @@ def test_a_rank_that_is_stuck_in_a_phase_is_named(connected: Connect) -> None:
             over.set()
 
     for error in in_threads(3, act):
-        with pytest.raises(
-            RankError, match=r"^rank\(s\) 2 did not get through 'written' within 0.5 s$"
-        ):
+        with pytest.raises(RankError, match=r"^rank\(s\) 2 did not finish 'written' within 0.5 s$"):
             raise error
 
 
 @pytest.mark.parametrize("way", ["agree", "get", "collect"])
 @pytest.mark.parametrize("alive", [True, False])
-def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(
-    connected: Connect, way: str, alive: bool
-) -> None:
+def test_wait_lasts_as_long_as_heartbeats(connected: Connect, way: str, alive: bool) -> None:
     """Rank 1 takes five times as long as silence may last."""
     ours, over = connected(3), threading.Event()
 
@@ -449,15 +444,15 @@ def test_who_gives_signs_of_life_is_waited_for_and_who_gives_none_is_not(
         )
         return
     text = {
-        "agree": r"^rank\(s\) 1 did not get through 'written' within 0.4 s$",
+        "agree": r"^rank\(s\) 1 did not finish 'written' within 0.4 s$",
         "get": r"^rank 0 waited 0.4 s for 'id', which no rank set$",
-        "collect": r"^rank\(s\) 1 did not get to 'sizes' within 0.4 s$",
+        "collect": r"^rank\(s\) 1 did not reach 'sizes' within 0.4 s$",
     }
     with pytest.raises(RankError, match=text[way]):
         raise found[0]
 
 
-def test_signs_of_life_that_end_are_no_reason_to_wait_on() -> None:
+def test_wait_ends_after_the_last_heartbeat() -> None:
     ours, over = comms(2), threading.Event()
 
     def act(rank: int) -> None:
@@ -474,14 +469,12 @@ def test_signs_of_life_that_end_are_no_reason_to_wait_on() -> None:
 
     started = time.monotonic()
     for error in in_threads(2, act):
-        with pytest.raises(
-            RankError, match=r"^rank\(s\) 1 did not get through 'written' within 0.3 s$"
-        ):
+        with pytest.raises(RankError, match=r"^rank\(s\) 1 did not finish 'written' within 0.3 s$"):
             raise error
     assert time.monotonic() - started > 0.6, "it was alive for so long"
 
 
-def test_signs_of_life_are_few() -> None:
+def test_heartbeats_are_rare() -> None:
     """However often a rank says that it lives, the store hears of it twenty times in the time-out."""
     store = dist.HashStore()
     adds: list[str] = []
@@ -498,7 +491,7 @@ def test_signs_of_life_are_few() -> None:
     assert 1 <= len(adds) <= 5
 
 
-def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it(
+def test_background_collective_keeps_keys_until_all_finish(
     connected: Connect,
 ) -> None:
     ours, turn = connected(2), threading.Barrier(2)
@@ -526,7 +519,7 @@ def test_a_meeting_in_the_background_keeps_its_keys_until_every_rank_has_left_it
     assert in_threads(2, act) == [None, None]
 
 
-def test_some_rank_is_busy() -> None:
+def test_any_busy_is_true_on_all_ranks() -> None:
     ours = comms(3)
 
     def act(rank: int) -> list[bool]:
@@ -541,13 +534,13 @@ def test_some_rank_is_busy() -> None:
     assert in_threads(3, act) == [[False, True, True, False]] * 3
 
 
-def test_a_value_that_nobody_sets_is_an_error() -> None:
+def test_get_of_an_unset_key_is_an_error() -> None:
     (one,) = comms(1)
     with pytest.raises(RankError, match=r"rank 0 waited 0.5 s for 'window/0', which no rank set"):
         one.begin_collective("save", cached=False, timeout_seconds=SOON).get("window/0")
 
 
-def test_a_rank_that_does_not_report_is_named() -> None:
+def test_collect_names_missing_ranks() -> None:
     ours = comms(3)
 
     def act(rank: int) -> None:
@@ -555,24 +548,24 @@ def test_a_rank_that_does_not_report_is_named() -> None:
         if rank != 1:
             meeting.collect("sizes", b"1", dst=0, ranks=range(3))
 
-    with pytest.raises(RankError, match=r"rank\(s\) 1 did not get to 'sizes' within 0.5 s"):
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not reach 'sizes' within 0.5 s"):
         raise in_threads(3, act)[0]
 
 
-def test_a_late_comer_does_not_join_a_closed_meeting() -> None:
+def test_late_rank_does_not_join_a_closed_collective() -> None:
     ours = comms(2)
-    with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not arrive"):
         ours[0].begin_collective("first", cached=True, timeout_seconds=SOON)
-    with pytest.raises(RankError, match=r"rank\(s\) 0 did not come"):
+    with pytest.raises(RankError, match=r"rank\(s\) 0 did not arrive"):
         ours[1].begin_collective("first", cached=True, timeout_seconds=SOON)
     meetings = in_threads(
         2, lambda rank: ours[rank].begin_collective("second", cached=True, timeout_seconds=SECONDS)
     )
-    assert [meeting.all_same for meeting in meetings] == [True, True]
+    assert [meeting.all_cached for meeting in meetings] == [True, True]
     assert meetings[0].number == meetings[1].number == 2
 
 
-def test_ranks_meet_again_after_an_error() -> None:
+def test_next_collective_works_after_an_error() -> None:
     ours = comms(3)
 
     def act(rank: int) -> bool:
@@ -606,7 +599,7 @@ class Died(BaseException):
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_a_rank_that_dies_at_any_word_of_a_meeting_is_named(last: bool) -> None:
+def test_rank_that_dies_at_any_store_call_is_named(last: bool) -> None:
     """Of two calls with two steps each, in which rank 2 is the last to say anything, or the first."""
 
     def words_of(fatal: int) -> int:
@@ -653,17 +646,17 @@ def test_a_rank_that_dies_at_any_word_of_a_meeting_is_named(last: bool) -> None:
         assert list(many.map(words_of, range(1, enough + 1))) == list(range(1, enough + 1))
 
 
-def test_two_ranks_that_lose_patience_together_close_one_meeting() -> None:
+def test_two_ranks_timing_out_close_one_collective() -> None:
     store, tired, back = dist.HashStore(), threading.Event(), threading.Event()
 
     def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "set" and arguments[0] == "1/in/0":
+        if name == "set" and arguments[0] == "1/arrived/0":
             back.set()
-        if name == "check" and arguments[0] == ["0/in/2"]:
+        if name == "check" and arguments[0] == ["0/arrived/2"]:
             tired.wait(1)  # until rank 1 has seen that rank 2 is absent, too
 
     def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "check" and arguments[0] == ["0/in/2"]:
+        if name == "check" and arguments[0] == ["0/arrived/2"]:
             tired.set()
             back.wait(5)  # until rank 0 has closed the meeting and come to the next
 
@@ -675,26 +668,26 @@ def test_two_ranks_that_lose_patience_together_close_one_meeting() -> None:
             assert back.wait(5)
             time.sleep(0.2)
         else:
-            with pytest.raises(RankError, match=r"rank\(s\) 2 did not come"):
+            with pytest.raises(RankError, match=r"rank\(s\) 2 did not arrive"):
                 ours[rank].begin_collective("first", cached=False, timeout_seconds=SOON)
         return ours[rank].begin_collective("second", cached=False, timeout_seconds=3).number
 
     assert in_threads(3, act) == [1, 1, 1]
 
 
-def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
+def test_fast_rank_joins_the_next_collective() -> None:
     store, back = dist.HashStore(), threading.Event()
     came = 0
 
     def before_of_0(name: str, arguments: tuple[Any, ...]) -> None:
         nonlocal came
-        if name == "add" and arguments == ("meetings", 0):
+        if name == "add" and arguments == ("collectives", 0):
             came += 1
             if came == 2:
                 threading.Timer(0.2, back.set).start()
 
     def before_of_1(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "compare_set" and arguments[0] == "meetings":
+        if name == "compare_set" and arguments[0] == "collectives":
             back.wait(1)
 
     paced: list[Any] = [Paced(store, before_of_0), Paced(store, before_of_1)]
@@ -710,7 +703,7 @@ def test_a_rank_that_is_back_at_once_is_in_the_next_meeting() -> None:
 
 
 @pytest.mark.parametrize("turns_of_a_comm", [200, 1, 7])
-def test_keys_do_not_pile_up(turns_of_a_comm: int) -> None:
+def test_keys_are_deleted(turns_of_a_comm: int) -> None:
     """However many calls one `Comm` serves: a one-shot save makes a new one."""
     store = dist.HashStore()
     counts = list[int]()
@@ -734,12 +727,12 @@ def test_keys_do_not_pile_up(turns_of_a_comm: int) -> None:
     assert counts[1] - counts[0] < 60
 
 
-def test_keys_of_calls_that_failed_do_not_pile_up() -> None:
+def test_keys_of_failed_collectives_are_deleted() -> None:
     store = dist.HashStore()
     counts = list[int]()
     for _ in range(10):
         one = Comm(store, rank=0, ranks=range(2))
-        with pytest.raises(RankError, match=r"rank\(s\) 1 did not come"):
+        with pytest.raises(RankError, match=r"rank\(s\) 1 did not arrive"):
             one.begin_collective("save", cached=True, timeout_seconds=0.01)
         one.detach()
         pair = comms(2, store)
@@ -760,7 +753,7 @@ def test_keys_of_calls_that_failed_do_not_pile_up() -> None:
 @pytest.mark.parametrize(
     "call", ["add", "set", "check", "get", "compare_set", "multi_get", "delete_key"]
 )
-def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
+def test_lost_store_is_a_rank_error(call: str) -> None:
     gone = False
 
     def before(name: str, arguments: tuple[Any, ...]) -> None:
@@ -781,13 +774,13 @@ def test_a_store_that_is_gone_is_an_error_of_ours(call: str) -> None:
     gone = True
     with pytest.raises(
         RankError,
-        match=r"the ranks' common store cannot be reached; .*Connection was likely closed",
+        match=r"the store of the ranks cannot be reached: .*Connection was likely closed",
     ):
         act()
     comm.detach()  # on the way out of an error: says nothing itself
 
 
-def test_alone() -> None:
+def test_single_process() -> None:
     meeting = single_process().begin_collective("save", cached=True, timeout_seconds=SOON)
     assert meeting.all_cached
     assert meeting.broadcast("id", b"7") == b"7"
@@ -801,7 +794,7 @@ def test_alone() -> None:
     "kind",
     [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CheckpointError)],
 )
-def test_errors_keep_their_class_on_the_wire(kind: type[CheckpointError]) -> None:
+def test_encoded_errors_keep_their_class(kind: type[CheckpointError]) -> None:
     found = decode_error(encode_error(kind("what: where"), rank=3, world=8))
     assert type(found) is kind
     assert str(found) == ("what: where" if kind is RankError else "rank 3: what: where"), (
@@ -809,12 +802,12 @@ def test_errors_keep_their_class_on_the_wire(kind: type[CheckpointError]) -> Non
     )
 
 
-def test_a_process_without_a_process_group_is_alone() -> None:
+def test_from_torch_without_a_process_group() -> None:
     comm = from_torch(None)
     assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
 
 
-def test_a_process_group_of_one_rank_needs_no_store() -> None:
+def test_from_torch_with_a_group_of_one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         comm = from_torch(None)

@@ -7,18 +7,18 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.testing import run_ranks
 
 
-def test_a_machine_is_a_kernel() -> None:
+def test_node_id_is_the_boot_id() -> None:
     assert topology.node_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def test_machines_count_in_the_order_of_their_first_ranks() -> None:
+def test_nodes_are_numbered_by_their_first_ranks() -> None:
     assert topology.node_numbers(["b", "a", "b", "c", "a"]) == [0, 1, 0, 2, 1]
     assert topology.first_ranks([0, 1, 0, 2, 1]) == (0, 1, 3)
     assert topology.first_ranks([1, 0, 0]) == (1, 0), "by machine"
     assert topology.first_ranks([0]) == (0,)
 
 
-def test_everybody_hears_what_each_rank_says() -> None:
+def test_all_gather_returns_all_values() -> None:
     def act(comm: Comm) -> list[object]:
         meeting = comm.begin_collective("talk", cached=False, timeout_seconds=5)
         with meeting.step("talk"):

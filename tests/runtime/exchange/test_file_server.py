@@ -79,7 +79,7 @@ def ask(connection: socket.socket, **asked: object) -> tuple[dict[str, object], 
     return told, connection.recv(nbytes, socket.MSG_WAITALL) if nbytes else b""
 
 
-def test_a_file_that_is_served(server: FolderServer) -> None:
+def test_served_file_can_be_read(server: FolderServer) -> None:
     there = client(server)
     assert there.read("served") == BODY
     assert there.size("served") == len(BODY)
@@ -92,7 +92,7 @@ def test_a_file_that_is_served(server: FolderServer) -> None:
     there.close()
 
 
-def test_what_is_not_there(server: FolderServer) -> None:
+def test_missing_files_and_ranges_are_errors(server: FolderServer) -> None:
     there = client(server)
     assert there.size("gone") is None
     assert there.size("never heard of") is None
@@ -100,7 +100,7 @@ def test_what_is_not_there(server: FolderServer) -> None:
         there.read("gone")
     with pytest.raises(
         StorageError,
-        match=r"/there/served at rank 7: .*has 10240 bytes; needed bytes \[10200, 10300\)",
+        match=r"/there/served at rank 7: .*has 10240 bytes, expected bytes \[10200, 10300\)",
     ):
         there.read_at("served", 10200, memoryview(bytearray(100)))
     assert there.read("served") == BODY, "the connection goes on"
@@ -108,10 +108,10 @@ def test_what_is_not_there(server: FolderServer) -> None:
 
 
 @pytest.mark.parametrize("token", ["0" * 32, "", "\0" * 32])
-def test_a_wrong_token_gets_nothing(server: FolderServer, token: str) -> None:
+def test_wrong_token_is_rejected(server: FolderServer, token: str) -> None:
     with raw(server) as connection:
         connection.sendall(token.encode().ljust(32, b"x"))
-        assert ask(connection, folder=0, file="served", what="read") == ({"closed": True}, b"")
+        assert ask(connection, folder=0, file="served", operation="read") == ({"closed": True}, b"")
     there = client(server, token="f" * 32)  # closes its connection on an error
     with pytest.raises(StorageError, match="/there/served at rank 7: the rank does not answer"):
         there.read("served")
@@ -129,42 +129,44 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("what", ["read", "size", "read_at"])
+@pytest.mark.parametrize("operation", ["read", "size", "read_at"])
 @pytest.mark.parametrize("name", NAMES)
-def test_names_outside_of_the_manifest(server: FolderServer, name: str, what: str) -> None:
+def test_unserved_names_are_rejected(server: FolderServer, name: str, operation: str) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
-        told, body = ask(connection, folder=0, file=name, what=what, start=0, nbytes=3)
-        assert "is no file of this checkpoint" in str(told["error"])
+        told, body = ask(connection, folder=0, file=name, operation=operation, start=0, nbytes=3)
+        assert "is not a file of this checkpoint" in str(told["error"])
         assert "size" not in told
         assert body == b""
-        assert ask(connection, folder=0, file="served", what="size")[0] == {"size": len(BODY)}
+        assert ask(connection, folder=0, file="served", operation="size")[0] == {"size": len(BODY)}
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"folder": 2, "file": "served", "what": "read"},
-        {"folder": -2, "file": "served", "what": "read"},
-        {"folder": 1, "file": "served", "what": "read"},
-        {"folder": "x", "file": "served", "what": "read"},
-        {"folder": 0, "file": "served", "what": "read_at", "start": -1, "nbytes": 3},
-        {"folder": 0, "file": "served", "what": "read_at", "start": 0, "nbytes": -3},
-        {"folder": 0, "file": "served", "what": "read_at", "start": 0, "nbytes": 1 << 60},
+        {"folder": 2, "file": "served", "operation": "read"},
+        {"folder": -2, "file": "served", "operation": "read"},
+        {"folder": 1, "file": "served", "operation": "read"},
+        {"folder": "x", "file": "served", "operation": "read"},
+        {"folder": 0, "file": "served", "operation": "read_at", "start": -1, "nbytes": 3},
+        {"folder": 0, "file": "served", "operation": "read_at", "start": 0, "nbytes": -3},
+        {"folder": 0, "file": "served", "operation": "read_at", "start": 0, "nbytes": 1 << 60},
         {"folder": 0, "file": "served"},
         {"file": "served"},
     ],
 )
-def test_requests_that_make_no_sense(server: FolderServer, asked: dict[str, object]) -> None:
+def test_invalid_requests_are_answered_with_errors(
+    server: FolderServer, asked: dict[str, object]
+) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode())
         told, body = ask(connection, **asked)
         assert "error" in told
         assert body == b""
-        assert ask(connection, folder=0, file="served", what="size")[0] == {"size": len(BODY)}
+        assert ask(connection, folder=0, file="served", operation="size")[0] == {"size": len(BODY)}
 
 
-def test_words_that_are_no_json_end_the_connection(server: FolderServer) -> None:
+def test_header_that_is_not_json_ends_the_connection(server: FolderServer) -> None:
     with raw(server) as connection:
         connection.sendall(server.address.token.encode() + struct.pack("<QQ", 3, 0) + b"{{{")
         assert connection.recv(1) == b""
@@ -173,7 +175,7 @@ def test_words_that_are_no_json_end_the_connection(server: FolderServer) -> None
     there.close()
 
 
-def test_requests_of_any_size_in_bounded_memory(tmp_path: Path) -> None:
+def test_large_requests_use_bounded_memory(tmp_path: Path) -> None:
     """64 MiB at once: the server holds a piece of it."""
     nbytes = 64 << 20
     (tmp_path / "large").write_bytes(b"")
@@ -194,7 +196,7 @@ def test_requests_of_any_size_in_bounded_memory(tmp_path: Path) -> None:
     assert peak < 8 << 20
 
 
-def test_a_closed_server_answers_nobody(server: FolderServer) -> None:
+def test_closed_server_rejects_connections(server: FolderServer) -> None:
     there = client(server)
     assert there.size("served") == len(BODY)
     server.close()
@@ -204,7 +206,7 @@ def test_a_closed_server_answers_nobody(server: FolderServer) -> None:
         client(server).size("served")
 
 
-def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
+def test_silent_peer_is_waited_for_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and never answers
         address = Address("127.0.0.1", mute.getsockname()[1], "0" * 32)
         there = PeerStorage(
@@ -221,7 +223,7 @@ def test_a_peer_that_is_silent_is_waited_for_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 0.25, "it is not waited for again"
 
 
-def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
+def test_frames_are_sent_without_nagle_delay() -> None:
     """Each small read would take 40 ms: the kernel waits for the other end's word that it has the
     first part.
     """
@@ -240,7 +242,7 @@ def test_no_end_of_a_connection_keeps_the_second_part_of_a_frame_back() -> None:
     assert len(accepted) == 1
 
 
-def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_address_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's machine may resolve its own name so (Debian); the others reach it as they reach
     MASTER_ADDR.
     """
@@ -251,7 +253,7 @@ def test_a_master_that_calls_itself_loopback(monkeypatch: pytest.MonkeyPatch) ->
     assert tcp._reachable_host("127.0.0.1") == "127.0.0.1"
 
 
-def test_an_address_comes_back() -> None:
+def test_address_round_trip() -> None:
     address = Address("10.0.0.1", 4711, "ab" * 16)
     assert parse_address(address.encode()) == address
 
@@ -275,7 +277,7 @@ def save_halves(root: Path) -> None:
     run_ranks(2, act)
 
 
-def test_nothing_is_left_of_30_loads(tmp_path: Path) -> None:
+def test_repeated_loads_leave_no_threads_or_files(tmp_path: Path) -> None:
     save_halves(tmp_path)
     held: list[Held] = []
     keys: list[int] = []
@@ -297,7 +299,7 @@ def test_nothing_is_left_of_30_loads(tmp_path: Path) -> None:
     assert keys[1] <= keys[0]
 
 
-def test_a_load_that_fails_leaves_nothing_either(tmp_path: Path) -> None:
+def test_failed_load_leaves_no_threads_or_files(tmp_path: Path) -> None:
     save_halves(tmp_path)
     (file,) = folder_of(tmp_path, 1).glob("model_fragments*.safetensors")
     body = bytearray(file.read_bytes())
@@ -327,11 +329,11 @@ def dying(monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
             raise ConnectionResetError("dead")
         answer(self, connection, asked)
 
-    monkeypatch.setattr(FolderServer, "_respond", some)
+    monkeypatch.setattr(FolderServer, "_handle", some)
 
 
 @pytest.mark.parametrize("after", [0, 3, 6])
-def test_a_peer_that_dies_in_mid_load(
+def test_peer_dies_during_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Every rank has an error within the time-out; nobody hangs."""
@@ -352,7 +354,7 @@ def test_a_peer_that_dies_in_mid_load(
             raise error
 
 
-def test_a_peer_that_dies_where_there_is_another_copy(
+def test_peer_dies_and_another_copy_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own disk is damaged, one peer is dead, the other one has it."""
@@ -387,7 +389,7 @@ def test_a_peer_that_dies_where_there_is_another_copy(
     assert [bool(report.notes) for report in reports] == [True, True, False]
 
 
-def test_a_rank_that_cannot_serve_tells_the_others(
+def test_rank_that_cannot_serve_fails_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_halves(tmp_path)
@@ -403,7 +405,7 @@ def test_a_rank_that_cannot_serve_tells_the_others(
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     began = time.monotonic()
     same_error(
-        try_ranks(2, act), uc.StorageError, "MASTER_ADDR 'no.such.host.invalid': no way there"
+        try_ranks(2, act), uc.StorageError, "MASTER_ADDR 'no.such.host.invalid': cannot be reached"
     )
     assert time.monotonic() - began < 15, "at once, not when the time is out"
     shutil.rmtree(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 from unified_ckpt.runtime.exchange.shared_memory import (
     SLOTS,
     PeerWait,
@@ -44,7 +45,7 @@ def opened(window: TileBuffer, *, world: int) -> TileBuffer:
     return open_tile_buffer(window.token, world=world, tile_nbytes=TILE)
 
 
-def test_the_memory_is_shared(make: Callable[[int], TileBuffer]) -> None:
+def test_memory_is_shared(make: Callable[[int], TileBuffer]) -> None:
     ours = make(3)
     theirs = opened(ours, world=3)
     theirs.tile(1)[:] = torch.arange(TILE, dtype=torch.int64).to(torch.uint8)
@@ -56,7 +57,7 @@ def test_the_memory_is_shared(make: Callable[[int], TileBuffer]) -> None:
     assert ours.tile(1)[1] == 1, "closing one view of it leaves the others alone"
 
 
-def test_tiles_take_turns() -> None:
+def test_tiles_use_slots_in_turn() -> None:
     window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     for number in range(2 * SLOTS):
         window.tile(number)[:] = number + 1
@@ -73,7 +74,7 @@ def test_tiles_take_turns() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 8, 4096])
-def test_counters_of_many_ranks_do_not_touch_the_tiles(world: int) -> None:
+def test_counters_of_many_ranks_leave_tiles_untouched(world: int) -> None:
     window, fd = create_tile_buffer(world=world, tile_nbytes=TILE)
     window.tile(0)[:] = 7
     window.tile(1)[:] = 7
@@ -91,7 +92,7 @@ def test_counters_of_many_ranks_do_not_touch_the_tiles(world: int) -> None:
     os.close(fd)
 
 
-def test_serving_starts_all_counters_at_zero(make: Callable[[int], TileBuffer]) -> None:
+def test_open_for_resets_counters(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
     window.open_for(1)
     window.advance(4)
@@ -105,7 +106,7 @@ def test_serving_starts_all_counters_at_zero(make: Callable[[int], TileBuffer]) 
     )
 
 
-def test_each_window_has_a_token_of_its_own() -> None:
+def test_tokens_are_unique() -> None:
     first, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     first.close()
     os.close(fd)
@@ -115,7 +116,7 @@ def test_each_window_has_a_token_of_its_own() -> None:
     assert first.token != second.token, "else a rank that has opened the first keeps talking to it"
 
 
-def test_memory_is_given_back() -> None:
+def test_close_releases_memory() -> None:
     before = len(os.listdir("/proc/self/fd"))
     window, fd = create_tile_buffer(world=2, tile_nbytes=TILE)
     other = opened(window, world=2)
@@ -180,7 +181,7 @@ def empty(windows: dict[int, TileBuffer], rank: int) -> list[int]:
     return found
 
 
-def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], TileBuffer]) -> None:
+def test_ranks_fill_and_empty_tiles_of_another_rank(make: Callable[[int], TileBuffer]) -> None:
     windows = {rank: make(WORLD) for rank in range(WORLD)}
     with ThreadPoolExecutor(WORLD) as pool:
         filled, emptied = zip(
@@ -195,24 +196,29 @@ def test_ranks_fill_and_empty_the_tiles_of_another(make: Callable[[int], TileBuf
 
 CHILD = """
 import os, sys
-from unified_ckpt.runtime.exchange.shared_memory import Wait, create_window, open_window
+from unified_ckpt.runtime.exchange.shared_memory import PeerWait, create_tile_buffer, open_tile_buffer
 
-held, fd = create_window(world=2, tile_nbytes=8192)
+held, fd = create_tile_buffer(world=2, tile_nbytes=8192)
 tile = held.tile(0)
 tile[:] = 3
 held.close()
 os.close(fd)
 print(int(tile.sum()), flush=True)
 
-ours, fd = create_window(world=2, tile_nbytes=8192)
+ours, fd = create_tile_buffer(world=2, tile_nbytes=8192)
 print(ours.token, flush=True)
-theirs = open_window(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
-wait = Wait(timeout_seconds=60, windows={0: theirs, 1: ours}, heed=lambda: None, signs=lambda: 0)
+theirs = open_tile_buffer(sys.stdin.readline().strip(), world=2, tile_nbytes=8192)
+wait = PeerWait(
+    timeout_seconds=60,
+    tile_buffers={0: theirs, 1: ours},
+    raise_if_failed=lambda: None,
+    progress=lambda: 0,
+)
 for number in range(6):
     wait.until_progress(0, exchange=1, tiles=number - 1)
     theirs.tile(number)[:] = number + 1
-    theirs.mark(1, number + 1)
-ours.serve(5)
+    theirs.set_done(1, number + 1)
+ours.open_for(5)
 ours.tile(0)[:] = 99
 ours.advance(1)
 wait.until_done(ours, (0,), 1)
@@ -255,7 +261,7 @@ def child() -> Iterator[Child]:
         process.kill()
 
 
-def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
+def test_another_process_shares_memory_and_dies(
     make: Callable[[int], TileBuffer], child: Child
 ) -> None:
     """One test, as it takes seconds to start a process that imports torch."""
@@ -281,13 +287,14 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
     child.process.kill()  # nobody has waited for it yet: it is a zombie
     pid, started = child.process.pid, time.monotonic()
     with pytest.raises(
-        RankError, match=rf"rank 1 \(process {pid}\) is gone; waited for tile 2 of exchange 6"
+        RankError, match=rf"rank 1 \(process {pid}\) has exited before tile 2 of exchange 6"
     ):
         wait.until_progress(1, exchange=6, tiles=3)
     assert time.monotonic() - started < SECONDS / 2, "long before the time-out"
     theirs.close()
     with pytest.raises(
-        StorageError, match=rf"the shared memory of process {pid}.*; needed ranks that"
+        StorageError,
+        match=rf"shared memory of process {pid}: .*; (run the ranks of a node|keep every rank running)",
     ):
         open_tile_buffer(theirs.token, world=2, tile_nbytes=TILE)
 
@@ -295,25 +302,21 @@ def test_a_process_shares_its_memory_and_is_missed_when_it_dies(
 # waiting
 
 
-def test_a_rank_that_does_not_come_is_named(make: Callable[[int], TileBuffer]) -> None:
+def test_wait_names_a_missing_rank(make: Callable[[int], TileBuffer]) -> None:
     windows = {0: make(3), 2: make(3)}
     wait = waiting(windows, seconds=0.2)
     windows[2].open_for(4)
     windows[2].advance(1)
-    with pytest.raises(
-        RankError, match=r"rank 2 did not come to tile 1 of exchange 4 within 0.2 s"
-    ):
+    with pytest.raises(RankError, match=r"rank 2 did not reach tile 1 of exchange 4 within 0.2 s"):
         wait.until_progress(2, exchange=4, tiles=2)
-    with pytest.raises(
-        RankError, match=r"rank 2 did not come to tile 0 of exchange 5 within 0.2 s"
-    ):
+    with pytest.raises(RankError, match=r"rank 2 did not reach tile 0 of exchange 5 within 0.2 s"):
         wait.until_progress(2, exchange=5, tiles=1)
     windows[0].set_done(0, 1)
-    with pytest.raises(RankError, match=r"rank 2 did not come to its part of tile 0 within 0.2 s"):
+    with pytest.raises(RankError, match=r"rank 2 did not reach its part of tile 0 within 0.2 s"):
         wait.until_done(windows[0], (0, 2), 1)
 
 
-def test_a_rank_that_is_further_already_is_not_waited_for(
+def test_wait_returns_for_a_rank_in_a_later_exchange(
     make: Callable[[int], TileBuffer],
 ) -> None:
     windows = {1: make(2)}
@@ -323,22 +326,22 @@ def test_a_rank_that_is_further_already_is_not_waited_for(
     waiting(windows, seconds=0.2).until_done(windows[1], (), 100)
 
 
-def test_a_rank_that_gave_up_wakes_those_who_wait(make: Callable[[int], TileBuffer]) -> None:
+def test_failed_rank_ends_all_waits(make: Callable[[int], TileBuffer]) -> None:
     windows = {0: make(2), 1: make(2)}
     wait = waiting(windows)
     threading.Timer(0.1, windows[1].mark_failed).start()
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
+    with pytest.raises(RankError, match=r"rank 1 failed during the exchange"):
         wait.until_progress(1, exchange=1, tiles=1)
-    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange"):
+    with pytest.raises(RankError, match=r"rank 1 failed during the exchange"):
         wait.until_done(windows[0], (1,), 1)
-    with pytest.raises(RankError, match=r"rank 1 gave up in the middle of the exchange") as caught:
+    with pytest.raises(RankError, match=r"rank 1 failed during the exchange") as caught:
         wait.until_done(windows[0], (1,), 1)
-    assert caught.value.echo, "the rank that gave up says why"
+    assert spread_of(caught.value) is Spread.SECONDARY, "the failed rank reports why"
     assert time.monotonic() - started < SECONDS / 2
 
 
-def test_the_time_out_is_one_of_silence(make: Callable[[int], TileBuffer]) -> None:
+def test_timeout_counts_from_the_last_heartbeat(make: Callable[[int], TileBuffer]) -> None:
     """Whoever gets on is waited for: three signs of life, and then none."""
     window, signs = make(2), iter([1, 2, 3, 3])
     wait = PeerWait(
@@ -348,14 +351,12 @@ def test_the_time_out_is_one_of_silence(make: Callable[[int], TileBuffer]) -> No
         progress=lambda: next(signs),
     )
     began = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"rank 1 did not come to tile 0 of exchange 1 within 0.2 s"
-    ):
+    with pytest.raises(RankError, match=r"rank 1 did not reach tile 0 of exchange 1 within 0.2 s"):
         wait.until_progress(1, exchange=1, tiles=1)
     assert time.monotonic() - began > 0.8
 
 
-def test_what_was_done_before_giving_up_counts(make: Callable[[int], TileBuffer]) -> None:
+def test_tiles_done_before_a_failure_count(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
     window.open_for(1)
     window.advance(1)
@@ -363,7 +364,7 @@ def test_what_was_done_before_giving_up_counts(make: Callable[[int], TileBuffer]
     waiting({1: window}).until_progress(1, exchange=1, tiles=1)
 
 
-def test_a_block_that_fails_gives_up(make: Callable[[int], TileBuffer]) -> None:
+def test_marking_failed_marks_on_errors(make: Callable[[int], TileBuffer]) -> None:
     window = make(2)
     with marking_failed(window):
         pass

@@ -65,7 +65,7 @@ def mapped(ranks: Ranks) -> int:
 ALL = {rank: set(range(WORLD)) for rank in range(WORLD)}
 
 
-def test_partners_see_each_others_memory(ranks: Ranks) -> None:
+def test_partners_share_memory(ranks: Ranks) -> None:
     found = ranks.ready(tile_nbytes=TILE, partners=ALL)
     assert [set(one) for one in found] == [{0, 1, 2}] * WORLD
     for rank in range(WORLD):
@@ -74,13 +74,13 @@ def test_partners_see_each_others_memory(ranks: Ranks) -> None:
         assert [int(one[rank].tile(0)[-1]) for rank in range(WORLD)] == [1, 2, 3]
 
 
-def test_windows_are_kept_for_the_next_call(ranks: Ranks) -> None:
+def test_tile_buffers_are_reused(ranks: Ranks) -> None:
     first = ranks.ready(tile_nbytes=TILE, partners=ALL)
     again = ranks.ready(tile_nbytes=TILE // 2, partners=ALL)
     assert all(again[r][p] is first[r][p] for r in range(WORLD) for p in range(WORLD))
 
 
-def test_a_window_that_is_too_small_is_replaced_everywhere(ranks: Ranks) -> None:
+def test_small_tile_buffer_is_replaced_on_all_ranks(ranks: Ranks) -> None:
     ranks.ready(tile_nbytes=TILE, partners=ALL)
     found = ranks.ready(tile_nbytes=2 * TILE, partners=ALL)
     for rank in range(WORLD):
@@ -91,26 +91,26 @@ def test_a_window_that_is_too_small_is_replaced_everywhere(ranks: Ranks) -> None
     assert mapped(ranks) == WORLD * WORLD, "the old ones are given back"
 
 
-def test_ranks_without_partners_have_no_window(ranks: Ranks) -> None:
+def test_ranks_without_partners_have_no_tile_buffer(ranks: Ranks) -> None:
     found = ranks.ready(tile_nbytes=TILE, partners={0: {0, 2}, 2: {0, 2}})
     assert [set(one) for one in found] == [{0, 2}, set(), {0, 2}]
     assert mapped(ranks) == 4
 
 
-def test_a_window_that_gave_up_serves_again(ranks: Ranks) -> None:
+def test_failed_tile_buffer_works_again(ranks: Ranks) -> None:
     first = ranks.ready(tile_nbytes=TILE, partners=ALL)
     first[1][1].mark_failed()
     assert first[0][1].failed()
     assert not any(one[1].failed() for one in ranks.ready(tile_nbytes=TILE, partners=ALL))
 
 
-def test_a_partner_without_a_window_is_missed(ranks: Ranks) -> None:
+def test_partner_without_a_tile_buffer_is_named(ranks: Ranks) -> None:
     meeting = Collective(dist.HashStore(), 0, rank=0, ranks=(0, 1), timeout_seconds=0.2)
-    with pytest.raises(RankError, match=r"rank\(s\) 1 did not get to 'window/1' within 0.2 s"):
+    with pytest.raises(RankError, match=r"rank\(s\) 1 did not reach 'tile-buffer/1' within 0.2 s"):
         ranks.windows[0].prepare(meeting, tile_nbytes=TILE, partners={0, 1})
 
 
-def test_everything_is_given_back(ranks: Ranks) -> None:
+def test_close_releases_everything(ranks: Ranks) -> None:
     before = len(os.listdir("/proc/self/fd"))
     ranks.ready(tile_nbytes=TILE, partners=ALL)
     for windows in ranks.windows:

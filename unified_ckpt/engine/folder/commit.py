@@ -35,6 +35,7 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, is_other_version, parse_manifest
+from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 if TYPE_CHECKING:
@@ -445,7 +446,7 @@ def abort_collectively(
     `staging_dir`: None on a rank that has not learnt of it yet, on the lead where it has begun
     none.
     """
-    if collective.world > 1 and not getattr(error, "agreed", False):
+    if collective.world > 1 and spread_of(error) is not Spread.SHARED:
         collective.publish_error(error)
     collective.mark_stopped()
     if collective.rank == leader and staging_dir is not None:

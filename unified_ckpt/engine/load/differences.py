@@ -18,6 +18,7 @@ from unified_ckpt.engine.plan.holders import check_layout_rules, gather_distinct
 from unified_ckpt.engine.source.stateful import StatefulRestore
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.error_spread import Spread, mark
 from unified_ckpt.runtime.torch_state.flatten import MASTER, MODEL, OPTIMIZER, WEIGHTS
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -146,8 +147,7 @@ def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
     error = MismatchError(
         text, missing=mismatches.missing, unexpected=mismatches.unexpected, wrong=mismatches.wrong
     )
-    error.agreed = True
-    raise error
+    raise mark(error, Spread.SHARED)
 
 
 def warn_mismatches(label: str, mismatches: Mismatches) -> None:

@@ -53,6 +53,7 @@ from unified_ckpt.engine.source.stateful import plan_restore
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.exchange.shared_memory import PeerWait, marking_failed
 from unified_ckpt.runtime.exchange.windows import TileBuffers, exchange_number
 from unified_ckpt.runtime.gc_pause import gc_paused
@@ -191,7 +192,7 @@ def _load(
         failure = type(error)(
             f"{error}; the target holds a mix of old and new bytes and is unusable"
         )
-        failure.agreed = error.agreed
+        mark(failure, spread_of(error))
         raise failure from error
     with gc_paused, collective.step("install"):
         _install(request, group_options)

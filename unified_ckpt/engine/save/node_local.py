@@ -30,6 +30,7 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.error_spread import narrow
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 LocalShardings = Mapping[
@@ -66,7 +67,7 @@ class CommitGroup:
                 for number in range(self.node_group.count)
             ]
         except CheckpointError as error:
-            error.agreed = False  # among the islands, not yet among the ranks of this one
+            narrow(error)
             raise
 
 

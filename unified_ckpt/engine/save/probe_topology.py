@@ -20,6 +20,7 @@ from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.error_spread import narrow
 from unified_ckpt.runtime.comm.topology import (
     all_gather,
     file_system_type,
@@ -91,7 +92,7 @@ def connect_topology(comm: Comm, probe: ProbeResult, *, timeout_seconds: float) 
     except CheckpointError as error:
         if transport is not None:
             transport.close()
-        error.agreed = False  # among these ranks, not yet among all
+        narrow(error)
         raise
     return Topology(group_comm, node_group if node_group.count > 1 else None, transport)
 

@@ -17,6 +17,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.integrations.transformers.resume import is_unified
+from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.torch_state.flatten import OPTIMIZER
 from unified_ckpt.sources.files.json import read_config
 
@@ -81,7 +82,7 @@ def explain_model_mismatch(
     explained = MismatchError(
         text, missing=error.missing, unexpected=error.unexpected, wrong=error.wrong
     )
-    explained.agreed = error.agreed
+    mark(explained, spread_of(error))
     return explained
 
 

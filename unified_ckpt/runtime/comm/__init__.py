@@ -1,1 +1,4 @@
-"""TODO package."""
+"""Coordinates ranks over a key-value store: collectives, errors for all, nodes.
+
+Knows no files and no tensors.
+"""

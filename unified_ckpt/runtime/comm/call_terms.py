@@ -1,4 +1,4 @@
-"""What a rank calls, and on which terms: all ranks of a collective call must give the same."""
+"""Compares the calls of all ranks: a collective call needs equal arguments on every rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from unified_ckpt.core.text import format_ranks
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`description`: in words, the first of which is the call's name; the rest may differ.
-    `arguments`: None where this rank failed before it knew.
+    """One rank's call of a collective operation.
+
+    `description`: in words; the first one is the name, the rest may differ. `arguments`: None on a
+    rank that failed before it knew them.
     """
 
     description: str
@@ -21,30 +23,34 @@ class Call:
 
     @property
     def name(self) -> str:
+        """The name of the operation."""
         return self.description.partition(" ")[0]
 
     @property
     def digest(self) -> str:
         """Equal for equal calls."""
-        return hashlib.sha256(
-            json.dumps([self.name, self.arguments], sort_keys=True).encode()
-        ).hexdigest()[:16]
+        body = json.dumps([self.name, self.arguments], sort_keys=True)
+        return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     @property
     def encoded(self) -> bytes:
+        """The call as JSON."""
         return json.dumps([self.description, self.arguments]).encode()
 
     @staticmethod
     def decode(encoded: bytes) -> Call:
+        """Returns the call from its JSON."""
         return Call(*json.loads(encoded))
 
 
 def differences(calls: Sequence[Call], ranks: Sequence[int]) -> str:
-    """How the ranks' calls differ, in one sentence; empty where they do not. `ranks`: as people
-    count them.
+    """Describes how the ranks' calls differ, in one sentence; empty if they do not.
+
+    `ranks`: the numbers to name in the text.
     """
     if len({call.name for call in calls}) > 1:
-        return f"{_group_by_rank([call.description for call in calls], ranks)}; expected the same call on every rank"
+        descriptions = _group_by_rank([call.description for call in calls], ranks)
+        return f"{descriptions}; expected the same call on every rank"
     comparable = [
         (call, rank) for call, rank in zip(calls, ranks, strict=True) if call.arguments is not None
     ]

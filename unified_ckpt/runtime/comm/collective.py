@@ -1,5 +1,7 @@
-"""One collective call of all ranks: they arrive, talk under keys of their own, and leave together
-or fail together, with one text.
+"""Runs one collective operation of all ranks: numbered steps over a shared store.
+
+All ranks arrive, exchange values under keys of their own, and finish together or fail together with
+the same error text.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Protocol
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
+from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 
 _SECONDARY_WAIT_SECONDS = 10.0
 _STOP_SECONDS = 10.0  # for the other ranks to stop writing before what has failed is cleared away
@@ -20,20 +23,32 @@ _HEARTBEATS_PER_TIMEOUT = 20  # signs of life in the time that silence is allowe
 
 
 class Store(Protocol):
-    """What is used of `comm.Keys`, which says what its calls do."""
+    """The subset of `comm.KeyStore` that a collective uses."""
 
-    def set(self, key: str, value: bytes, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes: ...
+    def set(self, key: str, value: bytes, /) -> None:
+        """Sets a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Returns the value of a key that is set."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Returns whether all keys are set."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Adds to a counter and returns its new value."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Returns the values of keys that are set."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Sets the key if it holds `expected`, and returns its value."""
 
 
 class Collective:
-    """One collective call of all ranks. Whatever waits raises RankError after `timeout_seconds` in
-    which no rank gave a sign of life, and at once the error of the meeting that this one is
-    `within`, if that fails.
+    """One collective operation of all ranks.
+
+    Every wait raises RankError after `timeout_seconds` without a heartbeat from any rank. It raises
+    the error of the `parent` collective as soon as that one fails.
     """
 
     def __init__(
@@ -46,53 +61,46 @@ class Collective:
         timeout_seconds: float,
         parent: Collective | None = None,
     ) -> None:
-        self.number, self.rank, self.world, self.timeout_seconds = (
-            number,
-            rank,
-            len(ranks),
-            timeout_seconds,
-        )
-        self.ranks = ranks  # as the caller counts them; texts name these
+        self.number, self.rank, self.world = number, rank, len(ranks)
+        self.timeout_seconds = timeout_seconds
+        self.ranks = ranks  # global ranks, which errors name
         self.all_cached = self.any_busy = False
         self._parent = parent
         self._last_heartbeat = time.monotonic()
         self._in_background = self.in_progress = False
-        self.keys: list[str] = []  # that this rank has set, as the store knows them
+        self.keys: list[str] = []  # set by this rank, with the prefix
         self._store, self._prefix = store, f"{number}/"
 
     def move_to_background(self) -> None:
-        """This rank may come to other meetings before it leaves this one, which it says by
-        `finish`.
-        """
+        """Lets this rank join later collectives before it calls `finish` on this one."""
         self._in_background = self.in_progress = True
         self.add(
-            "left", 0
-        )  # there from the start: where it is not, all have left and somebody has deleted it
+            "finished", 0
+        )  # set from the start: if absent, all have finished and it is deleted
 
     def finish(self) -> None:
-        """This rank is through with a meeting in the background."""
+        """Marks a background collective as finished on this rank."""
         self.in_progress = False
-        self.add("left")
+        self.add("finished")
 
     def stale_keys(self) -> str:
-        """This rank's keys to delete, after a tab; before it, the counter that must reach the
-        number of ranks first, if any.
+        """Returns this rank's keys to delete, space-separated, after a tab.
+
+        Before the tab: the counter that must first reach the number of ranks, or nothing.
         """
-        return (
-            f"{self._prefix}n/left\t{' '.join(self.keys)}"
-            if self._in_background
-            else "\t" + " ".join(self.keys)
-        )
+        counter = f"{self._prefix}n/finished" if self._in_background else ""
+        return f"{counter}\t{' '.join(self.keys)}"
 
     def put(self, key: str, value: bytes) -> None:
-        """Sets a key of this meeting, which has no spaces; `value` must not be empty."""
+        """Sets a key of this collective. The key has no spaces, and the value is not empty."""
         self._store.set(self._track_key(key), value)
 
     def has(self, key: str) -> bool:
+        """Returns whether the key is set."""
         return self._store.check([self._prefix + key])
 
     def missing_ranks(self, keys: Sequence[str]) -> str:
-        """In words, the ranks whose key of these (`…/<rank>`) is not set."""
+        """Lists the ranks whose key (`…/<rank>`) is not set, as text."""
         return format_ranks(
             self.ranks[int(key.rpartition("/")[2])] for key in keys if not self.has(key)
         )
@@ -100,19 +108,19 @@ class Collective:
     def wait(
         self, keys: Sequence[str], *, seconds: float | None = None, ignore_failures: bool = False
     ) -> bool:
-        """Whether all keys were set in time, which begins anew with each rank's sign of life,
-        unless `seconds` bounds it.
+        """Returns whether all keys were set in time.
 
-        Raises at once the error of a rank that has failed meanwhile, unless `ignore_failures`.
+        The time starts again with every heartbeat of a rank, unless `seconds` bounds it. Raises the
+        error of a failed rank at once, unless `ignore_failures`.
         """
-        # Looks again after a tenth of the time waited so far: torch's own `wait` cannot be
-        # interrupted, and logs each time-out.
+        # Polls after a tenth of the time waited so far: torch's own `wait` cannot be interrupted,
+        # and logs each timeout.
         store_keys, started, progress = [self._prefix + key for key in keys], time.monotonic(), 0
         while True:
             if self._store.check(store_keys):
                 return True
             if not ignore_failures and self._store.check([self._prefix + "failed"]):
-                if self._store.check(store_keys):  # set between the two looks
+                if self._store.check(store_keys):  # set between the two checks
                     return True
                 raise self.failure()
             waited = time.monotonic() - started
@@ -128,78 +136,76 @@ class Collective:
             time.sleep(min(max(waited / 10, 0.0001), 1.0, remaining))
 
     def raise_if_failed(self) -> None:
-        """Raises what another rank has failed with, if one has."""
+        """Raises the error with which another rank failed, if any."""
         if self.has("failed"):
             raise self.failure()
         if self._parent is not None:
             self._parent.raise_if_failed()
 
     def heartbeat(self) -> None:
-        """A sign of life, for those who wait: this rank is getting on. Cheap: most calls do
-        nothing.
-        """
+        """Signals to waiting ranks that this rank makes progress. Cheap: most calls do nothing."""
         now = time.monotonic()
         if now - self._last_heartbeat > self.timeout_seconds / _HEARTBEATS_PER_TIMEOUT:
             self._last_heartbeat = now
-            self.add("beats")
+            self.add("heartbeats")
 
     def progress(self) -> int:
-        """Grows as long as some rank gets on."""
-        return self._store.add(f"{self._prefix}n/beats", 0)
+        """Returns a number that grows as long as some rank makes progress."""
+        return self._store.add(f"{self._prefix}n/heartbeats", 0)
 
     def failure(self, cause: BaseException | None = None) -> CheckpointError:
-        """The first error of this meeting, the same on every rank."""
+        """Returns the first error of this collective, which is the same on every rank."""
         error = decode_error(self._store.get(f"{self._prefix}failed").decode())
-        error.agreed, error.named, error.__cause__ = True, True, cause
-        return error
+        error.__cause__ = cause
+        return mark(error, Spread.SHARED)
 
     def get(self, key: str, *, sender: int | None = None) -> bytes:
-        """A key's value, once some rank has set it; `sender`: the one that does, before it waits
-        for anybody.
+        """Returns a key's value, waiting until some rank sets it.
+
+        `sender`: the rank that sets the key without waiting for others; errors then name it.
         """
         if not self.wait([key]):
             if sender is not None:
                 raise RankError(
-                    f"rank(s) {self.ranks[sender]} did not get to {key!r} within {self.timeout_seconds:g} s"
+                    f"rank(s) {self.ranks[sender]} did not reach {key!r} "
+                    f"within {self.timeout_seconds:g} s"
                 )
             error = RankError(
-                f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, which no rank set"
+                f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
+                "which no rank set"
             )
-            # whoever should have set it waits for somebody else, or is named by who collects from
-            # it
-            error.echo = True
-            raise error
+            # The rank that should have set it waits for another one, or is named by its receiver.
+            raise mark(error, Spread.SECONDARY)
         return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Adds to a counter and returns its value."""
+        """Adds to a counter and returns its new value."""
         return self._store.add(self._track_key(f"n/{key}"), amount)
 
     def set_once(self, key: str, value: str) -> str:
-        """Sets the key unless another rank was first; returns what it holds now."""
+        """Sets the key unless it is set already, and returns its value."""
         return self._store.compare_set(self._track_key(key), "", value).decode()
 
     def _track_key(self, key: str) -> str:
-        """The store's name of a key that this rank sets, and deletes when all have left: by a list
-        with spaces between them.
-        """
+        """Returns the store's name of a key that this rank sets, and records it for deletion."""
         if " " in key:
-            raise AssertionError(f"{key!r}: has a space; needed a key without")
+            raise AssertionError(f"store key {key!r}: has a space, which separates stored keys")
         self.keys.append(self._prefix + key)
         return self._prefix + key
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value on every rank."""
         if self.rank == 0:
             if not value:
-                raise AssertionError(f"rank 0 has nothing to say for {key!r}")
+                raise AssertionError(f"store key {key!r}: rank 0 broadcasts no value")
             self.put(key, value)
             return value
         return self.get(key, sender=0)
 
     def collect(self, key: str, value: bytes, *, dst: int, ranks: Sequence[int]) -> list[bytes]:
-        """The values of `ranks`, in their order, on rank `dst`; an empty list elsewhere. Other
-        ranks' values are not sent.
+        """Returns the values of `ranks`, in their order, on rank `dst`; an empty list elsewhere.
+
+        Other ranks' values are not sent.
         """
         if self.rank in ranks:
             self.put(f"{key}/{self.rank}", value)
@@ -208,64 +214,63 @@ class Collective:
         keys = [f"{key}/{rank}" for rank in ranks]
         if not self.wait(keys) and (missing := self.missing_ranks(keys)):
             raise RankError(
-                f"rank(s) {missing} did not get to {key!r} within {self.timeout_seconds:g} s"
+                f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s"
             )
         return self._store.multi_get([self._prefix + k for k in keys])
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step that all ranks do: leaves it when all are through, or raises the first error of
-        any on all of them.
-        """
+        """Runs one step: ends once all ranks have finished it, or raises the first error on all."""
         try:
             yield
         except BaseException as error:
-            if getattr(error, "agreed", False):
-                raise  # every rank has it already
+            if spread_of(error) is Spread.SHARED:
+                raise
             self.finish_step(name, error)
             raise
         self.finish_step(name)
 
     @contextmanager
     def propagating_errors(self) -> Iterator[None]:
-        """Around a whole call: an error between its phases is told to all ranks too."""
+        """Publishes an error of the block to all ranks, and raises the first one on all of them.
+
+        Wraps a whole operation; `step` already does this for the errors inside a step.
+        """
         try:
             yield
         except BaseException as error:
-            if self.world == 1 or getattr(error, "agreed", False):
+            if self.world == 1 or spread_of(error) is Spread.SHARED:
                 raise
             self.publish_error(error)
             self.mark_stopped()
             raise self.failure(error) from error
 
     def mark_stopped(self) -> None:
-        """This rank does nothing more for a call that fails."""
+        """Declares that this rank does no more work for a failed operation."""
         self.put(f"stopped/{self.rank}", b"1")
 
     def wait_stopped(self) -> None:
-        """Returns once all ranks do nothing more for it, or are given up."""
+        """Returns once all ranks have stopped working on a failed operation; in bounded time."""
         keys = [f"stopped/{rank}" for rank in range(self.world)]
         self.wait(keys, seconds=min(_STOP_SECONDS, self.timeout_seconds / 2), ignore_failures=True)
 
     def publish_error(self, error: BaseException) -> None:
-        """What this rank has failed with, unless another was first. Raises the error of the meeting
-        around this one, if that has one, and this rank only noticed.
+        """Publishes this rank's error, unless another rank was first.
+
+        A secondary error first waits for the rank that failed first to publish its own.
         """
-        if getattr(error, "echo", False):
-            self.wait(
-                ["failed"], seconds=_SECONDARY_WAIT_SECONDS
-            )  # the rank that failed first says why
+        if spread_of(error) is Spread.SECONDARY:
+            self.wait(["failed"], seconds=_SECONDARY_WAIT_SECONDS)
         self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
     def finish_step(self, step: str, error: BaseException | None = None) -> None:
-        """Returns once all ranks have got through `step`, or raises the first error on all of
-        them, naming its rank.
+        """Returns once all ranks have finished `step`, or raises the first error on all of them.
 
-        A rank that fails does not wait for the slow ones: they learn of it when they come.
+        A rank that fails does not wait for slower ranks: they receive its error when they arrive.
         """
         if error is not None and self.world == 1:
             raise error
-        arrivals = f"at/{step}"
+        arrivals = f"finished/{step}"
         if error is not None:
             self.put(f"{arrivals}/{self.rank}", b"1")
             self.publish_error(error)
@@ -273,15 +278,13 @@ class Collective:
             raise self.failure(error)
         if self.add(arrivals) == self.world:
             self.set_once(f"done/{step}", "ok")
-        self.put(
-            f"{arrivals}/{self.rank}", b"1"
-        )  # last of all: a rank that dies before is one that did not get through
+        # Set last: a rank that dies before this line has not finished the step.
+        self.put(f"{arrivals}/{self.rank}", b"1")
         if not self.wait([f"done/{step}"]):
-            missing = (
-                self.missing_ranks([f"{arrivals}/{r}" for r in range(self.world)]) or "that failed"
-            )  # and died before they said so
-            timeout_error = RankError(
-                f"rank(s) {missing} did not get through {step!r} within {self.timeout_seconds:g} s"
+            missing = self.missing_ranks([f"{arrivals}/{r}" for r in range(self.world)])
+            timeout_error = RankError(  # without missing ranks, one failed and died unheard
+                f"rank(s) {missing or 'that failed'} did not finish {step!r} "
+                f"within {self.timeout_seconds:g} s"
             )
             if self.set_once(f"done/{step}", "failed") == "failed":
                 self.set_once(

@@ -1,9 +1,8 @@
-"""How ranks talk: keys in a store that they share. Collectives of torch are not used, so a save
-never meets the training's own.
+"""Knows a group of ranks and the key-value store that they share.
 
-A `Comm` lasts as long as the ranks do. Each collective call is one `Meeting`: everybody arrives,
-talks under keys of its own, and leaves together or fails together, with one text. Every wait is
-bounded and names who is missing.
+torch's collectives are not used, so a save never interferes with those of the training. A `Comm`
+lives as long as its ranks; each operation of all ranks is one `Collective`. Every wait is bounded,
+and its error names the missing ranks.
 """
 
 from __future__ import annotations
@@ -27,61 +26,64 @@ _NO_ARGUMENTS: Mapping[str, object] = {}
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Says in our words that the store's server has ended; torch's text names nobody."""
+    """Replaces torch's error for a store whose server has exited: its text names nobody."""
     try:
         yield
     except dist.DistNetworkError as error:
         raise RankError(
-            f"the ranks' common store cannot be reached; the process that serves it, usually rank 0's, has ended: {error}"
+            "the store of the ranks cannot be reached: the process that serves it, usually rank 0, "
+            f"has exited: {error}"
         ) from error
 
 
 class KeyStore:
-    """Keys that the ranks share. No call waits. RankError where the store cannot be reached."""
+    """A key-value store that the ranks share. No call waits; RankError if it cannot be reached."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, key: str, value: str | bytes, /) -> None:
+        """Sets a key."""
         with _store_errors():
             # the stub says str; bytes are taken
             self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str, /) -> bytes:
-        """Of a key that is set: `check` first."""
+        """Returns the value of a key that is set; call `check` first."""
         with _store_errors():
             return bytes(self._store.get(key))
 
     def check(self, keys: list[str], /) -> bool:
+        """Returns whether all keys are set."""
         with _store_errors():
             return bool(self._store.check(keys))
 
     def add(self, key: str, amount: int, /) -> int:
+        """Adds to a counter and returns its new value."""
         with _store_errors():
             return int(self._store.add(key, amount))
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Returns the values of keys that are set."""
         with _store_errors():
             return [bytes(value) for value in self._store.multi_get(keys)]
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Sets the key if it holds this, or if it is not set and "" is expected; what it holds
-        then.
-        """
+        """Sets the key if it holds `expected`, and returns its value. An unset key holds ""."""
         with _store_errors():
             return bytes(self._store.compare_set(key, expected, value))
 
     def delete_key(self, key: str, /) -> bool:
+        """Deletes a key and returns whether it was set."""
         with _store_errors():
             return bool(self._store.delete_key(key))
 
 
 class Comm:
-    """Ranks over one c10d store. `ranks`: the global rank of each; `rank`: this one's index among
-    them.
+    """A group of ranks over one c10d store.
 
-    `within`: a meeting of more ranks, of which all its own meetings are part: they end when that
-    one fails.
+    `ranks`: the global rank of each member; `rank`: this process's index among them. `parent`: a
+    collective of more ranks: all collectives of this group end when it fails.
     """
 
     def __init__(
@@ -103,20 +105,22 @@ class Comm:
         parent: Collective | None = None,
         arguments: Mapping[str, object] | None = _NO_ARGUMENTS,
     ) -> Collective:
-        """Waits until every rank has called. `Meeting.all_same`: whether every rank said `cached`;
-        `.any_busy`: whether one said `busy`, which it is while an earlier meeting of its own is not
-        over. `delete_stale`: if not, the caller does it when there is time.
+        """Starts a collective: waits until every rank has called this with the same arguments.
 
-        `description`: the call, in words, the first of which is its name. `arguments`: what all
-        ranks must give alike, for JSON; None on a rank that has failed before it knew them.
-        RankError naming the ranks where calls or terms differ.
+        `description`: the call in words; the first word is its name. `arguments`: what must be
+        equal on all ranks, as JSON; None on a rank that failed before it knew them. RankError names
+        the ranks where the call or the arguments differ.
 
-        `parent`: a meeting of more ranks that this one is part of. Raises its error when it fails
-        meanwhile, or RankError naming the ranks that did not come in time.
+        `cached`, `busy`: this rank's flags; `Collective.all_cached` is true if every rank set the
+        first, `any_busy` if any rank set the second: an earlier background collective of it is
+        unfinished. `delete_stale=False` leaves `delete_stale_keys` to the caller.
+
+        `parent`: a collective of more ranks that this one belongs to. Raises its error if it fails
+        meanwhile, or RankError naming the ranks that did not arrive in time.
         """
         parent = parent or self._parent
-        # A rank that is back before the others have left must not join their meeting again.
-        self._number = max(self._key_store.add("meetings", 0), self._number + 1)
+        # A rank that returns before the others have left must not join their collective again.
+        self._number = max(self._key_store.add("collectives", 0), self._number + 1)
         collective = Collective(
             self._key_store,
             self._number,
@@ -127,69 +131,58 @@ class Comm:
         )
         self._stale_keys.add(collective)
         if cached:
-            collective.add("same")
+            collective.add("cached")
         if busy:
             collective.add("busy")
         call = Call(description, arguments)
         collective.add(f"call/{call.digest}")
-        if collective.add("in") == self.world:
-            outcome = "same" if collective.add("same", 0) == self.world else "new"
+        if collective.add("arrived") == self.world:
+            outcome = "cached" if collective.add("cached", 0) == self.world else "new"
             if collective.add(f"call/{call.digest}", 0) < self.world and (
                 text := self._call_differences(collective, call)
             ):
                 outcome = f"differ: {text}"
             self._close_arrivals(collective, outcome + " busy" * (collective.add("busy", 0) > 0))
-        collective.put(
-            f"in/{self.rank}", call.encoded
-        )  # last of all: a rank that dies before is one that did not come
+        # Set last: a rank that dies before this line has not arrived.
+        collective.put(f"arrived/{self.rank}", call.encoded)
         try:
-            all_arrived = collective.wait(["go"], ignore_failures=parent is None)
-        except (
-            CheckpointError
-        ) as error:  # of the meeting around this one, which some rank may not come to any more
+            all_arrived = collective.wait(["begin"], ignore_failures=parent is None)
+        except CheckpointError as error:  # of the parent: some ranks may never arrive here
             self._close_arrivals(collective, f"late: {error}")
             raise
         if not all_arrived:
-            missing = collective.missing_ranks([f"in/{r}" for r in range(self.world)])
-            expected = f"needed the same call on all {self.world} ranks"
+            missing = collective.missing_ranks([f"arrived/{r}" for r in range(self.world)])
             self._close_arrivals(
                 collective,
-                f"late: {description}: rank(s) {missing} did not come within {timeout_seconds:g} s; {expected}",
+                f"late: {description}: rank(s) {missing} did not arrive within "
+                f"{timeout_seconds:g} s; expected the same call on all {self.world} ranks",
             )
-        outcome = collective.get("go").decode()
+        outcome = collective.get("begin").decode()
         if outcome.startswith(("late: ", "differ: ")):
             raise RankError(outcome.partition(": ")[2])
-        collective.all_cached, collective.any_busy = (
-            outcome.startswith("same"),
-            outcome.endswith(" busy"),
-        )
+        collective.all_cached = outcome.startswith("cached")
+        collective.any_busy = outcome.endswith(" busy")
         if delete_stale:
             self.delete_stale_keys()
         return collective
 
     def _call_differences(self, collective: Collective, call: Call) -> str:
-        """On the rank that came last: how the ranks' calls differ; empty where some rank only
-        failed before it knew its terms.
+        """Describes how the ranks' calls differ; runs on the rank that arrives last.
+
+        Empty if some rank only failed before it knew its arguments.
         """
-        keys = [f"in/{rank}" for rank in range(self.world) if rank != self.rank]
+        keys = [f"arrived/{rank}" for rank in range(self.world) if rank != self.rank]
         collective.wait(keys, ignore_failures=True)
         if missing := collective.missing_ranks(keys):
-            return f"{call.description}: rank(s) {missing} did not come"
-        other_calls = iter(collective.get(key) for key in keys)
-        return differences(
-            [
-                call if rank == self.rank else Call.decode(next(other_calls))
-                for rank in range(self.world)
-            ],
-            self.ranks,
-        )
+            return f"{call.description}: rank(s) {missing} did not arrive"
+        calls = [Call.decode(collective.get(key)) for key in keys]
+        calls.insert(self.rank, call)
+        return differences(calls, self.ranks)
 
     def subgroup(
         self, name: str, members: Sequence[int], *, parent: Collective | None = None
     ) -> Comm:
-        """A `Comm` of some of these ranks, this one among them, each of which makes one by the same
-        name.
-        """
+        """Returns the `Comm` of some of these ranks. Every member calls this with the same name."""
         ranks = [self.ranks[i] for i in members]
         return Comm(
             PrefixStore(name, self._store),
@@ -199,41 +192,42 @@ class Comm:
         )
 
     def key_store(self, name: str) -> KeyStore:
-        """Keys of these ranks outside of meetings."""
+        """Returns a store of these ranks for keys outside of collectives."""
         return KeyStore(PrefixStore(name, self._store))
 
     def detach(self) -> None:
-        """Leaves word of the keys that are still to be deleted, for the next `Comm` of this rank."""
+        """Hands the keys still to be deleted over to this rank's next `Comm`."""
         self._stale_keys.hand_over()
 
     def delete_stale_keys(self) -> None:
-        """Deletes this rank's keys of meetings that are over: two round trips for each, and one for
-        each key.
-        """
+        """Deletes this rank's keys of finished collectives: two round trips each, one per key."""
         self._stale_keys.delete()
 
     def _close_arrivals(self, collective: Collective, outcome: str) -> None:
-        """Ends a roll call by the first verdict of any rank: each may, should the first die of it.
-        The next meeting is open before that is told, so that no one comes to this one again.
+        """Ends the arrival phase with the first outcome that any rank sets.
+
+        Every rank may set it, in case the first one dies meanwhile. The number of the next
+        collective is set before the outcome, so that no rank joins this one again.
         """
-        outcome = collective.set_once("closed", outcome)
+        outcome = collective.set_once("outcome", outcome)
         number = collective.number
         while number <= collective.number:
             number = int(
-                self._key_store.compare_set("meetings", str(number), str(collective.number + 1))
+                self._key_store.compare_set("collectives", str(number), str(collective.number + 1))
             )
-        collective.put("go", outcome.encode())
+        collective.put("begin", outcome.encode())
 
 
 def single_process() -> Comm:
-    """One rank and nobody to wait for."""
+    """Returns a `Comm` of one rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     return Comm(store, rank=0, ranks=(0,))
 
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:
-    """The ranks of a process group (None: all), over the store that it was made with;
-    `single_process` where there is no process group.
+    """Returns the ranks of a process group, over its store. None: all ranks.
+
+    Without an initialized process group, the same as `single_process`.
     """
     if (
         not dist.is_available()
@@ -245,7 +239,8 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
     global_rank = dist.get_rank()
     if global_rank not in ranks:
         raise RankError(
-            f"rank {global_rank} is not in the process group given; its ranks are {format_ranks(ranks)}"
+            f"process group: rank {global_rank} is not a member, its ranks are "
+            f"{format_ranks(ranks)}; pass a group that contains every calling rank"
         )
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = dist.distributed_c10d._get_default_store()
@@ -255,9 +250,7 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
 
 
 def join_torchrun(exit_stack: ExitStack) -> bool:
-    """For a command: the processes that torchrun has started become ranks of one group, until
-    `exit_stack` ends. Whether this is the first.
-    """
+    """Makes torchrun's processes one group until `exit_stack` closes; returns if this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""An error as text for the other ranks, and back: the same class and words on each of them."""
+"""Encodes errors as text for other ranks, and decodes them to the same class and text."""
 
 from __future__ import annotations
 
@@ -6,33 +6,24 @@ import json
 
 from unified_ckpt import errors
 from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+from unified_ckpt.runtime.comm.error_spread import names_rank
 
 
 def encode_error(error: BaseException, *, rank: int, world: int) -> str:
-    """An error as text for the other ranks. Errors of our tree keep their class; any other becomes
-    a RankError.
-    """
+    """Encodes an error as text. Our own classes are kept; any other becomes a RankError."""
     is_own_class = isinstance(error, CheckpointError)
+    kind = type(error).__name__ if is_own_class else "RankError"
     text = str(error) if is_own_class else f"{type(error).__name__}: {error}"
-    prefix = (
-        f"rank {rank}: "
-        if world > 1 and not isinstance(error, RankError) and not getattr(error, "named", False)
-        else ""
-    )
-    lists = (
-        [error.missing, error.unexpected, error.wrong] if isinstance(error, MismatchError) else []
-    )
-    return json.dumps(
-        {
-            "kind": type(error).__name__ if is_own_class else "RankError",
-            "text": prefix + text,
-            "lists": lists,
-        }
-    )
+    if world > 1 and not isinstance(error, RankError) and not names_rank(error):
+        text = f"rank {rank}: {text}"
+    lists = []
+    if isinstance(error, MismatchError):
+        lists = [error.missing, error.unexpected, error.wrong]
+    return json.dumps({"kind": kind, "text": text, "lists": lists})
 
 
 def decode_error(text: str) -> CheckpointError:
-    """The inverse: the same class and text on every rank."""
+    """Decodes the error: the inverse of `encode_error`."""
     fields = json.loads(text)
     error_class = getattr(errors, fields["kind"], RankError)
     if error_class is MismatchError:

@@ -1,6 +1,4 @@
-"""Keys that this rank has left in the ranks' store: deleted once every rank is through with the
-meetings that they were for.
-"""
+"""Deletes this rank's store keys once every rank has finished the collectives that used them."""
 
 from __future__ import annotations
 
@@ -11,96 +9,98 @@ from unified_ckpt.errors import RankError
 
 
 class Store(Protocol):
-    """What is used of `comm.Keys`, which says what its calls do."""
+    """The subset of `comm.KeyStore` that `StaleKeys` uses."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def delete_key(self, key: str, /) -> bool: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Sets a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Returns the value of a key that is set."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Returns whether all keys are set."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Adds to a counter and returns its new value."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Deletes a key and returns whether it was set."""
 
 
 class KeyOwner(Protocol):
-    """A meeting, as far as its keys go. `in_progress`: this rank is still in it, though it may have
-    come to later ones.
+    """The owner of store keys: a collective, as far as `StaleKeys` uses it.
+
+    `in_progress`: this rank has not finished it, though it may have joined later ones.
     """
 
     in_progress: bool
 
     def stale_keys(self) -> str:
-        """Its keys to delete with spaces between them, after a tab; before it, the counter that
-        must reach the number of ranks first.
+        """Returns its keys to delete, space-separated, after a tab.
+
+        Before the tab: the counter that must first reach the number of ranks, or nothing.
         """
 
 
 class StaleKeys:
-    """What one rank has to delete. Its calls may come from the thread of a save in the background,
-    too.
-    """
+    """The store keys that one rank has to delete. Thread-safe, for background saves."""
 
     def __init__(self, store: Store, *, rank: int, world: int) -> None:
-        self._store, self._world, self._key = store, world, f"left/{rank}"
+        self._store, self._world, self._key = store, world, f"stale-keys/{rank}"
         self._collectives: list[KeyOwner] = []
         self._lock = threading.Lock()
 
     def add(self, collective: KeyOwner) -> None:
-        """At the roll call of a meeting, which is then the last."""
+        """Registers a collective, which is then the newest one."""
         self._collectives.append(collective)
 
     def delete(self) -> None:
-        """Once everybody has come to the last meeting: of those before it, all but what goes on in
-        the background.
+        """Deletes the keys of all collectives but the newest, except those still in progress.
+
+        Call it once every rank has joined the newest collective.
         """
         with self._lock:
             entries = self._handed_over()
             remaining = [entry for entry in entries if not self._delete(entry)]
             earlier = self._collectives[:-1]
             deleted = {
-                id(collective)
-                for collective in earlier
-                if not collective.in_progress and self._delete(collective.stale_keys())
+                id(owner)
+                for owner in earlier
+                if not owner.in_progress and self._delete(owner.stale_keys())
             }
-            self._collectives = [
-                collective for collective in self._collectives if id(collective) not in deleted
-            ]
+            self._collectives = [owner for owner in self._collectives if id(owner) not in deleted]
             if remaining:
                 self._store.set(self._key, "\n".join(remaining))
             elif entries:
                 self._store.delete_key(self._key)
 
     def hand_over(self) -> None:
-        """Leaves word of what is still to be deleted, for this rank's next `StaleKeys`."""
+        """Records the keys still to be deleted, for this rank's next `StaleKeys`."""
         try:
-            self._store.set(
-                self._key,
-                "\n".join(
-                    [
-                        *self._handed_over(),
-                        *(collective.stale_keys() for collective in self._collectives),
-                    ]
-                ),
-            )
+            entries = [*self._handed_over(), *(owner.stale_keys() for owner in self._collectives)]
+            self._store.set(self._key, "\n".join(entries))
         except RankError:
-            return  # the store is gone, and the keys with it
+            return  # the store's server has exited, and the keys with it
 
     def _handed_over(self) -> list[str]:
-        """What earlier ones of this rank have handed on: a line for each meeting."""
+        """Returns the entries that this rank's previous instance handed over."""
         if not self._store.check([self._key]):
             return []
         return [entry for entry in self._store.get(self._key).decode().split("\n") if entry]
 
     def _delete(self, entry: str) -> bool:
-        """Deletes the keys unless some rank is still in that meeting. Whoever sees first that all
-        are out deletes the count too.
+        """Deletes the keys unless some rank is still in that collective.
+
+        The first rank that sees that all have finished deletes the counter too.
         """
         counter, _, keys = entry.partition("\t")
         if counter and self._store.check([counter]):
             finished = self._store.add(counter, 0)
             if 0 < finished < self._world:
                 return False
-            if (
-                finished == 0
-            ):  # this rank is out, so it was deleted between the two looks and made anew by the second
+            # This rank has finished: 0 means that the counter was deleted after `check`, and that
+            # `add` created it again.
+            if finished == 0:
                 self._store.delete_key(counter)
         for key in keys.split():
             self._store.delete_key(key)

@@ -1,1 +1,4 @@
-"""TODO package."""
+"""Moves bytes between ranks: shared memory on a node, TCP between nodes.
+
+Knows neither names of tensors nor layouts of files.
+"""

@@ -1,8 +1,7 @@
-"""Files of other machines, read over TCP while a load lasts: every rank serves its machine's
-checkpoint folders to those who know a token.
+"""Serves checkpoint folders of this node to ranks of other nodes, over TCP, for the time of a load.
 
-One request, one answer, over connections that are kept. A request names a folder by number and a
-file in it; nothing else can be read.
+One request gets one answer, over connections that stay open. A request names a folder by number and
+a file in it; nothing else can be read.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ _CHUNK_NBYTES = 1 << 20  # read and sent at a time
 
 
 class FolderServer:
-    """Serves some folders until closed, those that are there now. `files`: the names that may be
-    read, of each folder.
+    """Serves some folders until closed, even if other folders take their names.
+
+    `folders`: each with the names of the files that may be read.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class FolderServer:
             self._handle(connection, header)
 
     def _handle(self, connection: socket.socket, request: Mapping[str, object]) -> None:
-        """Piece by piece, however much is asked for. What cannot be read to its end ends the
-        connection.
+        """Answers one request, in chunks however large it is.
+
+        An error of the first chunk is part of the answer; a later one ends the connection.
         """
         header: dict[str, object] = {}
         start = nbytes = 0
@@ -61,44 +62,40 @@ class FolderServer:
         try:
             folder = int(str(request["folder"]))
             if not 0 <= folder < len(self._folders):
-                raise NotFoundError(f"{folder}: is no folder that is served")
+                raise NotFoundError(f"folder {folder}: is not served")
             storage, files = self._folders[folder]
             name = str(request["file"])
             if name not in files:
-                raise NotFoundError(f"{name}: is no file of this checkpoint")
+                raise NotFoundError(f"{name}: is not a file of this checkpoint")
             size = storage.size(name)
-            if request["what"] == "size":
+            if request["operation"] == "size":
                 header = {"size": size}
             elif size is None:
                 raise NotFoundError(f"{storage.path(name)}: no such file or folder")
             else:
-                start, nbytes = (
-                    (0, size)
-                    if request["what"] == "read"
-                    else (int(str(request["start"])), int(str(request["nbytes"])))
-                )
+                nbytes = size
+                if request["operation"] == "read_at":
+                    start, nbytes = int(str(request["start"])), int(str(request["nbytes"]))
                 if not 0 <= start <= start + nbytes <= size:
                     raise StorageError(
-                        f"{storage.path(name)}: has {size} bytes; needed bytes [{start}, {start + nbytes})"
+                        f"{storage.path(name)}: has {size} bytes, "
+                        f"expected bytes [{start}, {start + nbytes})"
                     )
-                chunk = _read_chunk(
-                    storage, name, start, min(nbytes, _CHUNK_NBYTES)
-                )  # an error of the first is told in words
+                chunk = _read_chunk(storage, name, start, min(nbytes, _CHUNK_NBYTES))
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
             header, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
         send_header(connection, header, nbytes=nbytes)
         for offset in range(start, start + nbytes, _CHUNK_NBYTES):
             if offset != start:
+                remaining = start + nbytes - offset
                 try:
-                    chunk = _read_chunk(
-                        storage, name, offset, min(start + nbytes - offset, _CHUNK_NBYTES)
-                    )
+                    chunk = _read_chunk(storage, name, offset, min(remaining, _CHUNK_NBYTES))
                 except CheckpointError as error:
                     raise ConnectionAbortedError(str(error)) from error
             connection.sendall(chunk)
 
     def close(self) -> None:
-        """Ends all connections. The files are closed once no thread reads in them."""
+        """Ends all connections. The files are closed once no thread reads them."""
         self._listener.close()
 
     def _close_files(self) -> None:
@@ -108,8 +105,9 @@ class FolderServer:
 
 
 class PeerStorage:
-    """A folder that a rank of another machine serves, as a `Reader`. StorageError, naming the rank,
-    where it does not answer.
+    """A folder served by a rank of another node, as a `Reader`.
+
+    StorageError, naming the rank, if it does not answer; later calls then fail at once.
     """
 
     def __init__(
@@ -125,27 +123,30 @@ class PeerStorage:
         self.root, self._address, self._folder, self._rank = root, address, folder, rank
         self._names, self._timeout_seconds = sorted(names), timeout_seconds
         self._connection: socket.socket | None = None
-        self._failure: StorageError | None = (
-            None  # it did not answer once: nobody waits for it again
-        )
+        self._failure: StorageError | None = None  # set once the rank does not answer
         self._lock = threading.Lock()
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
+        """Fills `into` with the file's bytes from `start`."""
         self._request(name, "read_at", buffer=into, start=start)
 
     def read(self, name: str) -> bytes:
+        """Returns a whole file."""
         return self._request(name, "read")[1]
 
     def size(self, name: str) -> int | None:
+        """Returns the file's length, or None if there is no such file."""
         if name not in self._names:
             return None
         size = self._request(name, "size")[0]["size"]
         return None if size is None else int(str(size))
 
     def names(self) -> list[str]:
+        """Returns the names of the files that are served, sorted."""
         return list(self._names)
 
     def close(self) -> None:
+        """Closes the connection; the next read opens a new one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -156,7 +157,7 @@ class PeerStorage:
         request = {
             "folder": self._folder,
             "file": name,
-            "what": operation,
+            "operation": operation,
             "start": start,
             "nbytes": len(buffer) if buffer is not None else 0,
         }

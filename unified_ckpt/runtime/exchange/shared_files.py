@@ -1,6 +1,4 @@
-"""The files of a save under construction, as one rank writes to them: alone on a machine, or beside
-ranks of other machines.
-"""
+"""Writes to the files of an unfinished save, which ranks of several nodes may share."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
 
 class FileWriter:
-    """Positional writes into the files of a folder. All ranks that write to them are on one
-    machine.
-    """
+    """Positional writes into the files of a folder whose writers are all on one node."""
 
     def __init__(self, storage: LocalStorage, folder: str) -> None:
         self._storage, self._folder = storage, folder
@@ -26,25 +22,30 @@ class FileWriter:
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> None:
-        """Writes the buffers one after the other from byte `start`. `exclusive_range`: bytes of the
-        file around them, all of them this rank's.
+        """Writes the buffers one after another from byte `start`.
+
+        `exclusive_range`: bytes of the file around them, of which all are this rank's.
         """
-        del exclusive_range  # on one machine no border matters
+        del exclusive_range  # only matters between nodes
         self._storage.write_at(f"{self._folder}/{file}", start, buffers)
 
     def resize(self, file: str, nbytes: int) -> None:
+        """Sets the file's length."""
         self._storage.resize(f"{self._folder}/{file}", nbytes)
 
     def start_flush(self, file: str, start: int, nbytes: int) -> None:
+        """Starts writing these bytes to the disk, without waiting."""
         self._storage.start_flush(f"{self._folder}/{file}", start, nbytes)
 
     def flush(self) -> None:
-        """Returns once all bytes are where they are to be written from."""
+        """Returns once all bytes have reached the node that writes them."""
 
 
 class AlignedFileWriter(FileWriter):
-    """The same where ranks of several machines write: each block of a file is written by one
-    machine, see `Volume`.
+    """A `FileWriter` for several nodes: each block of a file is written by one node only.
+
+    `WriteAlignment` decides which rank writes a block; bytes for other nodes' blocks are sent
+    there.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AlignedFileWriter(FileWriter):
         *,
         exclusive_range: tuple[int, int] | None = None,
     ) -> None:
+        """Writes this node's blocks, and sends the others."""
         stop = start + sum(len(buffer) for buffer in buffers)
         for low, high, rank in self._transport.alignment.split_by_writer(
             file,
@@ -76,11 +78,12 @@ class AlignedFileWriter(FileWriter):
                 self._transport.write(self._save_id, rank, file, low, slices)
 
     def flush(self) -> None:
+        """Returns once all bytes that were sent are written."""
         self._transport.flush_writes()
 
 
 def _slice_buffers(buffers: Sequence[Buffer], low: int, high: int) -> list[Buffer]:
-    """Bytes [low, high) of the buffers laid end to end."""
+    """Returns bytes [low, high) of the concatenated buffers."""
     slices, offset = [], 0
     for buffer in buffers:
         if offset < high and offset + len(buffer) > low:

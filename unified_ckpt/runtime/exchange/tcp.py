@@ -1,6 +1,4 @@
-"""Connections between ranks: a listener that answers those who know its token, and the frames that
-they send: words, then bytes.
-"""
+"""Connects ranks over TCP, with a token; a frame is a JSON header followed by bytes."""
 
 from __future__ import annotations
 
@@ -19,36 +17,37 @@ from dataclasses import dataclass
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.storage import Buffer
 
-_FRAME = struct.Struct("<QQ")  # of a frame: bytes of its words, and of what follows them
+_FRAME = struct.Struct("<QQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER_NBYTES = 1 << 26
 _TOKEN_CHARS = 32
-# connections that come at the same moment: 511 ranks do at 16,384; else some are tried again a
-# second later
+# Connections that arrive at once: 511 of 16,384 ranks do. Beyond it, some retry a second later.
 _BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a rank listens, and the token that it wants to hear."""
+    """Where a rank listens, and the token that it requires."""
 
     host: str
     port: int
     token: str
 
     def encode(self) -> str:
+        """Returns the address as text."""
         return f"{self.host} {self.port} {self.token}"
 
 
 def parse_address(text: str) -> Address:
+    """Parses an address: the inverse of `Address.encode`."""
     host, port, token = text.split()
     return Address(host, int(port), token)
 
 
 class Listener:
-    """Accepts connections until closed, and has `serve` called with each, in a thread of its own;
-    an OSError there ends the connection.
+    """Accepts connections until closed, and calls `serve` with each one in a thread of its own.
 
-    `at_end`: called once, when it is closed and no thread serves any more.
+    An OSError in `serve` ends the connection. `on_closed`: called once, after `close`, when no
+    thread serves any more.
     """
 
     def __init__(
@@ -61,9 +60,8 @@ class Listener:
         self._serve, self._on_closed, self._timeout_seconds = serve, on_closed, timeout_seconds
         host = _local_host()
         self._socket = socket.create_server(("", 0), backlog=_BACKLOG)
-        self.address = Address(
-            host, self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
-        )
+        port, token = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
+        self.address = Address(host, port, token)
         self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
@@ -85,15 +83,12 @@ class Listener:
 
     def _handle(self, connection: socket.socket) -> None:
         try:
-            with (
-                contextlib.suppress(OSError, ValueError),
-                connection,
-            ):  # ValueError: words that are no JSON
+            # ValueError: a header that is not JSON.
+            with contextlib.suppress(OSError, ValueError), connection:
                 connection.settimeout(self._timeout_seconds)
                 _disable_nagle(connection)
-                if hmac.compare_digest(
-                    receive(connection, _TOKEN_CHARS), self.address.token.encode()
-                ):
+                token = receive(connection, _TOKEN_CHARS)
+                if hmac.compare_digest(token, self.address.token.encode()):
                     self._serve(connection)
         finally:
             with self._lock:
@@ -113,14 +108,14 @@ class Listener:
                     connection.shutdown(socket.SHUT_RDWR)
             all_closed = not self._connections
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for a connection
+            self._socket.shutdown(socket.SHUT_RDWR)  # interrupts `accept`
         self._socket.close()
         if all_closed:
             self._on_closed()
 
 
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
-    """A connection to a listener, its token said. OSError where nobody answers."""
+    """Returns a connection to a listener, with the token sent. OSError if nobody answers."""
     connection = socket.create_connection(
         (_reachable_host(address.host), address.port), timeout=timeout_seconds
     )
@@ -134,8 +129,10 @@ def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
 
 
 def _disable_nagle(connection: socket.socket) -> None:
-    """At both ends: a frame is sent in two parts, and the second would wait for the other end's
-    word that it has the first: 40 ms.
+    """Sends small packets at once, at both ends.
+
+    A frame is sent in two parts; Nagle's algorithm holds the second back for up to 40 ms, until the
+    first is acknowledged.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -143,29 +140,35 @@ def _disable_nagle(connection: socket.socket) -> None:
 def send_header(
     connection: socket.socket, header: Mapping[str, object], *, nbytes: int = 0
 ) -> None:
-    """The first part of a frame; `nbytes` of anything are to follow."""
+    """Sends the first part of a frame; `nbytes` bytes of payload follow."""
     encoded = json.dumps(header).encode()
     connection.sendall(_FRAME.pack(len(encoded), nbytes) + encoded)
 
 
 def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:
-    """The first part of a frame, and how many bytes follow."""
+    """Receives the first part of a frame; returns the header and how many bytes follow."""
     size, nbytes = _FRAME.unpack(receive(connection, _FRAME.size))
     if size > _MAX_HEADER_NBYTES:
-        raise ConnectionAbortedError(f"a frame of {size} bytes of words")
+        raise ConnectionAbortedError(
+            f"frame: the header has {size} bytes, expected at most {_MAX_HEADER_NBYTES}"
+        )
     header = json.loads(receive(connection, size))
     if not isinstance(header, dict):
-        raise ConnectionAbortedError("a frame without names")
+        raise ConnectionAbortedError(
+            f"frame: the header is a {type(header).__name__}, expected a dict"
+        )
     return header, nbytes
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Receives exactly `nbytes` bytes."""
     buffer = bytearray(nbytes)
     receive_into(connection, memoryview(buffer))
     return bytes(buffer)
 
 
 def receive_into(connection: socket.socket, buffer: Buffer) -> None:
+    """Fills a buffer. ConnectionResetError if the connection ends before."""
     done = 0
     while done < len(buffer):
         count = connection.recv_into(buffer[done:])
@@ -175,14 +178,16 @@ def receive_into(connection: socket.socket, buffer: Buffer) -> None:
 
 
 def _reachable_host(host: str) -> str:
-    """Rank 0's machine may know its own name as a loopback address (Debian's /etc/hosts); only
-    there does the way to MASTER_ADDR lead through one.
+    """Returns the host by which this node reaches a listener.
+
+    Rank 0's node may resolve its own name to a loopback address (Debian's /etc/hosts). Only there
+    does the route to MASTER_ADDR use a loopback address, so others use MASTER_ADDR.
     """
     return os.environ.get("MASTER_ADDR", host) if ipaddress.ip_address(host).is_loopback else host
 
 
 def _local_host() -> str:
-    """This machine's address as the process that serves the store would see it; nothing is sent."""
+    """Returns this node's address as the store's server sees it. Sends nothing."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(
@@ -193,5 +198,6 @@ def _local_host() -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StorageError(
-            f"MASTER_ADDR {master!r}: no way there: {error.strerror}; needed an address of rank 0's machine"
+            f"MASTER_ADDR {master!r}: cannot be reached: {error.strerror}; "
+            "set it to an address of rank 0's node"
         ) from error

@@ -1,12 +1,14 @@
-"""Bytes from rank to rank over TCP, for saves to a volume that ranks of several machines write to:
-pieces of tiles, and bytes of blocks that another machine writes.
+"""Sends bytes between ranks of different nodes over TCP, while they save to one shared folder.
 
-How bytes could be lost: a sender goes on before its bytes are in the file, a receiver's error
-reaches nobody, bytes of a failed save come late and land in the next one. So a sender waits for
-word of all it has sent (`flush`) before its rank says that it has written; that word carries the
-first error; and bytes are taken only for the save that they name, while it lasts. What was sent
-into a connection that breaks is missed by who waits for it, who cannot know why: so a sender asks
-for word of its pieces of tiles, too (`handed_in`).
+Carries pieces of tiles, and bytes of blocks that another node writes.
+
+How bytes could be lost:
+- A sender continues before its bytes are in the file. So its rank reports its writes as done only
+  after `flush_writes`, which waits for the receivers and raises their first error.
+- Bytes of a failed save arrive late and land in the next one. So bytes are accepted only for the
+  save id that they carry, between `accept_save` and `end_save`.
+- A connection breaks, and the rank that waits for a tile cannot know why. So the sender of a tile
+  waits for the receivers too (`flush_tiles`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.runtime.comm.error_spread import Spread, mark
 from unified_ckpt.runtime.exchange.shared_memory import (
     SLOTS,
     PeerWait,
@@ -39,12 +42,13 @@ from unified_ckpt.runtime.exchange.tcp import (
 )
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-TileSpan = tuple[int, int, int, int]  # of a tile: first byte, bytes, bytes to the next, how many
+TileSpan = tuple[int, int, int, int]  # strided bytes of a tile: start, nbytes, step, count
 
 
 class PeerTransport:
-    """One rank's way to those on other machines. `alignment`: which ranks those are; `find`: where
-    a rank listens.
+    """One rank's connections to ranks on other nodes.
+
+    `alignment`: which ranks those are; `address_of`: the address of a rank's listener.
     """
 
     def __init__(
@@ -58,176 +62,156 @@ class PeerTransport:
     ) -> None:
         self.alignment, self.rank = alignment, rank
         self._address_of, self._ranks, self._timeout_seconds = address_of, ranks, timeout_seconds
-        self._save_folders: dict[str, tuple[LocalStorage, str]] = {}  # save -> where its files are
+        self._save_folders: dict[str, tuple[LocalStorage, str]] = {}  # by save id
         self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by token
-        self._connections: dict[
-            tuple[int, str], socket.socket
-        ] = {}  # to a rank, for tiles or for writes
-        self._write_lock, self._tile_lock, self._connect_lock = (
-            threading.Lock(),
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
+        self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
+        self._connect_lock = threading.Lock()
         self._listener = Listener(
             self._serve, on_closed=lambda: None, timeout_seconds=timeout_seconds
         )
         self.address = self._listener.address
 
     def close(self) -> None:
+        """Closes all connections and the listener."""
         self.disconnect()
         self._listener.close()
         self._tile_buffers.clear()
 
-    # what others may do here
+    # served to other ranks
 
     def accept_save(self, save_id: str, storage: LocalStorage, folder: str) -> None:
-        """From now on others' bytes for this save are written to the files of a folder."""
+        """Accepts bytes of other ranks for this save, and writes them to files of `folder`."""
         with self._write_lock:
             self._save_folders[save_id] = storage, folder
 
     def end_save(self, save_id: str) -> None:
-        """Returns once nothing of this save is written here any more."""
+        """Accepts no more bytes for this save; returns once none are being written."""
         with self._write_lock:
             self._save_folders.pop(save_id, None)
 
     def register_tile_buffer(self, tile_buffer: TileBuffer) -> None:
-        """Others may fill this rank's window, until it is taken back."""
+        """Lets other ranks fill this rank's buffer until it is unregistered."""
         with self._tile_lock:
             self._tile_buffers[tile_buffer.token] = tile_buffer
 
     def unregister_tile_buffer(self, tile_buffer: TileBuffer) -> None:
-        """Returns once nobody fills it any more."""
+        """Returns once no other rank fills the buffer."""
         with self._tile_lock:
             self._tile_buffers.pop(tile_buffer.token, None)
 
     def _serve(self, connection: socket.socket) -> None:
         failure = ""
         while True:
-            connection.settimeout(None)  # between two frames a save's whole life may lie
+            connection.settimeout(None)  # a save may take any time between two frames
             header, nbytes = receive_header(connection)
             connection.settimeout(self._timeout_seconds)
-            if header["what"] == "flush":
+            if header["type"] == "flush":
                 send_header(connection, {"error": failure})
                 failure = ""
                 continue
             payload = bytearray(nbytes)
             receive_into(connection, memoryview(payload))
             if not failure:
-                failure = (
-                    self._store_tile(header, payload)
-                    if header["what"] == "tile"
-                    else self._write(header, payload)
-                )
+                store = self._store_tile if header["type"] == "tile" else self._write
+                failure = store(header, payload)
 
     def _write(self, header: Mapping[str, object], payload: bytearray) -> str:
-        """The error, if there is one. One at a time, so that `end_save` can wait for the last."""
+        """Writes a payload and returns the error text, if any.
+
+        The lock lets `end_save` wait for the last write.
+        """
         with self._write_lock:
             destination = self._save_folders.get(str(header["save"]))
             file = str(header["file"])
             if destination is None or "/" in file:
-                return f"save {header['save']} is not open here for {file!r}"
+                return f"save {header['save']}: this rank does not accept bytes for {file!r}"
             storage, folder = destination
+            start = int(str(header["start"]))
             try:
-                storage.write_at(
-                    f"{folder}/{file}", int(str(header["start"])), [memoryview(payload)]
-                )
-            except Exception as error:  # told to the sender, on whose rank it is raised
+                storage.write_at(f"{folder}/{file}", start, [memoryview(payload)])
+            except Exception as error:  # raised on the sender's rank
                 return str(error)
         return ""
 
     def _store_tile(self, header: Mapping[str, object], payload: bytearray) -> str:
-        """Pieces of a tile, once it is free for them, however long this rank takes; the error, if
-        there is one.
+        """Waits until the tile's slot is free and stores the pieces; returns any error's text.
+
+        Ends when this rank fails, begins the next exchange, or unregisters the buffer.
         """
         pause = 0.0
         try:
-            while not self._try_store_tile(
-                header, payload
-            ):  # ends when this rank fails, goes on to the next exchange, or takes the window back
+            while not self._try_store_tile(header, payload):
                 time.sleep(pause)
                 pause = min(pause + 20e-6, 1e-3)
-        except Exception as error:  # told to the sender, on whose rank it is raised
+        except Exception as error:  # raised on the sender's rank
             return str(error)
         return ""
 
     def _try_store_tile(self, header: Mapping[str, object], payload: bytearray) -> bool:
-        """False where the window does not serve the exchange yet, or its slot is not empty. Nobody
-        takes the window away meanwhile.
+        """Returns False while the buffer is in an earlier exchange or the slot is not empty.
+
+        Holds the lock, so the buffer cannot be unregistered meanwhile.
         """
-        exchange, member, tiles, number = (
-            int(str(header[name])) for name in ("exchange", "party", "tiles", "number")
-        )
+        names = ("exchange", "member", "tiles", "number")
+        exchange, member, tiles, number = (int(str(header[name])) for name in names)
         with self._tile_lock:
-            tile_buffer = self._tile_buffers.get(str(header["window"]))
-            if (
-                tile_buffer is None
-                or tile_buffer.failed()
-                or tile_buffer.current_exchange() > exchange
-            ):
-                raise ConnectionAbortedError("no such tile, or not any more")
-            if (
-                tile_buffer.current_exchange() < exchange
-                or tile_buffer.progress() <= number - SLOTS
-            ):
+            tile_buffer = self._tile_buffers.get(str(header["tile_buffer"]))
+            if tile_buffer is None or tile_buffer.failed():
+                raise ConnectionAbortedError("the tile buffer was closed or has failed")
+            current = tile_buffer.current_exchange()
+            if current > exchange:
+                raise ConnectionAbortedError(f"exchange {exchange} has ended")
+            if current < exchange or tile_buffer.progress() <= number - SLOTS:
                 return False
-            tile, payload_tensor, offset = (
-                tile_buffer.tile(number),
-                torch.from_numpy(np.frombuffer(payload, dtype=np.uint8)),
-                0,
-            )
+            tile, offset = tile_buffer.tile(number), 0
+            payload_tensor = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
             spans: list[TileSpan] = header["spans"]  # type: ignore[assignment]
             for span in spans:
                 _, nbytes, _, count = span
-                _strided(tile, span).copy_(
-                    payload_tensor[offset : offset + nbytes * count].view(count, nbytes)
-                )
+                piece = payload_tensor[offset : offset + nbytes * count]
+                _strided(tile, span).copy_(piece.view(count, nbytes))
                 offset += nbytes * count
             tile_buffer.set_done(member, tiles)
             return True
 
-    # what this rank has others do
+    # sent to other ranks
 
     def write(
         self, save_id: str, rank: int, file: str, start: int, buffers: Sequence[Buffer]
     ) -> None:
-        """Has a rank write these bytes to a file of a save. Errors of its storage come with
-        `flush_writes`.
-        """
-        header = {"what": "write", "save": save_id, "file": file, "start": start}
+        """Makes `rank` write these bytes to a file of a save. `flush_writes` raises its errors."""
+        header = {"type": "write", "save": save_id, "file": file, "start": start}
         self._send(rank, "write", header, buffers)
 
     def flush_writes(self) -> None:
-        """Returns once everything sent to be written is. StorageError, naming the rank, where it is
-        not. Ends the connections.
+        """Returns once all sent writes are done, and closes the connections.
+
+        StorageError, naming the rank, if one failed.
         """
         try:
             for rank, error in self._flush_errors("write", None):
-                raise StorageError(
-                    f"{error} (bytes of rank {self._ranks[self.rank]}, sent to rank {self._ranks[rank]})"
-                )
+                sender, receiver = self._ranks[self.rank], self._ranks[rank]
+                raise StorageError(f"{error} (bytes of rank {sender}, sent to rank {receiver})")
         finally:
             self.disconnect()
 
     def flush_tiles(self, wait: PeerWait) -> None:
-        """Returns once all pieces of tiles are where they belong. RankError, naming the rank, where
-        they are not.
-        """
+        """Returns once all sent tile pieces are stored. RankError names a rank that failed."""
         for rank, error in self._flush_errors("tile", wait):
             with self._as_rank_error(rank):
                 raise ConnectionAbortedError(error)
 
     def _flush_errors(self, kind: str, wait: PeerWait | None) -> Iterator[tuple[int, str]]:
-        """Asks every rank that was sent something of a kind, and yields the errors of those that
-        have one. `wait`: for who gets on.
+        """Flushes every connection of a kind; yields the ranks that report an error, and its text.
+
+        `wait`: waits for slow receivers as long as they make progress.
         """
-        connections = {
-            rank: connection
-            for (rank, connection_kind), connection in self._connections.items()
-            if connection_kind == kind
-        }
+        items = self._connections.items()
+        connections = {key[0]: connection for key, connection in items if key[1] == kind}
         for rank, connection in connections.items():
             with self._as_rank_error(rank):
-                send_header(connection, {"what": "flush"})
+                send_header(connection, {"type": "flush"})
         for rank, connection in connections.items():
             if wait is not None:
                 wait.until(rank, "the end of its tiles", partial(_has_answer, connection))
@@ -245,25 +229,27 @@ class PeerTransport:
         tiles: int,
         spans: Sequence[TileSpan],
     ) -> None:
-        """Fills these pieces of a tile in another rank's window as they are in its image here; then
-        says that `tiles` are filled.
+        """Sends pieces of a tile from the local image to the owner's buffer.
+
+        Then marks this rank's first `tiles` tiles as done there.
         """
         image = tile_buffer.tile(number)
         payload = [
             np.ascontiguousarray(_strided(image, span).numpy()).data.cast("B") for span in spans
         ]
         header = {
-            "what": "tile",
-            "window": tile_buffer.token,
+            "type": "tile",
+            "tile_buffer": tile_buffer.token,
             "exchange": exchange,
-            "party": self.rank,
+            "member": self.rank,
             "number": number,
             "tiles": tiles,
+            "spans": spans,
         }
-        self._send(tile_buffer.rank, "tile", {**header, "spans": spans}, payload)
+        self._send(tile_buffer.rank, "tile", header, payload)
 
     def disconnect(self) -> None:
-        """Ends the connections to others; the next bytes make them anew."""
+        """Closes the connections to other ranks; the next send opens new ones."""
         with self._connect_lock:
             connections, self._connections = self._connections, {}
         for connection in connections.values():
@@ -279,8 +265,9 @@ class PeerTransport:
                 connection.sendall(buffer)
 
     def _connection(self, rank: int, kind: str) -> socket.socket:
-        """One for tiles, which wait until there is room for them, and one for writes, which must
-        wait for nobody.
+        """Returns a connection for tiles or for writes.
+
+        They are separate because tiles wait for free slots, and writes must never wait behind them.
         """
         with self._connect_lock:
             if (rank, kind) not in self._connections:
@@ -291,13 +278,14 @@ class PeerTransport:
 
     def _as_rank_error(self, rank: int) -> _RankErrorContext:
         return _RankErrorContext(
-            f"rank {self._ranks[rank]} took no bytes of rank {self._ranks[self.rank]}"
+            f"rank {self._ranks[rank]} received no bytes of rank {self._ranks[self.rank]}"
         )
 
 
 class _RankErrorContext:
-    """Says of an OSError inside which rank it is about; that rank, or the one that it waits for,
-    knows why.
+    """Turns an OSError inside the block into a secondary RankError that names the other rank.
+
+    The root cause is known to that rank, or to the one that it waits for.
     """
 
     def __init__(self, text: str) -> None:
@@ -311,23 +299,20 @@ class _RankErrorContext:
     ) -> None:
         if isinstance(error, OSError):
             rank_error = RankError(f"{self._text}: {error.strerror or error}")
-            rank_error.echo = True
-            raise rank_error from error
+            raise mark(rank_error, Spread.SECONDARY) from error
 
 
 def _has_answer(connection: socket.socket) -> bool:
-    """Whether there is something to receive, or the other side has hung up."""
+    """Returns whether there are bytes to receive, or the peer has closed the connection."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def _strided(tile: torch.Tensor, span: TileSpan) -> torch.Tensor:
-    """The bytes of a span, [count, nbytes]; an alias. ValueError where the tile does not hold them."""
+    """Returns a span's bytes, [count, nbytes], as a view. ValueError if outside of the tile."""
     start, nbytes, step, count = span
-    if (
-        min(start, nbytes, step, count) < 0
-        or start + step * max(count - 1, 0) + nbytes > tile.numel()
-    ):
-        raise ValueError(f"{span}: does not lie in a tile of {tile.numel()} bytes")
+    stop = start + step * max(count - 1, 0) + nbytes
+    if min(start, nbytes, step, count) < 0 or stop > tile.numel():
+        raise ValueError(f"span {span}: lies outside of a tile of {tile.numel()} bytes")
     return tile.as_strided((count, nbytes), (step, 1), tile.storage_offset() + start)

@@ -1,6 +1,4 @@
-"""The windows of one rank and of those that it exchanges with: made, opened and reused for as long
-as the ranks live.
-"""
+"""Owns this rank's tile buffer and those it has opened of other ranks; reuses them across saves."""
 
 from __future__ import annotations
 
@@ -21,24 +19,24 @@ _MAX_GROUPS = 1 << 20
 
 
 def exchange_number(collective: Collective, group_index: int) -> int:
-    """Tells one exchange from another in the counters of windows that are kept: higher for later
-    meetings, and groups within one.
+    """Returns a number that grows with every exchange: over collectives, and over their groups.
+
+    Tile buffers outlive an exchange; the number distinguishes exchanges in their counters.
     """
     return collective.number * _MAX_GROUPS + group_index + 1
 
 
 class TileBuffers:
-    """Owns shared memory. `close` gives it back; the other ranks keep what they have opened until
-    they close it too.
+    """Owns shared memory until `close`. Other ranks keep what they opened until they close it too.
+
+    `remote`: the buffers of ranks on other nodes, set by `prepare`.
     """
 
     def __init__(self) -> None:
         self._local: TileBuffer | None = None
         self._fd: int | None = None
         self._opened: dict[int, TileBuffer] = {}
-        self.remote: dict[
-            int, RemoteTileBuffer
-        ] = {}  # of the partners on other machines, since `ready`
+        self.remote: dict[int, RemoteTileBuffer] = {}
         self._transport: PeerTransport | None = None
 
     def prepare(
@@ -49,44 +47,41 @@ class TileBuffers:
         partners: Iterable[int],
         transport: PeerTransport | None = None,
     ) -> dict[int, TileBuffer]:
-        """The windows of `partners`, by rank, and this rank's own when it is one of them: tiles of
-        at least `tile_nbytes`. `transport`: the way to partners on other machines, who are in
-        `remote` then.
+        """Returns the buffers of `partners` by rank, and this rank's own if it is one of them.
 
-        A rank that only fills or empties has one too, by which the others see that it lives.
-        StorageError where the memory of one cannot be reached.
+        Tiles have at least `tile_nbytes` bytes. `transport`: reaches partners on other nodes; their
+        buffers are in `remote` afterwards.
+
+        A rank that only fills or empties tiles of others has a buffer too: it shows them that the
+        rank is alive. StorageError if a partner's memory cannot be reached.
         """
         ranks, self._transport = set(partners), transport or self._transport
-        local = (
-            self._ensure_local(collective.world, tile_nbytes) if collective.rank in ranks else None
-        )
+        rank = collective.rank
+        local = self._ensure_local(collective.world, tile_nbytes) if rank in ranks else None
         with marking_failed(local):
             if local is not None:
                 local.reset_failed()
                 if transport is not None:
                     transport.register_tile_buffer(local)
-                collective.put(
-                    f"window/{collective.rank}", f"{local.token} {local.tile_nbytes}".encode()
-                )
-            tile_buffers = self._open_partners(collective, ranks - {collective.rank}, transport)
-        return tile_buffers if local is None else {collective.rank: local, **tile_buffers}
+                address = f"{local.token} {local.tile_nbytes}"
+                collective.put(f"tile-buffer/{rank}", address.encode())
+            tile_buffers = self._open_partners(collective, ranks - {rank}, transport)
+        return tile_buffers if local is None else {rank: local, **tile_buffers}
 
     def _open_partners(
         self, collective: Collective, ranks: Iterable[int], transport: PeerTransport | None
     ) -> dict[int, TileBuffer]:
-        """The windows of other ranks; those on other machines are in `remote` then."""
+        """Returns the buffers of other ranks on this node, and sets `remote`."""
         tile_buffers: dict[int, TileBuffer] = {}
         previous, self.remote = self.remote, {}
         for rank in sorted(ranks):
-            token, size = collective.get(f"window/{rank}", sender=rank).decode().split()
+            token, size = collective.get(f"tile-buffer/{rank}", sender=rank).decode().split()
             nbytes = int(size)
             if transport is not None and not transport.alignment.same_node(collective.rank, rank):
-                cached = previous.get(rank)
-                self.remote[rank] = (
-                    cached
-                    if cached is not None and cached.token == token
-                    else RemoteTileBuffer(rank, token, tile_nbytes=nbytes)
-                )
+                remote = previous.get(rank)
+                if remote is None or remote.token != token:
+                    remote = RemoteTileBuffer(rank, token, tile_nbytes=nbytes)
+                self.remote[rank] = remote
                 continue
             if rank not in self._opened or self._opened[rank].token != token:
                 if rank in self._opened:
@@ -99,10 +94,9 @@ class TileBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's own window, and of what it has put together for ranks on other machines."""
-        return (self._local.nbytes if self._local is not None else 0) + sum(
-            tile_buffer.nbytes for tile_buffer in self.remote.values()
-        )
+        """Bytes of this rank's own buffer and of its images of remote ones."""
+        local = self._local.nbytes if self._local is not None else 0
+        return local + sum(tile_buffer.nbytes for tile_buffer in self.remote.values())
 
     def _ensure_local(self, world: int, tile_nbytes: int) -> TileBuffer:
         if self._local is None or self._local.tile_nbytes < tile_nbytes:
@@ -121,6 +115,7 @@ class TileBuffers:
             self._fd = None
 
     def close(self) -> None:
+        """Releases all buffers."""
         self._close_local()
         for tile_buffer in self._opened.values():
             tile_buffer.close()
